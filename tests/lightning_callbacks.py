@@ -610,9 +610,12 @@ DIFFERENT_ARGUMENTS = {
 def arguments(L, folder):
     found = {}
     for name in sorted(L.pytorch.callbacks.__all__):
-        parameters = list(inspect.signature(getattr(L.pytorch.callbacks, name).__init__).parameters.values())[1:]
+        kind = getattr(L.pytorch.callbacks, name)
+        if not (isinstance(kind, type) and issubclass(kind, L.Callback)):  # ours lists names of the modules below, too
+            continue
+        parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
         defaults = [one.default if isinstance(one.default, (int, float, bool)) else 0 for one in parameters]
-        if name not in DIFFERENT_ARGUMENTS and getattr(L.pytorch.callbacks, name).__init__ is not object.__init__:
+        if name not in DIFFERENT_ARGUMENTS and kind.__init__ is not object.__init__:
             found[name] = [[one.name, str(one.kind), value] for one, value in zip(parameters, defaults, strict=True)]
     return found
 

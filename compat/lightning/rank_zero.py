@@ -18,14 +18,24 @@ log = logging.getLogger("lightning.pytorch")
 
 WarningCache = rank_zero.WarningCache
 rank_prefixed_message = rank_zero.rank_prefixed_message
-rank_zero_debug = rank_zero.rank_zero_debug
-rank_zero_info = rank_zero.rank_zero_info
 rank_zero_only: Any = rank_zero.rank_zero_only
 """Decorator for functions that run on rank 0 only; its attribute `rank` is this process's rank."""
 rank_zero_warn = rank_zero.rank_zero_warn
 
 if getattr(rank_zero_only, "rank", None) is None:  # until a run sets it: without a rank each of these functions raises
     rank_zero_only.rank = current_rank()
+
+
+@rank_zero_only  # type: ignore[untyped-decorator]
+def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Log a message for debugging, on rank 0, by Lightning's logger."""
+    log.debug(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
+
+
+@rank_zero_only  # type: ignore[untyped-decorator]
+def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Log a message, on rank 0, by Lightning's logger, which programs silence or send elsewhere."""
+    log.info(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
 
 
 class LightningDeprecationWarning(DeprecationWarning):

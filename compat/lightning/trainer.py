@@ -33,13 +33,14 @@ from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
 from .attributes import TrainerAttributes
+from .callbacks.bars import refuse_bars
 from .callbacks.callback import Callback as CallbackOfLightning
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.model_summary import ModelSummary, RichModelSummary
 from .callbacks.monitors import Timer
-from .callbacks.progress import TQDMProgressBar, refuse_bars
-from .callbacks.rich_progress import RichProgressBar
+from .callbacks.rich_bar import RichProgressBar
+from .callbacks.tqdm_bar import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .evaluation_points import EvaluationPoints

@@ -176,7 +176,9 @@ from lightning_fabric.utilities.seed import seed_everything
 import os, sys
 
 assert os.path.isabs(__file__) and os.path.samefile(__file__, "train.py")
-assert pl.Trainer is L.Trainer and timer.Timer is Timer and L.__version__.startswith("2.6")
+assert "lightning.pytorch.trainer.states" in sys.modules
+assert pl.trainer is L.pytorch.trainer and pl.Trainer is L.Trainer and timer.Timer is Timer
+assert L.__version__.startswith("2.6")
 assert L.Trainer.__module__.startswith("legato.") and L.pytorch is pl
 print("ran", sys.argv[1:])
 """

@@ -10,7 +10,7 @@ from legato.compat.lightning.utilities import LIGHTNING_LOGO, cli_lightning_logo
 from legato.compat.lightning.pytorch.accelerators import HPUAccelerator, TPUAccelerator
 from legato.compat.lightning.pytorch.strategies import HPUParallelStrategy, SingleHPUStrategy, SingleTPUStrategy
 from legato.compat.lightning.pytorch import (
-    callbacks, core, loggers, loops, overrides, plugins, profilers, serve, tuner, utilities,
+    callbacks, core, loggers, loops, overrides, plugins, profilers, serve, trainer, tuner, utilities,
 )
 from legato.compat.lightning.inner import VERSION as __version__
 from legato.compat.lightning.inner import alias_below, inner_name

@@ -9,13 +9,12 @@ from legato.compat.lightning.callbacks.finders import BatchSizeFinder, LearningR
 from legato.compat.lightning.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from legato.compat.lightning.callbacks.model_summary import ModelSummary, RichModelSummary
 from legato.compat.lightning.callbacks.monitors import Interval, LearningRateMonitor, SpikeDetection, Timer
-from legato.compat.lightning.callbacks.progress import (
-    ProgressBar, TQDMProgressBar, Tqdm, convert_inf, get_standard_metrics,
-)
-from legato.compat.lightning.callbacks.rich_progress import (
+from legato.compat.lightning.callbacks.bars import ProgressBar, convert_inf, get_standard_metrics
+from legato.compat.lightning.callbacks.rich_bar import (
     BatchesProcessedColumn, CustomBarColumn, CustomProgress, CustomTimeColumn, MetricsTextColumn,
     ProcessingSpeedColumn, RichProgressBar, RichProgressBarTheme,
 )
+from legato.compat.lightning.callbacks.tqdm_bar import Tqdm, TQDMProgressBar
 from legato.compat.lightning.callbacks.training import (
     BackboneFinetuning, BaseFinetuning, BasePredictionWriter, DeviceStatsMonitor, GradientAccumulationScheduler,
     LambdaCallback, OnExceptionCheckpoint, ThroughputMonitor, WriteInterval, multiplicative,

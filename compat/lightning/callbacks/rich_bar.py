@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .progress import DrawnProgressBar, convert_inf
+from .bars import Number, StagedBar, convert_inf
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -130,7 +130,7 @@ class CustomProgress(Progress):
         """Leave the drawing to rich's own thread, which draws at its rate."""
 
 
-class RichProgressBar(DrawnProgressBar):
+class RichProgressBar(StagedBar):
     """Shows bars by rich; needs it installed.
 
     Override `configure_columns` for other columns, `get_metrics` for other values.
@@ -151,8 +151,8 @@ class RichProgressBar(DrawnProgressBar):
     ) -> None:
         if find_spec("rich") is None:
             raise ModuleNotFoundError("RichProgressBar needs the package rich: pip install rich.")
-        super().__init__(refresh_rate)
-        self._leave, self._console_kwargs = leave, console_kwargs or {}
+        super().__init__(refresh_rate, leave)
+        self._console_kwargs = console_kwargs or {}
         self.theme = RichProgressBarTheme() if theme is None else theme
         self.progress: Any = None
         self._console: Any = None
@@ -232,16 +232,14 @@ class RichProgressBar(DrawnProgressBar):
             self.progress.stop()
             self._progress_stopped = True
 
+    @staticmethod
+    def _id_of(stage: str) -> str:
+        return f"{'val_sanity' if stage == 'sanity' else stage}_progress_bar_id"
+
     def _hide(self, name: str) -> None:
-        shown = getattr(self, f"{name}_progress_bar_id")
+        shown = getattr(self, name)
         if self.progress is not None and shown is not None:
             self.progress.update(shown, advance=0, visible=False)
-
-    def _begin(self, name: str, total: int | float, description: str, **options: Any) -> None:
-        """Begin the bar of a loader, in place of that of the loader before."""
-        self._hide(name)
-        setattr(self, f"{name}_progress_bar_id", self._add_task(total, description, **options))
-        self.refresh()
 
     def refresh(self, hard: bool = False) -> None:
         """Draw now, with `hard`; else soon."""
@@ -255,19 +253,12 @@ class RichProgressBar(DrawnProgressBar):
         shown = self.progress is not None and not self._progress_stopped
         (self.progress.console.print if shown else print)(*args, **kwargs)
 
-    # --- training ---------------------------------------------------------------------------------------------------
-    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+    # --- drawing ----------------------------------------------------------------------------------------------------
+    def open(self, stage: str) -> None:
         """Start showing."""
-        self._init_progress(trainer)
+        self._init_progress(self.trainer)
 
-    on_sanity_check_start = on_train_start
-
-    def on_sanity_check_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Hide the bar."""
-        self._hide("val_sanity")
-        self.refresh()
-
-    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+    def begin_epoch(self, trainer: "Trainer") -> None:
         """Begin the epoch's bar."""
         if self.is_disabled:
             return
@@ -281,6 +272,39 @@ class RichProgressBar(DrawnProgressBar):
             total = self.total_train_batches
             self.progress.reset(self.train_progress_bar_id, total=total, description=words, visible=True)
         self.refresh()
+
+    def begin_loader(self, stage: str, total: Number, description: str, dataloader_idx: int) -> None:
+        """Begin the bar of a loader, in place of that of the loader before."""
+        if self.is_enabled:
+            name = self._id_of(stage)
+            self._hide(name)
+            hidden = {"visible": False} if stage in ("sanity", "val") else {}  # until a batch is done
+            setattr(self, name, self._add_task(total, description, **hidden))
+            self.refresh()
+
+    def advance(self, stage: str, batches: int, pl_module: "Task | None" = None) -> None:
+        """Count the batches; show the newest values at most `refresh_rate` times a second."""
+        if stage == "train" and self.is_enabled and self.progress is not None and self.train_progress_bar_id is None:
+            self._initialize_train_progress_bar_id()  # a run that goes on within an epoch
+        self._update(getattr(self, self._id_of(stage)), batches)
+        now = time.monotonic()
+        if pl_module is not None and self.is_enabled and now - self._updated_at >= 1.0 / self.refresh_rate:
+            self._updated_at = now
+            self._update_metrics(self.trainer, pl_module)
+
+    def finish(self, stage: str) -> None:
+        """Hide the bar of the sanity check, and of a validation where training goes on."""
+        if stage == "sanity" or (stage == "val" and self.trainer.stage == "fit"):
+            self._hide(self._id_of(stage))
+            self.refresh()
+
+    def show(self, trainer: "Trainer", pl_module: "Task") -> None:
+        """Show the newest values beside the bar of training."""
+        self._update_metrics(trainer, pl_module)
+
+    def teardown(self, trainer: "Trainer", pl_module: Any, stage: str) -> None:
+        """Stop showing, also after an exception."""
+        self._stop_progress()
 
     @property
     def train_progress_bar(self) -> Any:
@@ -311,89 +335,3 @@ class RichProgressBar(DrawnProgressBar):
         epochs = self.trainer.max_epochs
         last = "" if epochs in (None, -1) else f"/{int(epochs or 0) - 1}"
         return f"Epoch {current_epoch}{last}".ljust(len(self.validation_description))  # so that bars begin alike
-
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
-        if self.is_enabled and self.progress is not None and self.train_progress_bar_id is None:
-            self._initialize_train_progress_bar_id()  # a run that goes on within an epoch
-        self._update(self.train_progress_bar_id, batch_idx + 1)
-        now = time.monotonic()
-        if self.is_enabled and now - self._updated_at >= 1.0 / self.refresh_rate:
-            self._updated_at = now
-            self._update_metrics(trainer, task)
-
-    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Show the epoch's values."""
-        self._update_metrics(trainer, task)
-
-    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Stop showing, also after an exception."""
-        self._stop_progress()
-
-    # --- evaluation -------------------------------------------------------------------------------------------------
-    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start showing."""
-        self._init_progress(trainer)
-
-    on_test_start = on_predict_start = on_validation_start
-
-    def on_validation_batch_start(
-        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            sanity = trainer.sanity_checking
-            words = self.sanity_check_description if sanity else self.validation_description
-            total = self.total_val_batches_current_dataloader
-            self._begin("val_sanity" if sanity else "val", total, words, visible=False)  # until a batch is done
-
-    def on_test_batch_start(
-        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            self._begin("test", self.total_test_batches_current_dataloader, self.test_description)
-
-    def on_predict_batch_start(
-        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
-            self._begin("predict", self.total_predict_batches_current_dataloader, self.predict_description)
-
-    def on_validation_batch_end(
-        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        shown = self.val_sanity_progress_bar_id if trainer.sanity_checking else self.val_progress_bar_id
-        self._update(shown, batch_idx + 1)
-
-    def on_test_batch_end(
-        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        self._update(self.test_progress_bar_id, batch_idx + 1)
-
-    def on_predict_batch_end(
-        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        self._update(self.predict_progress_bar_id, batch_idx + 1)
-
-    def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Hide the bar, where training goes on."""
-        if self.is_enabled and trainer.stage == "fit":
-            self._hide("val")
-            self.refresh()
-
-    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Show the values beside the bar of training."""
-        if trainer.stage == "fit":
-            self._update_metrics(trainer, task)
-        self.reset_dataloader_idx_tracker()
-
-    def on_test_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the bar as it is."""
-        self.reset_dataloader_idx_tracker()
-
-    on_predict_end = on_test_end

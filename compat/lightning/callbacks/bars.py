@@ -1,0 +1,299 @@
+"""ProgressBar, and the hooks that the bars by tqdm and by rich share."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from ....base.errors import ConfigError
+from ....callbacks.progress_bar import ProgressDisplay
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from ....trainer.trainer import Trainer
+
+Number = int | float
+
+
+class ProgressBar(ProgressDisplay, Callback):
+    """Base class of progress bars: totals and descriptions of stages; subclasses show them."""
+
+    _trainer: "Trainer | None" = None
+    _current_eval_dataloader_idx: int | None = None
+
+    def __init__(self) -> None:
+        self._trainer, self._current_eval_dataloader_idx = None, None
+
+    @property
+    def trainer(self) -> "Trainer":
+        """The trainer. Raises TypeError before a run."""
+        if self._trainer is None:
+            raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
+        return self._trainer
+
+    sanity_check_description = "Sanity Checking"
+    train_description = "Training"
+    validation_description = "Validation"
+    test_description = "Testing"
+    predict_description = "Predicting"
+
+    @property
+    def total_train_batches(self) -> Number:
+        """Batches of the epoch; infinity where the loader does not say."""
+        trainer = self.trainer
+        if trainer.max_epochs == -1 and trainer.max_steps > 0:
+            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
+        return trainer.num_training_batches
+
+    @property
+    def total_val_batches_current_dataloader(self) -> Number:
+        """Batches of the validation loader that is read."""
+        trainer: Any = self.trainer
+        return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches_current_dataloader(self) -> Number:
+        """Batches of the test loader that is read."""
+        return self._current(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> Number:
+        """Batches of the prediction loader that is read."""
+        return self._current(self.trainer.num_predict_batches)
+
+    @property
+    def total_val_batches(self) -> Number:
+        """Batches of all validation loaders; 0 in an epoch without validation."""
+        every = self.trainer.check_val_every_n_epoch
+        due = every is None or (self.trainer.current_epoch + 1) % every == 0
+        return sum(self.trainer.num_val_batches) if due else 0
+
+    def _current(self, counts: list[Number]) -> Number:
+        return counts[self._current_eval_dataloader_idx or 0]
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Return whether another evaluation loader is read than at the last call."""
+        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
+        return before != dataloader_idx
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Forget which evaluation loader was read."""
+        self._current_eval_dataloader_idx = None
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        raise NotImplementedError
+
+    def enable(self) -> None:
+        """Show progress again."""
+        raise NotImplementedError
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print without breaking the bar."""
+        print(*args, **kwargs)
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Keep the trainer; show nothing on other ranks than 0."""
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+    def get_metrics(self, trainer: "Trainer", pl_module: "Task") -> dict[str, Any]:
+        """Return the values beside the bar; override to show others."""
+        return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the trainer and the bars."""
+        return {
+            name: None if name == "_trainer" or isinstance(value, tqdm) else value for name, value in vars(self).items()
+        }
+
+
+def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
+    """Raise ConfigError for several progress bars, and for one where none is wanted."""
+    bars = [type(one).__name__ for one in callbacks if isinstance(one, ProgressBar)]
+    if len(bars) > 1 or (bars and not wanted):
+        way_out = "keep one of them" if wanted else "enable_progress_bar=False, so leave it out"
+        raise ConfigError(f"callbacks has the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
+
+
+def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
+    """Return `v_num`, the version of the first logger, if there is one."""
+    version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
+    if version in ("", None):
+        return {}
+    return {"v_num": version[-4:] if isinstance(version, str) else int(version)}
+
+
+def convert_inf(x: Number | None) -> Number | None:
+    """Return a count, or None for infinity and NaN, which tqdm does not take."""
+    return None if x is None or math.isinf(x) or math.isnan(x) else x
+
+
+class StagedBar(ProgressBar):
+    """A progress bar of stages, drawn at a rate, that can be switched off and on.
+
+    Its hooks call the methods of a renderer, which subclasses have: `open`, `begin_epoch`, `begin_loader`, `advance`,
+    `finish` and `show`. Stages are "sanity", "train", "val", "test" and "predict".
+
+    Args:
+        refresh_rate: how often to draw, in the subclass's unit; 0: show nothing.
+        leave: keep each epoch's bar.
+    """
+
+    def __init__(self, refresh_rate: int, leave: bool) -> None:
+        super().__init__()
+        self._refresh_rate, self._leave, self._enabled = refresh_rate, leave, True
+
+    @property
+    def refresh_rate(self) -> int:
+        """The rate, as the bar was given it; 0: nothing is shown."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no bars are shown."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show bars again."""
+        self._enabled = True
+
+    # --- what a renderer does ---------------------------------------------------------------------------------------
+    def open(self, stage: str) -> None:
+        """Make the bar of a stage, whose first batch is yet to come; within the sanity check also asked for "val"."""
+        raise NotImplementedError
+
+    def begin_epoch(self, trainer: "Trainer") -> None:
+        """Begin the bar of a training epoch."""
+        raise NotImplementedError
+
+    def begin_loader(self, stage: str, total: Number, description: str, dataloader_idx: int) -> None:
+        """Begin the bar of one of an evaluation's loaders."""
+        raise NotImplementedError
+
+    def advance(self, stage: str, batches: int, pl_module: "Task | None" = None) -> None:
+        """Say that so many batches are done; of training, with the module whose values to show."""
+        raise NotImplementedError
+
+    def finish(self, stage: str) -> None:
+        """Close the bar of a stage, or hide it."""
+
+    def show(self, trainer: "Trainer", pl_module: "Task") -> None:
+        """Show the newest values beside the bar of training."""
+        raise NotImplementedError
+
+    # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
+    def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Open a bar."""
+        self.open("sanity")
+
+    def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Close the bar."""
+        self.finish("sanity")
+
+    def on_train_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Open the bar of training."""
+        self.open("train")
+
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Begin the epoch's bar."""
+        self.begin_epoch(trainer)
+
+    def on_train_batch_end(self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        self.advance("train", batch_idx + 1, pl_module)
+
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Show the epoch's values."""
+        self.show(trainer, pl_module)
+        if self._leave:
+            self.finish("train")
+
+    def on_train_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Close the bar."""
+        self.finish("train")
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar."""
+        self.open("val")
+
+    def on_validation_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            stage = "sanity" if trainer.sanity_checking else "val"
+            words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+            self.begin_loader(stage, self.total_val_batches_current_dataloader, words, dataloader_idx)
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self.advance("sanity" if trainer.sanity_checking else "val", batch_idx + 1)
+
+    def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar, and show the values beside that of training."""
+        self.finish("val")
+        self.reset_dataloader_idx_tracker()
+        if trainer.stage == "fit":
+            self.show(trainer, pl_module)
+
+    def on_test_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar."""
+        self.open("test")
+
+    def on_test_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            total = self.total_test_batches_current_dataloader
+            self.begin_loader("test", total, self.test_description, dataloader_idx)
+
+    def on_test_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self.advance("test", batch_idx + 1)
+
+    def on_test_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar."""
+        self.finish("test")
+        self.reset_dataloader_idx_tracker()
+
+    def on_predict_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar."""
+        self.open("predict")
+
+    def on_predict_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            total = self.total_predict_batches_current_dataloader
+            self.begin_loader("predict", total, self.predict_description, dataloader_idx)
+
+    def on_predict_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self.advance("predict", batch_idx + 1)
+
+    def on_predict_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar."""
+        self.finish("predict")
+        self.reset_dataloader_idx_tracker()
