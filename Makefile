@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu demo test quick others lint bench matrix versions cluster docs docs-serve clean
+.PHONY: gpu demo test quick others lint size bench matrix versions cluster docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -25,6 +25,9 @@ lint: $(STAMP)  ## format, imports, layers, types
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	.ci/types $(BIN)/python
+
+size:  ## lines of code by room, comments, imports of a module
+	$(PYTHON) .ci/size --rooms
 
 bench: $(STAMP)  ## run the benchmarks in their quick form
 	$(BIN)/python -m benchmarks

@@ -13,8 +13,7 @@ from ..base.run_names import require_local
 from ..callbacks.callback import Callback
 from ..lab.history import RunHistory
 from ..lab.origin import differences
-from ..lab.pieces import replay_pieces
-from ..lab.replay import Replayed, conclude, make_directory, new_directory, replay_steps, require_outside
+from ..lab.replay import Replayed, conclude, new_directory, replay_steps, require_outside
 from ..lab.samples import SampleLookup, shown_samples, whole_number
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
 from ..trainer.checkpoints.find import directory_name
@@ -32,9 +31,6 @@ class ReplayArguments:
     debug: bool = False
     replica: int | None = None
     save: Path | None = None
-    into: Path | None = None
-    jobs: int | None = None
-    devices: tuple[int, ...] = ()
     hindsight: bool = False
     """Whether a range of steps was asked for, whose points are kept beside the run, rather than a step."""
 
@@ -49,13 +45,15 @@ class ReplayArguments:
                 equals, text = "=", words.pop(0)
             if argument == "--debug":
                 found["debug"] = True
-            elif name in ("step", "until", "jobs", "replica") and equals:
+            elif name in ("into", "jobs", "devices") and equals:
+                raise ConfigError(
+                    f"{argument}: a replay runs in one process, into a folder of its own beside the run's."
+                )
+            elif name in ("step", "until", "replica") and equals:
                 found[name] = whole_number(name, text)
-            elif name in ("save", "into") and equals:
-                require_local(text, f"{name}=")
+            elif name == "save" and equals:
+                require_local(text, "save=")
                 found[name] = Path(text).absolute()
-            elif name == "devices" and equals:
-                found[name] = tuple(whole_number(name, one) for one in text.strip("[]").split(","))
             elif name == "steps" and equals:
                 first, dots, last = text.partition("..")
                 if not dots:
@@ -66,7 +64,7 @@ class ReplayArguments:
             elif not equals and "run" not in found and not argument.startswith("-"):
                 found["run"] = argument
             else:
-                known = ("step", "steps", "until", "debug", "save", "into", "jobs", "devices", "replica")
+                known = ("step", "steps", "until", "debug", "save", "replica")
                 hint = did_you_mean(name, known) or f" The options are {', '.join(known)}."
                 raise ConfigError(f"{argument!r} is neither an option of replay nor a key of the config.{hint}")
         if "run" not in found or ("step" in found) == ("first" in found):
@@ -83,46 +81,35 @@ class ReplayArguments:
 def run_replay(arguments: Sequence[str]) -> None:
     """Run `legato replay`."""
     options, overrides = ReplayArguments.read(arguments)
-    for option, folder in (("into", options.into), ("save", options.save)):
-        if folder is not None:
-            require_outside(folder, option)
+    if options.save is not None:
+        require_outside(options.save)
     history = RunHistory.at(options.run)
-    if not options.into:
-        for line in differences(history.directory, options.first):
-            print(f"legato: {line}", file=STDERR, flush=True)
-    if options.hindsight:
-        replay_pieces(history, options.first, options.last, options.into, options.jobs, options.devices, overrides)
-        return
-    directory = new_directory(history.directory) if options.into is None else make_directory(options.into)
+    for line in differences(history.directory, options.first):
+        print(f"legato: {line}", file=STDERR, flush=True)
+    directory = new_directory(history.directory)
     watchers: list[Callback] = [StepReport(options.first, options.last)]
     if options.debug:
         watchers.append(DebugStep(options.first, options.replica))
     save = None if options.save is None else options.save / directory_name(options.last)
     watchers.append(StopAfterStep(options.last, save))
+    steps, every_step = (options.first, options.last), not options.hindsight
     try:
-        replayed = replay_steps(
-            history,
-            options.first,
-            options.last,
-            directory,
-            watchers,
-            overrides,
-            every_step=True,
-        )
+        replayed = replay_steps(history, *steps, directory, watchers, overrides, every_step=every_step)
     except BdbQuit:
         print("The debugger was left; the replay ends here.", file=STDOUT, flush=True)
         return
-    for line in described(history, replayed, options, overrides):
-        print(line, file=STDOUT)
+    if options.hindsight:
+        done = f"Replayed steps {replayed.first:,} to {replayed.last:,} of {history.directory}"
+        print(f"{done}\nLook at it  tensorboard --logdir {history.directory.parent}", file=STDOUT)
+    else:
+        print("\n".join(described(history, replayed, options)), file=STDOUT)
     if save is not None:
         print(f"Checkpoint  {save}", file=STDOUT)
     print(f"Replay      {directory}", file=STDOUT)
     conclude(replayed.comparison())
 
 
-def described(
-    history: RunHistory, replayed: Replayed, options: ReplayArguments, overrides: Sequence[str]
-) -> Iterator[str]:
+def described(history: RunHistory, replayed: Replayed, options: ReplayArguments) -> Iterator[str]:
     """Yield the lines that tell what the steps came to, and which samples they had."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
     yield f"Replayed steps {replayed.first:,} to {options.last:,} of {history.directory}, from {origin}"

@@ -62,30 +62,19 @@ def new_directory(run: Path) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise ConfigError(f"{path} cannot be made: {error.strerror}. Say into=DIRECTORY.") from error
+            raise ConfigError(f"{path} cannot be made: {error.strerror}.") from error
         else:
             return path
 
 
-def require_outside(folder: Path, option: str) -> None:
+def require_outside(folder: Path) -> None:
     """Raise ConfigError for a folder inside of a run directory, whose files a replay would replace."""
     inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
     if inside is not None:
         raise ConfigError(
-            f"{option}={folder} is inside of the run directory {inside}, which a replay does not change. Name a folder "
-            f"elsewhere, or leave {option}= out."
+            f"save={folder} is inside of the run directory {inside}, which a replay does not change. Name a folder "
+            f"elsewhere, or leave save= out."
         )
-
-
-def make_directory(folder: Path) -> Path:
-    """Make a folder for a replay and return it. Raises ConfigError where it holds anything."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"into={folder} cannot be made: {error.strerror}.") from error
-    if any(folder.iterdir()):
-        raise ConfigError(f"into={folder} is not empty. Name a new folder.")
-    return folder
 
 
 @dataclass(frozen=True)

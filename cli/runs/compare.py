@@ -1,12 +1,10 @@
-"""`legato compare`: the configs and metrics of several runs side by side, and a plot of them."""
+"""`legato compare`: the configs and metrics of several runs side by side."""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError
 from ...base.quantities import time_taken
-from ...base.run_names import require_local
 from ...trainer.runs.directory import RunDirectory, find_run
 from .differences import varying_keys
 from .show import finite_points
@@ -14,7 +12,7 @@ from .text import fitting, metric_names, number, table
 
 
 def run_compare(arguments: Namespace) -> None:
-    """Print the comparison. Raises ConfigError if a run is missing, or matplotlib for the plot."""
+    """Print the comparison. Raises ConfigError if a run is missing."""
     runs = [find_run(word) for word in arguments.runs]
     if len(runs) < 2:
         raise ConfigError("legato compare needs two runs at least.")
@@ -23,8 +21,6 @@ def run_compare(arguments: Namespace) -> None:
         from ...lab.bits import show_bits  # which loads torch
 
         print(f"\n{show_bits([run.path for run in runs])}")
-    if arguments.plot:
-        print(f"\n{plot(runs, Path(arguments.plot), arguments.metric)}")
 
 
 def states(runs: Sequence[RunDirectory]) -> str:
@@ -60,36 +56,3 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
             cells.append(told)
         rows.append([name, *cells])
     return table(rows)
-
-
-def plot(runs: Sequence[RunDirectory], path: Path, wanted: Sequence[str] | None = None) -> str:
-    """Write a picture with one chart a metric and one line a run; return what was written."""
-    require_local(path, "--plot")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-    known = metric_names(dict.fromkeys(name for run in runs for name in run.metrics))
-    for name in wanted or ():
-        if name not in known:
-            raise ConfigError(f"None of the runs has logged {name!r}.{did_you_mean(name, known)}")
-    names = list(wanted or known)
-    if not names:
-        raise ConfigError("None of the runs has logged a metric to plot.")
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
-    figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
-    for index, name in enumerate(names):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        for run in runs:
-            points = finite_points(run, name) if name in run.metrics else []
-            marker = "o" if len(points) == 1 else None
-            axes.plot([step for step, _ in points], [value for _, value in points], label=run.name, marker=marker)
-        axes.set_title(name)
-        axes.set_xlabel("step")
-    figure.axes[0].legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} could not be written: {error}.") from error
-    return f"Plot  {path}"

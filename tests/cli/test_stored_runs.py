@@ -300,21 +300,6 @@ def test_compare_puts_what_differs_side_by_side(capsys):
     assert "needs two runs at least" in said(capsys, "compare", "a", code=2)
 
 
-@pytest.mark.slow
-def test_compare_plots_each_metric(capsys):
-    make_run("a/version_0")
-    make_run("a/version_1", lr=0.2)
-    words = ["compare", "a/version_0", "a/version_1", "--plot", "out.png"]
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert "--plot needs matplotlib" in capsys.readouterr().err or main(words) == 2
-        return
-    assert "Plot  out.png" in said(capsys, *words)
-    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
-    assert "Did you mean 'val/loss'?" in said(capsys, *words, "--metric", "val/los", code=2)
-
-
 def test_numbers_and_charts():
     assert [time_taken(one) for one in (None, 1.25, 59.7, 61, 3700, 200000)] == [
         "-", "1.2 s", "60 s", "1 min 1 s", "1 h 1 min", "2 d 7 h",

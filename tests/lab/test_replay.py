@@ -94,26 +94,17 @@ def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> No
         assert "equal to the bit" in legato("replay", str(run), *words).stdout
 
 
-def test_further_callbacks_see_a_run_afterwards_in_pieces_side_by_side() -> None:
+def test_further_callbacks_see_a_run_afterwards() -> None:
     """Their values stand beside the run's, under the name of the replay, for each step asked for."""
     run = trained(*TWO, "trainer.reproducible=bitwise")
     before = tree(run)
     extra = ("callbacks.extra._target_=legato.lab.Microscope", "callbacks.extra.every_n_steps=2")
-    done = legato("replay", str(run), "steps=6..20", "jobs=2", *extra)
-    assert "2 pieces" in done.stdout
-    assert "equal to the bit" in done.stdout
-    alone = legato("replay", str(run), "steps=6..20", "jobs=1", *extra)
-    assert "equal to the bit" in alone.stdout
-    first, second = (run.with_name(f"version_0.replay-{number}") for number in (0, 1))
-    points = [{point["step"]: point for point in json_lines(path / "metrics.jsonl")} for path in (first, second)]
+    assert "equal to the bit" in legato("replay", str(run), "steps=6..20", *extra).stdout
+    replay = run.with_name("version_0.replay-0")
+    points = {point["step"]: point for point in json_lines(replay / "metrics.jsonl")}
     name = "gradients/net.0"
-    assert [step for step in points[0] if name in points[0][step]] == list(range(6, 21, 2))
-    for one, other in zip(*(points[index].values() for index in (0, 1)), strict=True):
-        assert {key: value for key, value in one.items() if key != "time"} == {
-            key: value for key, value in other.items() if key != "time"
-        }
-    steps = {path.name: [event for tag, event in scalars(path) if tag == name] for path in (first, second)}
-    assert steps[first.name] == steps[second.name] == list(range(6, 21, 2))
+    assert [step for step in points if name in points[step]] == list(range(6, 21, 2))
+    assert [event for tag, event in scalars(replay) if tag == name] == list(range(6, 21, 2))
     assert tree(run) == before
 
 
@@ -140,6 +131,7 @@ def test_mistakes_are_named() -> None:
     for words, said in (
         (("step=0",), "Steps count from 1"),
         (("stpe=3",), "Did you mean 'step'?"),
+        (("step=3", "jobs=2"), "a replay runs in one process"),
         (("steps=3",), "steps=1000..2000"),
         ((), "one of step=N and steps=A..B"),
         (("step=9",), "The replay ended after step 5"),
@@ -152,15 +144,12 @@ def test_a_replay_writes_into_no_run() -> None:
     run = trained("trainer.max_epochs=1")
     before = tree(run)
     Path("link").symlink_to(run)
-    for words in (f"into={run}", f"into={run}/checkpoints/again", "into=link/again", f"save={run}/checkpoints"):
+    for words in (f"save={run}", f"save={run}/checkpoints", "save=link/again"):
         done = legato("replay", str(run), "step=5", words, fails=True)
         assert f"is inside of the run directory {run.absolute()}" in done.stderr
     assert tree(run) == before
-    Path("full").mkdir()
-    Path("full/config.yaml").write_text("mine")
-    assert "is not empty" in legato("replay", str(run), "step=5", "into=full", fails=True).stderr
-    legato("replay", str(run), "step=5", "into=elsewhere")
-    assert json_lines(Path("elsewhere/metrics.jsonl"))
+    legato("replay", str(run), "step=5", "save=elsewhere")
+    assert (Path("elsewhere") / "step-00000005").is_dir()
 
 
 def test_steps_beyond_the_end_of_a_run_are_refused() -> None:
@@ -248,7 +237,7 @@ def test_a_replay_crosses_a_resume_on_other_processes() -> None:
     assert 5 < step < 20
     done = legato("replay", str(run), f"step={step}", f"until={step + 2}")
     assert "equal to the bit" in done.stdout
-    done = legato("replay", str(run), f"steps={step - 1}..{step + 2}", "jobs=2")
+    done = legato("replay", str(run), f"steps={step - 1}..{step + 2}")
     assert "equal to the bit" in done.stdout
 
 
