@@ -476,7 +476,11 @@ def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
     (empty / "checkpoints").mkdir()
     (empty / "checkpoints/pretrained.pt").write_text("mine")
     failed = make_saved_run("failed/version_0", state="failed")
-    for name in ("hang/rank-0.txt", "tensorboard/events.out.tfevents.1.host", "evaluations/test/version_0/.lock"):
+    for name in (
+        "hang/rank-0.txt",
+        "tensorboard/events.out.tfevents.1.host",
+        "evaluations/test/version_0/metrics.jsonl",
+    ):
         (failed / name).parent.mkdir(parents=True, exist_ok=True)
         (failed / name).write_text("")
         os.utime(failed / name, (0, 0))  # nobody has touched the lock for long
