@@ -1,13 +1,11 @@
 """Hyperparameters: the arguments of `__init__`, saved so that a checkpoint can rebuild the object."""
 
 import inspect
-import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
-from weakref import WeakValueDictionary
 
 from ..base.errors import TaskError
 
@@ -23,10 +21,6 @@ class AttributeDict(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
-
-
-IN_PROCESS: "WeakValueDictionary[str, Hyperparameters]" = WeakValueDictionary()
-"""Objects of this process by the id under which checkpoints mention what they leave out."""
 
 
 class Hyperparameters:
@@ -48,7 +42,7 @@ class Hyperparameters:
         """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
 
         A checkpoint holds no code: modules, classes, functions and other objects are in `hparams` alone.
-        `load_from_checkpoint` finds them while this object lives in the process; elsewhere they are handed to it.
+        Hand them to `load_from_checkpoint`, which names them.
 
         args: names of arguments to save, or one mapping, namespace or dataclass whose items are saved; default: all.
         logger: False to leave them out of the loggers.
@@ -74,7 +68,6 @@ class Hyperparameters:
         for name in ignored:  # a base class's call sees and saves the arguments of its subclasses
             self.hparams.pop(name, None)
         self.hparams.update({name: value for name, value in found.items() if name not in ignored})
-        self.identity_in_process()
 
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
         """Record what arguments of `__init__` were built from: by name the argument and its config, plain data.
@@ -87,12 +80,6 @@ class Hyperparameters:
     def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
         """Build an object from saved hyperparameters in another way than by calling the class; None: call the class."""
         return None
-
-    def identity_in_process(self) -> str:
-        """Return the id by which `IN_PROCESS` has this object; a copy in another process has the same one."""
-        found: str = self.__dict__.setdefault("_hparams_id", uuid.uuid4().hex)
-        IN_PROCESS.setdefault(found, self)
-        return found
 
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
         """Return the arguments of all running `__init__` of this object (the outermost wins).

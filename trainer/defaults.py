@@ -30,8 +30,6 @@ class TrainerDefaults(TrainerView):
     """Whether each process trains on all that an IterableDataset gives it, rather than on one batch in turn."""
     evaluates_with_states: ClassVar[bool] = False
     """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
-    keeps_added_code: ClassVar[bool] = False
-    """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
     records_starts: ClassVar[bool] = True
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     fits_continue: ClassVar[bool] = False

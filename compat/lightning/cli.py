@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.callback import Callback as CallbackOfLegato
 from .callbacks.callback import Callback
-from .checkpoint_files import load
+from .checkpoint import read as read_checkpoint
 from .exceptions import MisconfigurationException
 from .inner import ROOT, VERSION
 from .instantiation import instantiate_module as instantiate_module
@@ -301,7 +301,7 @@ class LightningCLI:
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         if not path or not Path(path).exists():
             return
-        saved = load(path, "cpu", weights_only=True).get("hyper_parameters") or {}
+        saved = read_checkpoint(path).get("hyper_parameters") or {}
         values = {name: value for name, value in saved.items() if name != "_instantiator"}
         if "_class_path" in values:
             values = {"class_path": values.pop("_class_path"), "dict_kwargs": values}

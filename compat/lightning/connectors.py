@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
+from ...trainer.resume.contents import contents
 from ...trainer.setup.build import with_callbacks_of
 from .attributes import TrainerAttributes
-from .checkpoint_files import load
+from .checkpoint import in_one_piece, read, to_file, with_hyperparameters
 from .placeholders import inner_part_missing
 
 
@@ -66,8 +66,7 @@ class CheckpointConnector(Connector):
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         """Read a checkpoint, or none."""
-        read = {} if checkpoint_path is None else load(checkpoint_path, "cpu", weights_only=True)
-        self._loaded_checkpoint = read
+        self._loaded_checkpoint = {} if checkpoint_path is None else read(checkpoint_path, "cpu", weights_only)
 
     def resume_end(self) -> None:
         """Forget what was read."""
@@ -105,13 +104,10 @@ class CheckpointConnector(Connector):
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's file of this moment would hold; every rank calls it."""
-        ranks = self.trainer.strategy.collectives
-        with TemporaryDirectory() as own:
-            path = f"{ranks.broadcast(own)}/dumped.ckpt"
-            self.trainer.save_checkpoint(path, bool(weights_only))
-            found: dict[str, Any] = load(path, "cpu", weights_only=False)  # of the program's own objects, just written
-            ranks.barrier()
-        return found
+        run = self.trainer.current_run
+        saved = contents(self.trainer, bool(weights_only))
+        saved = with_hyperparameters(saved, {"": run.task, "datamodule_": run.datamodule})
+        return to_file(in_one_piece(saved, self.trainer.strategy.state_dicts.writers))
 
 
 class LoggerConnector(Connector):

@@ -20,11 +20,10 @@ from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
-from ...trainer.checkpoints import reading
 from ...trainer.data.transfer import map_tensors
 from ...trainer.resume.left_out import is_omegaconf
-from ...trainer.resume.restore import rebuild_task
-from .checkpoint_files import is_checkpoint, load_file
+from ...trainer.resume.restore import rebuild_data_module, rebuild_task
+from .checkpoint import read
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .optimizers import make_optimizers
@@ -473,19 +472,13 @@ class LightningModule(InitialHyperparameters, Task):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from a checkpoint; files are read with weights_only=True in any case.
-
-        An open file, such as a buffer that the program filled itself, is read as `weights_only` says.
-        """
-        if hasattr(checkpoint_path, "read"):
-            saved = load_file(checkpoint_path, map_location, weights_only=weights_only is not False)
-            return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
-        require_checkpoint(checkpoint_path)
-        if is_checkpoint(checkpoint_path):
-            saved = reading.read_checkpoint(Path(checkpoint_path))
-            return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
-        found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
-        return found
+        """Build the module from a checkpoint, which is read with weights_only=True unless the program says False."""
+        if not hasattr(checkpoint_path, "read"):
+            require_checkpoint(checkpoint_path)
+        saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
+        if is_omegaconf(saved.get("hyper_parameters")):
+            saved["hyper_parameters_omegaconf"] = [""]
+        return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
 
 
 @contextmanager
@@ -557,8 +550,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
     ) -> DataSelf:
         """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them."""
         require_checkpoint(checkpoint_path)
-        found: DataSelf = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, **kwargs)
-        return found
+        return rebuild_data_module(cls, read(checkpoint_path, "cpu", weights_only), hparams_file, kwargs)
 
 
 def _sizes(make_loaders: Any) -> str:

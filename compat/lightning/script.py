@@ -11,7 +11,6 @@ from types import TracebackType
 
 from ...base.errors import ConfigError, LegatoError
 from ...base.messages import STDERR
-from .file_functions import give_back_files, way_out
 from .stand_in import install
 
 FROZEN_RUNPY = "<frozen runpy>"
@@ -52,11 +51,9 @@ def run_lightning(arguments: Sequence[str]) -> None:
         # a script's user expects Python's own report, from the first line of the script on
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        if told := way_out(error) or of_legato(error, words):
+        if told := of_legato(error, words):
             print(told, file=STDERR, flush=True)
         raise SystemExit(1) from None
-    finally:
-        give_back_files()
 
 
 def _from_script(traceback: TracebackType | None) -> TracebackType | None:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
-from ...trainer.checkpoints.storage import remove
-from ...trainer.resume.pickled import write_pickled
 from ...trainer.strategies import strategy
 from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
 from ...trainer.strategies.group import GroupStrategy
@@ -23,7 +21,7 @@ from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
 from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.single import SingleStrategy
 from .accelerators import KINDS, Accelerator
-from .checkpoint_files import is_checkpoint, load
+from .checkpoint import read, write
 from .placeholders import UnsupportedError, overridden, refuse_overrides
 from .plugins import ClusterEnvironment, Precision, read_plugins
 from .rank_zero import rank_zero_warn
@@ -110,7 +108,7 @@ class Strategy(strategy.Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's file of a checkpoint holds."""
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, None, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or checkpoint, on rank 0."""
@@ -315,19 +313,16 @@ class TorchCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a dict as torch.save does, whole or not at all."""
-        write_pickled(Path(path), checkpoint)
+        write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what a file holds, or what Lightning's file of a checkpoint would hold."""
-        found: dict[str, Any] = load(path, map_location, weights_only=True)
-        return found
+        saved: dict[str, Any] = read(path, map_location, weights_only)
+        return saved
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file, or a checkpoint."""
-        if is_checkpoint(path):
-            remove(Path(path))
-        else:
-            Path(path).unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
 
 
 class Launcher:

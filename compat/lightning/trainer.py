@@ -1,6 +1,7 @@
 """Trainer, with Lightning's arguments, defaults and methods."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,14 +19,14 @@ from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ...trainer.checkpoints.find import newest_complete
+from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
-from ...trainer.resume.convert import averaged_weights
+from ...trainer.resume.convert import FORMAT_VERSION, averaged_weights
 from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.saver import Saver
 from ...trainer.run import Call, Request
@@ -41,7 +42,7 @@ from .callbacks.model_summary import ModelSummary, RichModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.rich_bar import RichProgressBar
 from .callbacks.tqdm_bar import TQDMProgressBar
-from .checkpoint_files import load_file, save_untrained
+from .checkpoint import LightningFile, read, write
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
@@ -183,7 +184,6 @@ class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
     refuses_near_names = False
-    keeps_added_code = True
     evaluates_with_states = True
     pads_shares = True
     reads_streams_whole = True
@@ -250,7 +250,8 @@ class Trainer(TrainerAttributes):
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
-        super().__init__(**arguments)
+        self.files = LightningFile(self)
+        super().__init__(**arguments, checkpoint_format=self.files)
         self._show_arguments(arguments, gradient_clip_algorithm)
         refuse_same_keys(self.callbacks)
         refuse_bars(self.callbacks, self.enable_progress_bar)
@@ -521,13 +522,13 @@ class Trainer(TrainerAttributes):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a module. Files are read with weights_only=True in any case."""
+        """Train a module. A checkpoint is read with weights_only=True unless the program says False."""
         with self._status(TrainerFn.FITTING):
             self._choose_limits()
-            model, source = uncompiled(model), self._checkpoint(ckpt_path)
+            model, source = uncompiled(model), self._checkpoint(ckpt_path, weights_only)
             source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as under Lightning
             if str(source) in self.untrained:
-                model.load_state_dict(load_file(source, weights_only=True)["state_dict"])
+                model.load_state_dict(read(source)["state_dict"])
                 self.state, source = TrainerState(), None
             if (
                 val_dataloaders is not None
@@ -556,7 +557,7 @@ class Trainer(TrainerAttributes):
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
             self._prepare("validate", model, dataloaders=dataloaders, datamodule=datamodule)
-            run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
+            run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
             return self.validate_loop.show_results_of(lambda: run(False, datamodule), verbose)
 
     def test(
@@ -571,7 +572,7 @@ class Trainer(TrainerAttributes):
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
             self._prepare("test", model, dataloaders=dataloaders, datamodule=datamodule)
-            run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
+            run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path, weights_only))
             return self.test_loop.show_results_of(lambda: run(False, datamodule), verbose)
 
     def predict(  # type: ignore[override]
@@ -587,7 +588,9 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.PREDICTING):
             self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
-            found = super().predict(uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path), keep)
+            found = super().predict(
+                uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path, weights_only), keep
+            )
             self.predictions = found
             return found if keep and not self.predict_loop.skip else None
 
@@ -600,12 +603,10 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Write a checkpoint of this moment; every rank calls it. Raises AttributeError before there is a run."""
         if storage_options is not None:
-            raise UnsupportedError(
-                "save_checkpoint(storage_options=...): checkpoints are directories of a file system."
-            )
+            raise UnsupportedError("save_checkpoint(storage_options=...): checkpoints are files of a file system.")
         module = vars(self.strategy).get("_lightning_module")  # by which public packages name a module before a run
         if self.run is None and module is not None:
-            save_untrained(module, filepath)
+            write(Path(filepath), {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
             self.untrained.add(str(filepath))
             return
         if self.run is None:
@@ -655,8 +656,9 @@ class Trainer(TrainerAttributes):
                 callback.search(self, module, method, **data)
                 callback.has_searched = True
 
-    def _checkpoint(self, path: Any) -> Any:
+    def _checkpoint(self, path: Any, weights_only: bool | None) -> Any:
         """Return the checkpoint that a word or path means, or the one that was set. None: none."""
+        self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
         if path == "":  # such as the best_model_path of a callback that has saved none
             raise ConfigError("ckpt_path='' names no checkpoint: give its path, 'last', 'best', or None for none.")
@@ -670,8 +672,8 @@ class Trainer(TrainerAttributes):
         callback = self.checkpoint_callback
         if path != "last" or (callback is not None and callback.last_model_path):
             return path
-        folder = None if callback is None else callback.dirpath
-        found = None if folder is None else newest_complete(Path(folder))
-        if found is None:
+        savers = [one for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
+        paths = [path for saver in savers for path in saver._find_last_checkpoints(self)]
+        if not paths:
             log.warning("ckpt_path='last', but there is no checkpoint yet: the module goes on as it is.")
-        return found
+        return max(paths, key=os.path.getmtime, default=None)

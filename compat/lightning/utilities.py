@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,10 +29,7 @@ from ...tasks.task import Task
 from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from ...trainer.processes.environment import get_variable, set_variable
-from .checkpoint_files import is_checkpoint, load
 from .exceptions import MisconfigurationException
-from .file_functions import as_file
-from .placeholders import UnsupportedError
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
@@ -609,47 +605,20 @@ def main() -> None:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
-    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed.
-
-    Where the path is a checkpoint directory, it opens as the file that Lightning would have written.
-    """
-    found = importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
-    return DirectoriesAsFiles(found) if is_checkpoint(path) else found
-
-
-class DirectoriesAsFiles:
-    """A filesystem in which a checkpoint directory can be opened as a file."""
-
-    def __init__(self, filesystem: Any) -> None:
-        self.filesystem = filesystem
-
-    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        """Open a file, or for reading a checkpoint directory."""
-        if mode == "rb" and is_checkpoint(path):
-            return as_file(path, BytesIO())
-        return self.filesystem.open(path, mode, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.filesystem, name)
+    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed."""
+    return importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return what `torch.save` wrote to a file, an open file or an address; refuse to run code from it.
+    """Return what `torch.save` wrote to a file, an open file or an address; code in it runs for weights_only=False."""
+    from .checkpoint import read
 
-    Of a checkpoint directory it returns what Lightning's file would hold (see checkpoint_files.py).
-    """
-    if isinstance(path_or_url, (str, Path)) and is_checkpoint(path_or_url):
-        return load(path_or_url, map_location=map_location, weights_only=True)
-    if weights_only is False:
-        raise UnsupportedError(
-            "weights_only=False would run code that is in the file; Legato reads files without. Leave it out."
-        )
     if not isinstance(path_or_url, (str, Path)):
-        return load(path_or_url, map_location=map_location, weights_only=True)
+        return read(path_or_url, map_location, weights_only)
     if str(path_or_url).startswith("http"):
         return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=True)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
-        return load(file, map_location=map_location, weights_only=True)
+        return read(file, map_location, weights_only)
 
 
 def is_local_file_protocol(path: str | Path) -> bool:

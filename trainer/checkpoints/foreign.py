@@ -35,10 +35,10 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
-        return {"state_dict": _plain_names(path, read_tensors(path), names)}
+        return {"state_dict": plain_names(path, read_tensors(path), names)}
     loaded = _load_pickle(path)
     others = loaded if isinstance(loaded, Mapping) and LIGHTNING in loaded else {}
-    return {**others, "state_dict": _plain_names(path, _state_dict(path, loaded), names)}
+    return {**others, "state_dict": plain_names(path, _state_dict(path, loaded), names)}
 
 
 def _load_pickle(path: Path) -> Any:
@@ -87,7 +87,8 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     )
 
 
-def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+def plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Remove the prefixes of DistributedDataParallel and torch.compile, unless `names` have them."""
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}

@@ -17,9 +17,7 @@ from .left_out import (
     OMEGACONF,
     built_hyperparameters,
     is_omegaconf,
-    leave_out_added,
     split_hyperparameters,
-    tell_left_out,
 )
 
 if TYPE_CHECKING:
@@ -41,10 +39,6 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     }
     if run.datamodule is not None:
         found |= hyperparameters_of(run.datamodule, "datamodule_")
-    if trainer.is_global_zero:
-        for owner, prefix in ((run.task, ""), (run.datamodule, "datamodule_")):
-            if owner is not None and prefix + LEFT_OUT in found:
-                tell_left_out(owner, found[prefix + LEFT_OUT]["names"])
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed
@@ -69,10 +63,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
     # last: a hook may look at all of it, and replace some
-    known = set(found)
     run.hooks.call("on_save_checkpoint", found)
-    if trainer.keeps_added_code:
-        leave_out_added(run.task, found, known, trainer.is_global_zero)
     return found
 
 
@@ -120,7 +111,7 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     whole = is_omegaconf(owner.hparams)
     found[OMEGACONF] = [""] if whole else [name for name in values if is_omegaconf(owner.hparams[name])]
     if left:
-        found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
+        found[LEFT_OUT] = left
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
 
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from ...base.errors import CheckpointError
 from ..checkpoints.foreign import LIGHTNING
-from .left_out import ADDED, LEFT_OUT
+from .left_out import LEFT_OUT
 
 if TYPE_CHECKING:
     from ...callbacks.callback import Callback
@@ -31,7 +31,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 """Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
 OWN_KEYS = {
     *("state", "run_id", "numerics", "fingerprint", "precision", "metrics", "callback_metrics", "data", "callbacks"),
-    *("datamodule", "datamodule_name", "versions", "config", ADDED),
+    *("datamodule", "datamodule_name", "versions", "config"),
 }
 """Keys of a checkpoint's contents that Lightning's files have not, or have in another form."""
 
@@ -311,6 +311,11 @@ def _optimizer_steps(contents: Mapping[str, Any]) -> int:
         counts = [one["step"] for one in optimizer["state"].values() if isinstance(one, Mapping) and "step" in one]
         made += int(max(counts)) if counts else step  # one that keeps no count is taken to step with each batch
     return made
+
+
+def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the progress of a run as Lightning's loops keep it."""
+    return _loops(contents, contents["state"]["epoch_ended"] or _is_at_end(contents))
 
 
 def _loops(contents: Mapping[str, Any], ended: bool) -> dict[str, Any]:

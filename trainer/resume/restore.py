@@ -19,7 +19,7 @@ from ..optimization import kernels
 from ..state import State
 from . import convert, fingerprint
 from .fingerprint import Changes, SettingChange
-from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, as_omegaconf, find_hyperparameters, names_added
+from .left_out import BUILT, LEFT_OUT, OMEGACONF, as_omegaconf, require_hyperparameters
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -450,26 +450,19 @@ def rebuild_task(
         saved["state_dict"] = foreign.read_foreign(source, task.state_dict().keys())
     else:
         saved["state_dict"] = convert.averaged_weights(saved)
-    add_left_out(saved)
-    try:
-        task.on_load_checkpoint(saved)
-    except KeyError as error:
-        if not error.args or error.args[0] not in names_added(saved):
-            raise
-        raise CheckpointError(
-            f"on_load_checkpoint of {kind.__name__} asks for {error.args[0]!r}, which on_save_checkpoint added and the "
-            f"checkpoint does not hold, as it is code. It is there in the process that saved it; elsewhere build the "
-            f"object and give it the weights alone: load_state_dict."
-        ) from error
+    task.on_load_checkpoint(saved)
     load_task_weights(task, saved, task.strict_loading if strict is None else strict)
     return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
 
 
 def rebuild_data_module(
-    kind: type[DataModuleType], path: Path, hparams_file: str | Path | None, replaced: Mapping[str, Any]
+    kind: type[DataModuleType],
+    source: Path | Mapping[str, Any],
+    hparams_file: str | Path | None,
+    replaced: Mapping[str, Any],
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    saved = reading.read_any(path)
+    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
     made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
     state = saved.get("datamodule") or saved.get(kind.__qualname__)  # the latter in a file of Lightning's
     if state:
@@ -496,7 +489,7 @@ def _build_from_checkpoint(
             values[name] = rebuild_targets(values[name], kind, name)
     configs = saved.get(prefix + OMEGACONF) or ()
     values = as_omegaconf(values, [name for name in configs if name])
-    values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
+    require_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or (), replaced)
     made: Built | None = kind.from_hyperparameters({**values, **replaced})
     if made is not None:
         return made

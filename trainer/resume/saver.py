@@ -20,6 +20,7 @@ from ..runs import record as run_record
 from ..runs.lock import RunLock
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers
+from .left_out import tell_left_out
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -144,6 +145,8 @@ class Saver:
                 trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)
             if trainer.is_global_zero:
+                if isinstance(self.format, DirectoryFormat):  # another one may hold them
+                    tell_left_out(trainer.current_run, found)
                 with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
                     for logger in trainer.loggers:
                         logger.save()

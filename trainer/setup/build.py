@@ -73,7 +73,6 @@ from ..processes.own_group import located
 from ..processes.script_collectives import StepCollectives, gathers
 from ..resume import contents, convert, fingerprint, restore
 from ..resume.checkpoint_format import CheckpointFormat
-from ..resume.left_out import add_left_out
 from ..resume.saver import new_identity
 from ..run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from ..runs import places
@@ -482,7 +481,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     call.metrics.states = make_metric_states(call)
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
-        add_left_out(saved, task.on_save_checkpoint)
         show_checkpoint(call, saved)
         if stage == "fit" and convert.is_lightning(saved):
             convert.take_over(trainer, saved)

@@ -35,8 +35,8 @@ class Checkpoint(CheckpointCallback, Callback):
 class ModelCheckpoint(Checkpoint):
     """Saves checkpoints under names that are made of metrics, and keeps the `save_top_k` best by `monitor`.
 
-    A checkpoint is a directory in Legato's format, under the very name that a program for Lightning expects
-    (`epoch=3-val_loss=0.12.ckpt`); whatever reads checkpoints opens it. Only what this run wrote is ever removed.
+    A checkpoint is a file as Lightning writes it (`epoch=3-val_loss=0.12.ckpt`). Only what this run wrote is ever
+    removed.
     Subclasses may override the methods with one leading underscore, which have Lightning's names.
 
     Args:

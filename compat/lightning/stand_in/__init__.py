@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ....base.errors import ConfigError
 from ....trainer.processes.environment import lead_python_path
-from ..file_functions import take_files
 
 FOLDER = str(Path(__file__).parent)
 ROOT = __name__.rpartition(".")[0]
@@ -27,13 +26,10 @@ def take_name(top: str) -> None:
         in_a_tree = name == ROOT or any(f"{name}.".startswith(f"{tree}.") for tree in trees)
         if in_a_tree and f"{name}.".startswith(f"{package}."):
             sys.modules[top + name.removeprefix(package)] = module
-    import_module(".checkpoint_files", ROOT).open_directories()
 
 
 def install() -> None:
     """Let `lightning`, `pytorch_lightning` and `lightning_fabric` mean this package, also in processes started later.
-
-    Functions for files take checkpoints as files from now on; see file_functions.py.
 
     Raises ConfigError if the real Lightning has been imported already.
     """
@@ -47,13 +43,8 @@ def install() -> None:
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     lead_python_path(FOLDER)
-    take_files()
 
 
 def is_installed() -> bool:
     """Return whether this process, or the one that started it, has called `install`."""
     return FOLDER in sys.path
-
-
-if is_installed():  # in a process that the program has started, which may never import Lightning by name
-    take_files()

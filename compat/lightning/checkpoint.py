@@ -1,0 +1,292 @@
+"""Checkpoints as Lightning writes them: a file of plain containers and tensors, which `torch.load` opens.
+
+The file has Lightning's keys. What an exact resume of Legato needs besides them (replicas, positions in the data, sums
+of the epoch, fingerprint) lies under one more key, `legato`, which Lightning ignores. Values that are code, such as a
+module among the hyperparameters, would have `torch.load` refuse the file: they lie there too, as one pickle, which is
+read only where the program says weights_only=False, or where this process has written it.
+"""
+
+import hashlib
+import logging
+import os
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from io import BytesIO
+from pathlib import Path, PosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...base.errors import CheckpointError
+from ...trainer.checkpoints.commit import Owner, whole_file
+from ...trainer.checkpoints.foreign import LIGHTNING, plain_names, read_contents
+from ...trainer.checkpoints.shards import ShardBlock, shard_block
+from ...trainer.processes.collectives import Collectives
+from ...trainer.resume.checkpoint_format import DirectoryFormat
+from ...trainer.resume.convert import (
+    AVERAGING,
+    FORMAT_VERSION,
+    SCALER,
+    TRAINED,
+    averaged_weights,
+    averaging_state,
+    loops_of,
+)
+from ...trainer.resume.left_out import BUILT, LEFT_OUT, OMEGACONF, is_omegaconf, plain_containers
+
+log = logging.getLogger("legato")
+
+KEY = "legato"
+OF_LEGATO = {
+    *("state", "run_id", "numerics", "fingerprint", "metrics", "callback_metrics", "data", "versions", "config"),
+    "datamodule_name",
+}
+"""Keys of a checkpoint's contents that lie under KEY; all others are Lightning's, or the program's."""
+written: set[str] = set()
+"""SHA-256 sums of the pickles that this process has written."""
+
+
+# --- what a file may hold ---------------------------------------------------------------------------------------------
+def _plain_classes() -> list[Any]:
+    """Return the classes, besides those that torch allows, whose objects hold values and run no code when read."""
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
+    classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
+    # the functions that pickles of arrays and of their scalars call
+    classes += [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    with suppress(ImportError):
+        from omegaconf import DictConfig, ListConfig, base, nodes
+
+        classes += [DictConfig, ListConfig, base.ContainerMetadata, base.Metadata, nodes.AnyNode, Any, defaultdict]
+        classes += [dict, list, int, float, str, bool]
+    return classes
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether `torch.load` would refuse a value that `torch.save` wrote."""
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+
+
+def _take_code(saved: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Take from the contents of a file what `torch.load` would refuse, and return it by its place."""
+    code: dict[tuple[str, ...], Any] = {}
+    for key, value in list(saved.items()):
+        # one level deeper where a program's own values lie side by side
+        is_nested = isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
+        holder: dict[str, Any] = dict(value) if is_nested else saved
+        for name in list(holder) if is_nested else [key]:
+            try:
+                if _is_code(holder[name]):
+                    code[(key, name) if is_nested else (key,)] = holder.pop(name)
+            except Exception as error:  # whatever a class of the program's raises when it is pickled
+                log.warning("The checkpoint does not hold %s, which cannot be pickled: %s", name, error)
+                del holder[name]
+        if is_nested:
+            saved[key] = holder
+    return code
+
+
+# --- between the contents of a run's checkpoint and those of a file ---------------------------------------------------
+def to_file(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of a checkpoint as Lightning's file has them, with Legato's part under KEY."""
+    of_legato = {key: contents[key] for key in OF_LEGATO if key in contents}
+    saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
+    scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
+    for prefix in ("", "datamodule_"):
+        for key in (LEFT_OUT, BUILT, OMEGACONF):
+            saved.pop(prefix + key, None)
+        if not saved.get(f"{prefix}hyper_parameters"):
+            saved.pop(f"{prefix}hyper_parameters", None)
+        else:
+            saved.setdefault(f"{prefix}hparams_name", "kwargs")
+    saved |= {LIGHTNING: FORMAT_VERSION, "loops": loops_of(contents) if "state" in contents else {}}
+    saved |= {SCALER: scale} if scale else {}
+    saved |= {of_legato["datamodule_name"]: data} if data and of_legato.get("datamodule_name") else {}
+    averaging = averaging_state(contents)
+    if averaging is not None:
+        saved[TRAINED], saved[AVERAGING] = contents["state_dict"], {"n_averaged": torch.tensor(averaging["updates"])}
+        saved["state_dict"] = averaged_weights(contents)
+    return {**saved, KEY: of_legato}
+
+
+def from_file(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of a run's checkpoint from those of a file; as they are where Legato has not written it."""
+    if KEY not in saved:
+        return dict(saved)
+    contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
+    if "state" in contents:
+        contents["state_dict"] = saved.get(TRAINED, saved["state_dict"])
+        contents["precision"] = saved.get(SCALER, {})
+        contents["datamodule"] = saved.get(contents.get("datamodule_name") or "", {})
+    return contents
+
+
+def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Return contents with hyperparameters as the program has them: code, and containers of OmegaConf.
+
+    What a hook has changed stays as it is. `owners`: the module and data module, by the prefix of their keys.
+    """
+    contents = dict(contents)
+    for prefix, owner in owners.items():
+        values = contents.get(f"{prefix}hyper_parameters")
+        if values is None or owner is None:
+            continue
+        left_out = contents.get(prefix + LEFT_OUT) or ()
+        if is_omegaconf(owner.hparams) and values == plain_containers(owner.hparams):
+            contents[f"{prefix}hyper_parameters"] = owner.hparams
+            continue
+        values = dict(values)
+        for name, value in owner.hparams.items():
+            is_unchanged = is_omegaconf(value) and values.get(name) == plain_containers(value)
+            if is_unchanged or (name in left_out and name not in values):
+                values[name] = value
+        contents[f"{prefix}hyper_parameters"] = values
+    return contents
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+def write(path: Path, saved: dict[str, Any]) -> None:
+    """Write a file, completely or not at all. Raises CheckpointError if that fails."""
+    with whole_file(path) as partial, torch.serialization.safe_globals(_plain_classes()):
+        try:
+            torch.save(saved, partial)
+            has_code = bool(torch.serialization.get_unsafe_globals_in_checkpoint(partial))
+        except OSError:
+            raise
+        except Exception:  # a value that cannot be pickled; or a full disk, which the next attempt meets too
+            has_code = True
+        if has_code:
+            saved = dict(saved)
+            code, buffer = _take_code(saved), BytesIO()
+            torch.save(code, buffer)
+            written.add(hashlib.sha256(buffer.getvalue()).hexdigest())
+            pickled = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            saved[KEY] = {**saved.get(KEY, {}), "code": pickled, "code_names": sorted(code)}
+            try:
+                torch.save(saved, partial)
+            except RuntimeError as error:  # of torch's writer, on a full disk for one
+                raise OSError(str(error)) from error
+        descriptor = os.open(partial, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+    """Return what a file holds; with weights_only=False, which the program must say, code in it may run."""
+    if weights_only is False:
+        saved = torch.load(source, map_location=map_location, weights_only=False)
+    else:
+        if isinstance(source, (str, Path)):
+            _require_undamaged(Path(source))
+        with torch.serialization.safe_globals(_plain_classes()):
+            saved = torch.load(source, map_location=map_location, weights_only=True)
+    if isinstance(saved, dict) and "code" in saved.get(KEY, ()):
+        _put_code_back(saved, is_trusted=weights_only is False)
+    return saved
+
+
+def _put_code_back(saved: dict[str, Any], is_trusted: bool) -> None:
+    of_legato = saved[KEY]
+    pickled, names = of_legato.pop("code").cpu().numpy().tobytes(), of_legato.pop("code_names")
+    if is_trusted or hashlib.sha256(pickled).hexdigest() in written:
+        for place, value in torch.load(BytesIO(pickled), map_location="cpu", weights_only=False).items():
+            holder = saved if len(place) == 1 else saved.setdefault(place[0], {})
+            holder[place[-1]] = value
+        return
+    for prefix in ("", "datamodule_"):
+        left_out = [name for key, *rest in names for name in rest if key == f"{prefix}hyper_parameters"]
+        if left_out:
+            saved[prefix + LEFT_OUT] = left_out
+    others = [".".join(place) for place in names if not place[0].endswith("hyper_parameters")]
+    if others:
+        log.warning("The checkpoint holds code under %s, which is left out: say weights_only=False.", ", ".join(others))
+
+
+def _require_undamaged(path: Path) -> None:
+    """Raise CheckpointError for a file of which a part is damaged: torch reads it without a look at its sums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, FileNotFoundError, IsADirectoryError):
+        return  # of an old version of torch, or none of its files: torch says so
+    if damaged:
+        raise CheckpointError(f"{path} is damaged: {damaged} in it is not what was written.")
+
+
+def run_of(path: Path) -> str | None:
+    """Return the id of the run that wrote a file, of which no tensor is read; None for any other file."""
+    with suppress(Exception), torch.serialization.safe_globals(_plain_classes()):
+        return str(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["run_id"])
+    return None
+
+
+def in_one_piece(value: Any, ranks: Collectives) -> Any:
+    """Return nested values with every sharded tensor in one piece, on rank 0; every one of `ranks` calls it."""
+    block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
+    if block is not None:
+        parts = ranks.gather_objects((block.offset, block.block.cpu()))
+        tensor = torch.empty(block.shape if ranks.rank == 0 else (0,), dtype=block.block.dtype)
+        for offset, part in parts if ranks.rank == 0 else ():
+            tensor[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
+        return tensor
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, in_one_piece(item, ranks)) for key, item in value.items())
+    return type(value)(in_one_piece(item, ranks) for item in value) if type(value) in (list, tuple) else value
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+class LightningFile:
+    """Format of a run's checkpoints in Lightning compatibility mode: a file each, which Lightning opens."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.weights_only: bool | None = None
+        """What the program has said of the checkpoint to read."""
+
+    def name(self, step: int) -> str:
+        """Return the path of what a run saves when it is told to end, as in Lightning."""
+        return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
+
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Collectives, owner: Owner) -> None:
+        """Write a file on rank 0, which gets all shards."""
+        run, problem = self.trainer.current_run, None
+        contents = in_one_piece(dict(contents), ranks)
+        if ranks.rank == 0:
+            owners = {"": run.task, "datamodule_": run.datamodule}
+            try:
+                write(path, to_file({**with_hyperparameters(contents, owners), "run_id": owner.run}))
+            except CheckpointError as error:
+                problem = error
+        problem = ranks.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def read(self, path: Path, ranks: Collectives, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+        """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file."""
+        if path.is_dir():
+            return DirectoryFormat().read(path, ranks, names, in_parts)
+        try:
+            saved = read(path, weights_only=self.weights_only)
+        except CheckpointError:
+            raise
+        except Exception:  # a file of another program: its reader says what is wrong with it
+            saved = None
+        if not isinstance(saved, dict) or "state_dict" not in saved:
+            return read_contents(path, names)
+        contents = from_file(saved)
+        contents["state_dict"] = plain_names(path, contents["state_dict"], names)
+        return contents
+
+    def remove(self, path: Path, run: str) -> None:
+        """Delete a file that this run wrote. Raises CheckpointError for any other."""
+        if run_of(path) != run:
+            reason = "another run wrote it" if path.exists() else "it is not there"
+            raise CheckpointError(f"{path} is not removed: {reason}.")
+        path.unlink()
