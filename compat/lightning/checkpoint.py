@@ -119,13 +119,25 @@ def to_file(contents: Mapping[str, Any]) -> dict[str, Any]:
 def from_file(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of a run's checkpoint from those of a file; as they are where Legato has not written it."""
     if KEY not in saved:
-        return dict(saved)
+        return _with_averages(saved)
     contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
     if "state" in contents:
         contents["state_dict"] = saved.get(TRAINED, saved["state_dict"])
         contents["precision"] = saved.get(SCALER, {})
         contents["datamodule"] = saved.get(contents.get("datamodule_name") or "", {})
     return contents
+
+
+def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the states of callbacks that average weights the averages, which Lightning stores apart from them."""
+    states = dict(saved.get("callbacks") or {})
+    for key, state in states.items() if TRAINED in saved else ():
+        if isinstance(state, dict) and "latest_update_step" in state:
+            tensors = {name: value for name, value in saved["state_dict"].items() if isinstance(value, Tensor)}
+            averages = {name: value for name, value in tensors.items() if value.is_floating_point()}
+            count = int(saved.get(AVERAGING, {}).get("n_averaged", 0))
+            states[key] = {**state, "updates": count, "averages": averages}
+    return {**saved, "callbacks": states} if "callbacks" in saved else dict(saved)
 
 
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:

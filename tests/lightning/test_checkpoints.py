@@ -433,6 +433,17 @@ def test_averaged_weights_go_both_ways(tmp_path):
         torch.testing.assert_close(dict(again[name]), dict(saved[name]), check_dtype=False)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_a_run_that_averages_goes_on_on_the_other_side(tmp_path, first):
+    kinds = {real: RealAveraging, room: room.pytorch.callbacks.EMAWeightAveraging}
+    begin, rest = (room, real) if first == "here" else (real, room)
+    whole = [fit(real, "Plain", 3, callbacks=[RealAveraging(decay=0.5)]).state_dict()]
+    fit(begin, "Plain", callbacks=[kinds[begin](decay=0.5), saver(begin, tmp_path / "x.ckpt", "epoch")])
+    module = fit(rest, "Plain", 3, source=tmp_path / "x.ckpt", callbacks=[kinds[rest](decay=0.5)])
+    torch.testing.assert_close(module.state_dict(), whole[0])
+
+
 class Keeps(lg.Callback):
     """Saves when training begins, before any step."""
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -222,6 +222,16 @@ class WeightAveraging(AveragedModule, weight_averaging.WeightAveraging, Callback
         """The averages as torch's AveragedModel; private in Lightning, and read by programs."""
         module = self.averaged_module()
         return None if module is None else AveragedView(self, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and what Lightning's callback asks for."""
+        state = super().state_dict()
+        return {**state, "latest_update_step": self._latest_update_step} if state else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the averages."""
+        super().load_state_dict(state_dict)
+        self._latest_update_step = state_dict.get("latest_update_step", 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to average after this step, counted from 0, or at the end of this epoch."""
