@@ -97,7 +97,7 @@ def run_script(path: Path | str, *arguments: str) -> None:
 
 def run_module(name: str, *arguments: str) -> None:
     """Run a module as `python -m` does."""
-    sys.argv = [name, *arguments]
+    sys.argv, sys.orig_argv = [name, *arguments], [sys.executable, "-m", name, *arguments]
     sys.path.insert(0, os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -105,6 +105,7 @@ def run_module(name: str, *arguments: str) -> None:
 def run_program(*words: str) -> None:
     """Run what `python` runs with these words: -c SOURCE, -m MODULE or a script, after it its arguments."""
     first, *rest = map(str, words)
+    sys.orig_argv = [sys.executable, first, *rest]  # of which Lightning compatibility mode starts other ranks
     if first == "-m":
         run_module(*rest)
     elif first == "-c":

@@ -48,12 +48,6 @@ class TrainerDefaults(TrainerView):
         found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
         return found
 
-    def tell_caller(self, request: Any) -> Any:
-        """Return what rank 0 tells the process that started it besides the results of the run."""
-
-    def hear_worker(self, request: Any, told: Any) -> None:
-        """Take what rank 0 has told, in the process that started it."""
-
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""
         from .. import callbacks as known

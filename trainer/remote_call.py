@@ -57,8 +57,6 @@ class RunResult:
     """Key and state of each callback."""
     logger_folders: list[Path | None]
     """Folder of its own that each logger has chosen; None: it writes to the run directory."""
-    told: Any
-    """Result of `Trainer.tell_caller`."""
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
@@ -151,7 +149,6 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         if found is not None:
             outcome.callbacks.remove(found)
             callback.load_state_dict(found[1])
-    trainer.hear_worker(request, outcome.told)
     return outcome.returned
 
 
@@ -216,5 +213,4 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
         [None if logger.own_folder is None else logger.own_folder.path for logger in trainer.loggers],
-        trainer.tell_caller(request),
     )

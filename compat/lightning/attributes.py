@@ -19,7 +19,6 @@ from .loggers import WithoutFiles
 from .optimizers import LightningOptimizer
 from .placeholders import OwnParts
 from .plugins import Precision
-from .returned import rebuild_optimizers
 from .states import TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     """Values of callback_metrics that only this process has, each with the agreed one, by name."""
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
     """Optimizers and schedulers of the newest fit."""
-    fitted_states: bytes | None = None
-    """States of those, where that fit was in workers and they are not made again yet."""
     predictions: list[Any]
     """Result of the newest predict."""
     __hash__ = object.__hash__
@@ -56,7 +53,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers of the newest fit, which other processes do not need."""
-        return {name: value for name, value in vars(self).items() if name not in ("fitted", "fitted_states")}
+        return {name: value for name, value in vars(self).items() if name != "fitted"}
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
@@ -152,7 +149,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def optimizers(self) -> "list[Optimizer]":
         """The optimizers of the run, which may be set within one, or of the newest fit."""
         own = [] if self.run is None else super().optimizers
-        return own or list(self.newest_fitted()[0])
+        return own or list(self.fitted[0])
 
     @optimizers.setter
     def optimizers(self, value: "list[Optimizer]") -> None:
@@ -162,23 +159,13 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers of the run, or of the newest fit."""
         own = [] if self.run is None else super().lr_scheduler_configs
-        return list(own or self.newest_fitted()[1])
-
-    def newest_fitted(self) -> "tuple[list[Optimizer], list[Any]]":
-        """Return optimizers and schedulers of the newest fit.
-
-        After one in workers they are made when they are asked for: under Lightning the script is rank 0, and has them.
-        """
-        states, self.fitted_states = self.fitted_states, None
-        if states is not None and self.run is not None:
-            self.fitted = rebuild_optimizers(self.run.task, states)
-        return self.fitted
+        return list(own or self.fitted[1])
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
         """The optimizers of the run as the module gets them, or of the newest fit."""
         own = [] if self.run is None else super().manual_optimizers
-        return own or [LightningOptimizer(one) for one in self.newest_fitted()[0]]
+        return own or [LightningOptimizer(one) for one in self.fitted[0]]
 
     @property
     def loggers(self) -> list[Logger]:

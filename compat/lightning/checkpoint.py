@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
-from ...trainer.checkpoints.commit import Owner, whole_file
+from ...trainer.checkpoints.commit import Owner
 from ...trainer.checkpoints.foreign import LIGHTNING, plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
+from ...trainer.checkpoints.storage import whole_file
 from ...trainer.processes.collectives import Collectives
 from ...trainer.resume.checkpoint_format import DirectoryFormat
 from ...trainer.resume.convert import (

@@ -29,7 +29,7 @@ from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, S
 from ...trainer.resume.convert import FORMAT_VERSION, averaged_weights
 from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.saver import Saver
-from ...trainer.run import Call, Request
+from ...trainer.run import Call
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
@@ -46,6 +46,7 @@ from .checkpoint import LightningFile, read, write
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
+from .launch import is_started, note_failure, shared_seed, start_ranks, starts_script
 from .loggers import (
     CSVLogger,
     DummyLogger,
@@ -61,7 +62,6 @@ from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
-from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
 from .utilities import given_to_compile
@@ -250,8 +250,7 @@ class Trainer(TrainerAttributes):
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
-        self.files = LightningFile(self)
-        super().__init__(**arguments, checkpoint_format=self.files)
+        super().__init__(**arguments, **self._arguments_of_files_and_ranks(strategy, devices))
         self._show_arguments(arguments, gradient_clip_algorithm)
         refuse_same_keys(self.callbacks)
         refuse_bars(self.callbacks, self.enable_progress_bar)
@@ -260,6 +259,14 @@ class Trainer(TrainerAttributes):
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
         self.untrained, self.modes_before, self._made = set(), {}, True
+
+    def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
+        """Return arguments of Legato's Trainer: the format of its files, and which processes it is a part of."""
+        self.files, self.starts_script = LightningFile(self), starts_script(strategy)
+        is_alone = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
+        # of a Trainer of one process each rank of a script has its own
+        place = {"cluster": "off"} if is_started() and is_alone else {}
+        return {"checkpoint_format": self.files, **place}
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
         """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
@@ -342,18 +349,6 @@ class Trainer(TrainerAttributes):
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
         return state
-
-    def tell_caller(self, request: Request) -> Any:
-        """Return whether an epoch is cut, attributes of the parts, and states: under Lightning a script has them."""
-        attributes = attributes_of([request.task, request.datamodule, *self.callbacks, self])
-        return self.epoch_is_cut, attributes, pack_optimizers(*self.fitted) if request.stage == "fit" else None
-
-    def hear_worker(self, request: Request, told: Any) -> None:
-        """Take these attributes."""
-        self.epoch_is_cut, attributes, states = told
-        if request.stage == "fit":
-            self.fitted, self.fitted_states = ([], []), states
-        take_attributes([request.task, request.datamodule, *self.callbacks, self], attributes)
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""
@@ -543,7 +538,7 @@ class Trainer(TrainerAttributes):
             if self.is_global_zero:
                 forget_checkpoint(self.default_root_dir)
             if self.current_run.is_complete:  # else it was in workers
-                self.fitted, self.fitted_states = (list(self.optimizers), self.lr_scheduler_configs), None
+                self.fitted = list(self.optimizers), self.lr_scheduler_configs
 
     def validate(
         self,
@@ -627,14 +622,19 @@ class Trainer(TrainerAttributes):
         """Tell in `state` what is under way, and how it ended; take the seed that was set."""
         parts = vars(self)
         refuse_taken(type(self).__name__, [name for name, of in OWN_PARTS.items() if not isinstance(parts[name], of)])
-        place = find_place(self.cluster)
+        place, seed = find_place(self.cluster), torch.initial_seed()
         if not self.running and (place is None or place.origin != "legato"):  # workers are told
-            self.seed = torch.initial_seed() & 0xFFFFFFFF
+            count = self.strategy.local_processes(self.device_list)
+            if place is None and count > 1 and self.num_nodes == 1 and self.starts_script:
+                start_ranks(count, seed & 0xFFFFFFFF)
+            # a script that seeds nothing has another seed in each of its ranks
+            self.seed = shared_seed() if is_started() and seed >= HIGHEST_SEED else seed & 0xFFFFFFFF
         self.state.fn, self.state.status = function, TrainerStatus.RUNNING
         try:
             yield
         except BaseException:
             self.state.status = TrainerStatus.INTERRUPTED
+            note_failure()
             raise
         self.state.status = TrainerStatus.FINISHED
 

@@ -824,7 +824,7 @@ def test_hooks_of_the_set_up_draw_under_the_seed_of_the_run(monkeypatch):
 @pytest.mark.slow
 def test_in_workers_they_draw_the_same(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "")
-    assert drawn(room, strategy="ddp", devices=2)[1] == drawn(room)[1]
+    assert drawn(room, strategy="ddp_spawn", devices=2)[1] == drawn(room)[1]
 
 
 def test_numbers_are_gathered_as_tensors_on_one_process():

@@ -182,7 +182,7 @@ def test_on_two_processes_the_caller_sees_what_they_did(tmp_path):
     stopping = kinds.EarlyStopping("val_loss", patience=2)
     averaging = kinds.StochasticWeightAveraging(0.02, 2, annealing_epochs=2)
     callbacks, module = [best, stopping, averaging, every], make_module(L, (0.5, 0.3, 0.4, 0.35, 0.2, 0.1))
-    trainer = make_trainer(L, tmp_path, callbacks, max_epochs=8, strategy="ddp", devices=2)
+    trainer = make_trainer(L, tmp_path, callbacks, max_epochs=8, strategy="ddp_spawn", devices=2)
     trainer.fit(module, loader(), loader(2))
     found = seen(best, tmp_path / "best")
     assert found["files"] == ["epoch=1-val_loss=0.30.ckpt", "last.ckpt"]

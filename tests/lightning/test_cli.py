@@ -258,7 +258,7 @@ def test_several_processes_have_it_too(tmp_path):
         "fit",
         *QUIET,
         "--trainer.devices=2",
-        "--trainer.strategy=ddp",
+        "--trainer.strategy=ddp_spawn",
         "--trainer.max_epochs=1",
         "--data.batch_size=2",
         "--seed_everything=0",

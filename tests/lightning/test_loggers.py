@@ -128,7 +128,7 @@ class Validated(Model):
 @pytest.mark.slow
 def test_a_csv_file_of_workers_is_gone_on_with(tmp_path):
     loader, task, logger = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), Validated(), CSVLogger(tmp_path)
-    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1, "log_every_n_steps": 1}
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn", "max_epochs": 1, "log_every_n_steps": 1}
     trainer = Trainer(logger=logger, **options, **QUIET)
     trainer.fit(task, loader)
     trainer.validate(task, loader, verbose=False)
@@ -284,7 +284,7 @@ def test_checkpoints_lie_below_the_run_of_a_service(tmp_path, monkeypatch, devic
     for begun in (False, True):
         if begun:
             logger.experiment.config.update({"hand": 1})  # in this process, and the workers join it
-        trainer = fit(tmp_path, logger, enable_checkpointing=True, devices=devices, strategy="ddp")
+        trainer = fit(tmp_path, logger, enable_checkpointing=True, devices=devices, strategy="ddp_spawn")
         folder = f"saved/project/{logger.version}"
         assert (trainer.log_dir, logger.log_dir) == ("saved", None)
         assert trainer.checkpoint_callback.best_model_path == f"{folder}/checkpoints/{name}"

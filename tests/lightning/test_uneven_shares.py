@@ -107,7 +107,7 @@ class Evaluated(Contrastive):
 
 
 def fit(module, processes, rows=14, path=None, **options):
-    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": processes, "max_epochs": 2, **options})
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": processes, "max_epochs": 2, **options})
     trainer.fit(module, DataLoader(TensorDataset(ROWS[:rows]), 2), ckpt_path=path)
     return trainer
 
@@ -123,7 +123,7 @@ def trained(module, processes, rows=14, **options):
 def evaluated(call, stages, rows=14):
     """Return the mean of the rows, and how many each rank had at a time."""
     module = Evaluated(call)
-    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": 3, "max_epochs": 1})
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 3, "max_epochs": 1})
     data = DataLoader(TensorDataset(ROWS[:rows]), 2)
     for stage in stages:
         if stage == "fit":
@@ -165,7 +165,7 @@ class Stream(IterableDataset):
 def streamed(**options):
     """Return the samples that rank 0 had of a stream."""
     module = Contrastive()
-    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": 3, "max_epochs": 1, **options})
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 3, "max_epochs": 1, **options})
     trainer.fit(module, DataLoader(Stream(), 2))
     return len(module.ended)
 
@@ -271,7 +271,7 @@ class Keeps(pl.LightningModule):
 
 
 def gather_at_the_end(rows):
-    trainer = pl.Trainer(**QUIET, strategy="ddp", devices=2)
+    trainer = pl.Trainer(**QUIET, strategy="ddp_spawn", devices=2)
     return trainer.test(Keeps(), DataLoader(TensorDataset(ROWS[:rows]), batch_size=2), verbose=False)
 
 

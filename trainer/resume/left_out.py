@@ -10,7 +10,6 @@ from ..checkpoints.codec import flatten
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
-    from ..run import Call
 
 log = logging.getLogger("legato")
 
@@ -79,9 +78,12 @@ def plain_containers(value: Any) -> Any:
     return value
 
 
-def tell_left_out(run: "Call", contents: Mapping[str, Any]) -> None:
-    """Warn, once for a task or data module, of its hyperparameters that a checkpoint does not hold."""
-    for owner, prefix in ((run.task, ""), (run.datamodule, "datamodule_")):
+def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapping[str, Any]) -> None:
+    """Warn, once for a task or data module, of its hyperparameters that a checkpoint does not hold.
+
+    owners: these objects, by the prefix of their keys in the contents.
+    """
+    for prefix, owner in owners.items():
         left = contents.get(prefix + LEFT_OUT)
         if owner is None or not left or owner.__dict__.get("_hparams_told"):
             continue

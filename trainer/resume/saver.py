@@ -146,7 +146,8 @@ class Saver:
             found = contents(trainer, weights_only)
             if trainer.is_global_zero:
                 if isinstance(self.format, DirectoryFormat):  # another one may hold them
-                    tell_left_out(trainer.current_run, found)
+                    run = trainer.current_run
+                    tell_left_out({"": run.task, "datamodule_": run.datamodule}, found)
                 with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
                     for logger in trainer.loggers:
                         logger.save()

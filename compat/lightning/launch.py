@@ -1,0 +1,97 @@
+"""Ranks of a script: its own command is started once more for each, as Lightning does, and this process is rank 0.
+
+So what `fit` leaves on the module, the callbacks and the trainer is there afterwards, as in a run of one process.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from ...base.messages import STDERR
+from ...trainer.processes.environment import get_variable, set_variable
+
+RANKS = "LEGATO_SCRIPT_RANKS"
+"""Variable with the number of ranks in processes that this module has started, or that have started others."""
+SEED = "LEGATO_SCRIPT_SEED"
+SECONDS_TO_END = 30.0
+"""Time for the other ranks to end by themselves once one has failed: they report what they know."""
+IN_WORKERS = ("spawn", "fork", "notebook")
+"""Parts of the names of strategies and start methods that run in Legato's workers, as they do not start the script."""
+
+
+def starts_script(strategy: Any) -> bool:
+    """Return whether a strategy, Lightning's word or object, starts the script again rather than workers."""
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
+    is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
+    return is_script and not hasattr(sys, "ps1") and not any(part in name for part in IN_WORKERS)
+
+
+def is_started() -> bool:
+    """Return whether the ranks of this script run, so that variables of a launcher are those of this module."""
+    return get_variable(RANKS) is not None
+
+
+def shared_seed() -> int:
+    """Return a seed that all ranks of the script have, for one that seeds nothing itself."""
+    return int(get_variable(SEED) or 0)
+
+
+def start_ranks(count: int, seed: int) -> None:
+    """Start ranks 1 to `count` - 1 by this process's own command, and let this process be rank 0."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    shared |= {RANKS: str(count), SEED: str(seed), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    children: list[subprocess.Popen[bytes]] = []
+    for rank in reversed(range(count)):  # last the variables of this process
+        for name, value in {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
+            set_variable(name, value)
+        if rank:
+            children.insert(0, subprocess.Popen(sys.orig_argv))
+    atexit.register(_wait_for, children)
+    threading.Thread(target=_watch, args=(children,), daemon=True).start()
+
+
+_failed = threading.Event()
+
+
+def note_failure() -> None:
+    """Note that a run of this process has failed, so that at its exit the other ranks are not waited for long."""
+    _failed.set()
+
+
+def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
+    """End this process and the other ranks where one has failed, unless the run's own report comes first."""
+    while any(child.poll() is None for child in children):
+        failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
+        if failed:
+            time.sleep(SECONDS_TO_END)
+            code = children[failed[0] - 1].returncode
+            print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=STDERR, flush=True)
+            _end(children)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(0.2)
+
+
+def _wait_for(children: "list[subprocess.Popen[bytes]]") -> None:
+    """Wait for the other ranks at the end of the script; where a run has failed, for a limited time."""
+    ends = time.monotonic() + SECONDS_TO_END
+    for child in children:
+        try:
+            child.wait(max(0.1, ends - time.monotonic()) if _failed.is_set() else None)
+        except subprocess.TimeoutExpired:
+            _end([child])
+
+
+def _end(children: "list[subprocess.Popen[bytes]]") -> None:
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
