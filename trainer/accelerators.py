@@ -85,7 +85,8 @@ def _module_in_use() -> Any:
 
 def seed_devices(key: int) -> None:
     """Seed the generators of all devices in use."""
-    module = _module_in_use()
+    # asked here too: twice a step, on a machine without one, a call less
+    module = None if torch.accelerator.current_accelerator() is None else _module_in_use()
     if module is not None:
         (module.manual_seed if module is torch.mps else module.manual_seed_all)(key)
 

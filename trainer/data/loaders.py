@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ...base.arguments import LOADER_OPTIONS
 from ...base.errors import DataError
-from ...base.torch_private import end_loader_workers
+from ...base.torch_private import end_loader_workers, is_profiling, reader_of
 from .randomness import KeyedDataset, seed_generators
 from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
@@ -64,15 +64,15 @@ def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
     which a worker's error keeps in a cycle.
     """
     try:
+        read = reader_of(batches)
         # not `yield from`, which closes the iterator with this generator: a user's own may serve another epoch
-        while (batch := next(batches, _END)) is not _END:
-            yield batch
+        while True:
+            yield next(batches) if is_profiling() else read()
+    except StopIteration:
+        return
     except Exception:
         end_loader_workers(batches)
         raise
-
-
-_END = object()
 
 
 def read_loader(loader: Any) -> Iterator[Any]:
