@@ -378,6 +378,8 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     That config must name the run: another file or an override with another `run.name` means another run.
     """
     name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
+    if not isinstance(name, str):  # a config that does not name its run, or wrongly, as the check says later
+        return None
     for word in arguments:
         for path in (Path(os.path.abspath(word)), Path(word).resolve()):  # a link leads from or to a run directory
             if path.name == CONFIG and path.is_file() and origin.startswith(f"{_shown(path.resolve())}:"):
