@@ -13,6 +13,7 @@ from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
 from .data.sampling import Layout
 from .data.transfer import to_host
+from .elastic.launcher import find_elastic_worker
 from .elastic.membership import RunFinished
 from .hooks import loop_part
 from .metrics.torchmetrics import load_states, states_of
@@ -179,7 +180,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         newest = places.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
         if newest is not None:
             source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent
-    elastic_worker = environment.find_elastic_worker()
+    elastic_worker = find_elastic_worker()
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)

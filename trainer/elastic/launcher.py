@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...base.errors import ConfigError, WorkerError
+from ..processes import environment
+from ..processes.environment import Place
 from ..processes.rendezvous import host_store, is_loopback
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack
-from ..processes.workers import SignalRelay, WorkerGroup, _send_signal, launch_workers
+from ..processes.workers import GRACE, SignalRelay, WorkerGroup, _send_signal, launch_workers, warm_up
 from .store import (
     ElasticOptions,
     ElasticWorker,
@@ -41,17 +44,26 @@ GUEST_TIMEOUT = 5.0
 """Seconds without a heartbeat after which a guest and its workers count as dead."""
 _LAUNCHER_POLL = 0.05  # seconds between two looks at the store
 
-Enter = Callable[[int, ElasticWorker], Callable[[], None]]
-"""Called with the number of restarts and the worker's description; returns what the worker calls first."""
+T = TypeVar("T")
+VARIABLE = "LEGATO_ELASTIC_WORKER"
+"""Environment variable that describes a worker of an elastic run to itself."""
 
 
-def launch_elastic(
-    function: Callable[[], Any], processes: int, options: ElasticOptions, max_restarts: int, enter: Enter, grace: float
-) -> Any:
-    """Call `function` in `processes` workers that may die and be replaced; return what one of them returned.
+def find_elastic_worker() -> ElasticWorker | None:
+    """Return what this process needs to join its elastic run; None outside of one."""
+    text = environment.get_variable(VARIABLE)
+    return ElasticWorker.read(text) if text and environment.find_place("off") is not None else None
 
-    Returns None if only another launcher's workers finished. Raises what `launch_workers` raises.
+
+def run_elastic_workers(
+    function: Callable[[], T], processes: int, options: ElasticOptions, *, max_restarts: int = 0, grace: float = GRACE
+) -> T | None:
+    """Call `function` in `processes` new elastic workers, which may die, be replaced, or join another launcher's run.
+
+    Up to `max_restarts` of them are replaced. Returns what one of them returned; None if only another launcher's
+    workers finished. Errors: see `launch_workers`.
     """
+    warm_up()
     if options.join is None and processes < options.min_processes:
         raise ConfigError(
             f"min_processes={options.min_processes}, but the run would begin with {processes}: set trainer.devices to "
@@ -70,9 +82,24 @@ def launch_elastic(
         kind = HostWorkerGroup if options.join is None else GuestWorkerGroup
         return kind(folder, ranks, relay, store, address, options)
 
-    return launch_workers(
+    variables, threads = environment.all_variables(), environment.threads_of_worker(processes)
+
+    def enter(attempt: int, worker: ElasticWorker) -> Callable[[], None]:
+        rank, world_size = (0, 1) if worker.joins else (worker.member.slot, processes)
+        place = Place(rank, rank, 0, world_size, world_size, 1, "legato")
+        return partial(_enter, worker, place, variables, attempt, threads)
+
+    result: T | None = launch_workers(
         function, range(processes), processes, enter, max_restarts=max_restarts, make_group=make_group, grace=grace
     )
+    return result
+
+
+def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attempt: int, threads: int) -> None:
+    host, port = split_address(worker.address)
+    environment.set_worker_environment(place, variables, host, port, attempt, threads)
+    environment.set_variable(VARIABLE, worker.text())
+    environment.keep_to_route(host)
 
 
 class ElasticWorkerGroup(WorkerGroup):

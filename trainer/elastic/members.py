@@ -24,7 +24,7 @@ from ..processes import connections, environment
 from ..processes.environment import Place, allow_connections
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
-from . import recovery
+from . import launcher, recovery
 from .membership import Elasticity, Membership, RunFinished
 from .recovery import MetricSnapshot
 from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
@@ -315,7 +315,7 @@ class ElasticProcesses(Elasticity):
 
     def membership(self, trainer: "Trainer") -> Membership:
         """Return this process's membership. Raises ConfigError if another program started it."""
-        elastic_worker = environment.find_elastic_worker()
+        elastic_worker = launcher.find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
                 "elastic: true needs processes that Legato has started and watches: start the script itself (or "
@@ -327,9 +327,7 @@ class ElasticProcesses(Elasticity):
         self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
     ) -> T | None:
         """Call `function` in new processes that may die and be replaced, or that join another launcher's run."""
-        return environment.run_elastic_workers(
-            function, processes, self.options, max_restarts=max_restarts, grace=grace
-        )
+        return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts, grace=grace)
 
     def node_rank(self, nodes: int) -> int:
         """Return 0: the processes of all launchers are equal."""

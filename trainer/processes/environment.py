@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ...base.errors import ConfigError
-from ..elastic import launcher
-from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from . import connections, fork_safety, own_group, rendezvous, workers
 from .interfaces import address_towards, has_public_name, interface_of, interface_to_ranks
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store
@@ -106,12 +104,6 @@ def _in_group(rank: int, world_size: int) -> Place:
     return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
 
 
-def find_elastic_worker() -> ElasticWorker | None:
-    """Return what this process needs to join its elastic run; None outside of one."""
-    text = os.environ.get("LEGATO_ELASTIC_WORKER")
-    return ElasticWorker.read(text) if text and find_place("off") is not None else None
-
-
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
     """Start the fork server for a run of this strategy with these arguments of the Trainer.
 
@@ -161,6 +153,11 @@ def restart_count() -> int:
 def get_variable(name: str) -> str | None:
     """Return the value of an environment variable; None if it is not set."""
     return os.environ.get(name)
+
+
+def all_variables() -> dict[str, str]:
+    """Return all environment variables, by name."""
+    return dict(os.environ)
 
 
 def set_variable(name: str, value: str) -> None:
@@ -473,6 +470,14 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
     return host, port
 
 
+def keep_to_route(host: str) -> None:
+    """Restrict gloo and NCCL to the network interface that leads to `host`, unless the user has chosen another."""
+    if is_loopback(host):
+        _keep_to_loopback()
+    elif not has_public_name():
+        _keep_to_interface(interface_of(address_towards(host)))
+
+
 def _keep_to_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another."""
     _keep_to_interface(next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""))
@@ -517,43 +522,16 @@ def run_workers(
         store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
         port = store.port
     environment = dict(os.environ)
-    threads = threads or _threads_of_worker(processes)
+    threads = threads or threads_of_worker(processes)
     ranks = range(node_rank * processes, (node_rank + 1) * processes)
 
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
-        return functools.partial(_set_worker_environment, place, environment, f"{host}:{port}", attempt, threads)
+        return functools.partial(set_worker_environment, place, environment, host, port, attempt, threads)
 
     result: T = workers.launch_workers(
         function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace
     )
-    return result
-
-
-def run_elastic_workers(
-    function: Callable[[], T],
-    processes: int,
-    options: ElasticOptions,
-    *,
-    max_restarts: int = 0,
-    grace: float = GRACE,
-) -> T | None:
-    """Call `function` in `processes` new elastic workers, which may die, be replaced, or join another launcher's run.
-
-    Up to `max_restarts` of them are replaced. Errors: see `launch_workers`.
-    """
-    warm_up()
-    environment = dict(os.environ)
-    threads = _threads_of_worker(processes)
-
-    def enter(attempt: int, elastic_worker: ElasticWorker) -> Callable[[], None]:
-        rank, world_size = (0, 1) if elastic_worker.joins else (elastic_worker.member.slot, processes)
-        place = Place(rank, rank, 0, world_size, world_size, 1, "legato")
-        return functools.partial(
-            _set_worker_environment, place, environment, elastic_worker.address, attempt, threads, elastic_worker.text()
-        )
-
-    result: T | None = launcher.launch_elastic(function, processes, options, max_restarts, enter, grace)
     return result
 
 
@@ -579,21 +557,20 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _threads_of_worker(processes: int) -> int:
+def threads_of_worker(processes: int) -> int:
     """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
     import torch
 
     return min(_read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
 
 
-def _set_worker_environment(
-    place: Place, environment: dict[str, str], address: str, attempt: int, threads: int, elastic_worker: str = ""
+def set_worker_environment(
+    place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
     """Set the environment of a worker: the caller's current one (the fork server's is older), with the variables of
     `place`."""
     import torch
 
-    host, port = split_address(address)
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(
@@ -608,11 +585,6 @@ def _set_worker_environment(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS=str(threads),
         LEGATO_WORKER=f"{os.getpid()}:{attempt}",
-        LEGATO_ELASTIC_WORKER=elastic_worker,
     )
-    if elastic_worker and is_loopback(host):
-        _keep_to_loopback()
-    elif elastic_worker and not has_public_name():
-        _keep_to_interface(interface_of(address_towards(host)))
     # OpenMP has read its variable already, in the fork server, when torch was imported
     torch.set_num_threads(threads)
