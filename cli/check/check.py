@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ...base.arguments import ARGUMENT_NAMES, TrainerArguments
-from ...base.errors import ConfigError, LegatoError, TaskError
+from ...base.errors import ConfigError, LegatoError, TaskError, WorkerError
 from ...base.messages import is_quiet
 from ...base.run_names import CHECKPOINTS
 from ...callbacks.callback import Callback
@@ -250,9 +250,9 @@ def describe_error(error: Exception) -> str:
     """Return the message of a Legato error; of any other error also its rank and its place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
-    rank = getattr(error.__cause__, "rank", None)
+    if isinstance(error.__cause__, WorkerError):  # which has the traceback of a process that is gone
+        return f"{type(error).__name__} (rank {error.__cause__.rank}): {error}\n{error.__cause__}"
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(build.__file__).parent), str(Path(torch.__file__).parent)
     places = traceback.format_list([frame for frame in frames if not frame.filename.startswith(ours)] or frames)
-    where = f" (rank {rank})" if rank is not None else ""
-    return f"{type(error).__name__}{where}: {error}\n{''.join(places).rstrip()}"
+    return f"{type(error).__name__}: {error}\n{''.join(places).rstrip()}"

@@ -1,5 +1,6 @@
 """Task.all_gather: uneven shares, groups, what ranks must agree on, and gradients that go back to all ranks."""
 
+import re
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,18 +158,21 @@ def test_uneven_shares_come_as_a_list_that_says_so(two):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("dtype", "data['a'] is torch.float32 on cpu on rank 0, torch.int64 on cpu on rank 1"),
-        ("columns", "data[1] has the shape (2, 4) on rank 0, (2, 5) on rank 1. Only the first dimension may differ"),
-        ("dimensions", "data has the shape (2,) on rank 0, (2, 2) on rank 1"),
-        ("numbers of tensors", "2 tensors on rank 0 (data[0], data[1]) and 3 on rank 1"),
-        ("keys", "1 tensors on rank 0 (data['a']) and 1 on rank 1 (data['b'])"),
+        (
+            "dtype",
+            r"data\['a'\] \(torch.float32 on cpu, .*\) on rank 0, and data\['a'\] \(torch.int64 on cpu, ",
+        ),
+        ("columns", r"data\[1\] \(.*, shape \(2, 4\)\) on rank 0, and data\[1\] \(.*, shape \(2, 5\)\) on rank 1\. "),
+        ("dimensions", r"data \(.*, shape \(2,\)\) on rank 0, and data \(.*, shape \(2, 2\)\) on rank 1"),
+        ("numbers of tensors", r"no further tensor on rank 0, and data\[2\] \(.*\) on rank 1"),
+        ("keys", r"data\['a'\] \(.*\) on rank 0, and data\['b'\] \(.*\) on rank 1"),
     ],
 )
 def test_what_differs_is_named_on_every_rank(two, name, words):
     for rank in two:
         kind, message = rank[name]
         assert kind == "DisagreementError"
-        assert words in message
+        assert re.search(words, message), message
 
 
 @pytest.mark.slow
@@ -344,5 +348,5 @@ def test_a_replica_of_each_process_may_call_torchs_collectives():
 
 @pytest.mark.slow
 def test_ranks_must_agree_on_whether_there_is_a_gradient():
-    with pytest.raises(DisagreementError, match="data requires a gradient: True on rank 0, False on rank 1"):
+    with pytest.raises(DisagreementError, match=r"with a gradient\) on rank 0, and data \([^)]*\)\) on rank 1"):
         train(Frozen())

@@ -233,15 +233,14 @@ def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
         run_workers(work, 2)
     assert time.monotonic() - started < 40
     text = printed(caught.value)
-    assert text.count("ValueError: what rank 1 says") == 1
     assert text.rstrip().splitlines()[-1] == "ValueError: what rank 1 says"
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert (frames[-1].name, frames[-1].line) == ("work", 'raise ValueError("what rank 1 says") from error')
-    assert isinstance(caught.value.__cause__, KeyError)
-    origin = caught.value.__cause__.__cause__
+    origin = caught.value.__cause__
     assert isinstance(origin, WorkerError)
     assert origin.rank == 1
-    assert str(origin) == "Rank 1 of 2 failed with ValueError."
+    assert str(origin).startswith("Rank 1 of 2 failed with ValueError.\n\nTraceback (most recent call last):")
+    assert "in work\n" in str(origin)
+    assert 'raise ValueError("what rank 1 says") from error' in str(origin)
+    assert "KeyError: 'a key'" in str(origin)
     assert "onnection closed" not in text
 
 

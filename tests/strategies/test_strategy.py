@@ -7,7 +7,7 @@ import torch
 from tiny import Tiny, make_loader
 
 import legato as lg
-from legato.trainer.processes.collectives import SINGLE, Collectives, GroupCollectives
+from legato.trainer.processes.collectives import SINGLE, Collectives
 from legato.trainer.strategies import STRATEGIES
 from legato.trainer.strategies.reducers import Reducer
 from legato.trainer.strategies.strategy import Strategy
@@ -36,10 +36,8 @@ def test_a_strategy_adds_nothing_public(name):
         assert added <= contract, f"{parent.__name__} adds {sorted(added - contract)}"
 
 
-def test_the_collectives_of_a_group_of_one_do_what_those_of_one_process_do():
-    public = [{one for one in methods_of(kind) if not one.startswith("_")} for kind in (GroupCollectives, Collectives)]
-    assert public[0] == public[1]
-    for ranks in (SINGLE, GroupCollectives(0, 1)):
+def test_the_collectives_of_one_process_return_what_they_are_given():
+    for ranks in (SINGLE, Collectives(0, 1)):
         value = torch.arange(3)
         assert (ranks.rank, ranks.size) == (0, 1)
         assert ranks.broadcast("text") == "text"

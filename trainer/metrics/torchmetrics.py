@@ -12,7 +12,7 @@ without an update are ignored.
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from ...base.errors import DisagreementError, TaskError
 from ...base.torch_private import reductions_of, set_synced, set_updates
-from ..processes.collectives import GroupCollectives
-
-if TYPE_CHECKING:
-    from ..processes.collectives import Collectives
+from ..processes.collectives import Collectives
 
 REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")
@@ -48,7 +45,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
 
     Raises DisagreementError, on every rank, if states that are not empty differ in dtype or number of dimensions.
     """
-    ranks = GroupCollectives(dist.get_rank(group), dist.get_world_size(group), group)
+    ranks = Collectives(dist.get_rank(group), dist.get_world_size(group), group)
     layouts = ranks.gather_objects((state.numel(), state.dtype, tuple(state.shape)))
     updated = [(rank, dtype, shape) for rank, (size, dtype, shape) in enumerate(layouts) if size]
     if updated:

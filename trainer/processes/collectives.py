@@ -16,49 +16,10 @@ OPERATIONS = {
 
 
 class Collectives:
-    """A group of ranks and the collectives among them. This one has a single process, so each call is a no-op."""
+    """A group of ranks and the collectives among them; without arguments one process, in which nothing is sent."""
 
-    rank = 0
-    """The index of this process among the ranks."""
-    size = 1
-    """The number of ranks."""
-    group: dist.ProcessGroup | None = None
-    """The process group; None: the default one."""
-
-    def move(self, rank: int, size: int) -> None:
-        """Go on with another default group, in which this process has another rank."""
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank; anything that pickles."""
-        return value
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors of every rank with those of rank 0."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
-        return tensor.unsqueeze(0)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank; anything that pickles."""
-        return [value]
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Reduce `tensor` over ranks in place by "sum", "max", "min" or "product", and return it."""
-        return tensor
-
-
-SINGLE = Collectives()
-"""One process by itself."""
-
-
-class GroupCollectives(Collectives):
-    """The ranks of a process group. With a size of 1 nothing is communicated, and the group need not exist."""
-
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: None is the default process group; with one rank it need not exist."""
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
@@ -70,7 +31,7 @@ class GroupCollectives(Collectives):
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank."""
+        """Return rank 0's `value` on every rank; anything that pickles."""
         if self.size == 1:
             return value
         values = [value]
@@ -78,21 +39,21 @@ class GroupCollectives(Collectives):
         return values[0]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Send rank 0's values in one collective for each device: as bytes, which every backend knows."""
+        """Overwrite the tensors of every rank with those of rank 0, in one collective for each device."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for some in by_device.values():
-            parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in some]
+            parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in some]  # every backend knows bytes
             flat = torch.cat(parts)
             dist.broadcast(flat, group_src=0, group=self.group)
             for tensor, part in zip(some, flat.split([part.numel() for part in parts]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, stacked: (size, *shape)."""
+        """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -100,7 +61,7 @@ class GroupCollectives(Collectives):
         return torch.stack(parts)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank."""
+        """Return every rank's `value`, by rank; anything that pickles."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -108,7 +69,11 @@ class GroupCollectives(Collectives):
         return values
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Reduce `tensor` over ranks in place and return it."""
+        """Reduce `tensor` over ranks in place by "sum", "max", "min" or "product", and return it."""
         if self.size > 1:
             dist.all_reduce(tensor, OPERATIONS[operation], group=self.group)
         return tensor
+
+
+SINGLE = Collectives()
+"""One process by itself."""

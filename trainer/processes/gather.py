@@ -7,6 +7,7 @@ raises on every rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ...base.errors import DisagreementError, TaskError
 from ..data.transfer import map_tensors
-from .collectives import Collectives, GroupCollectives
+from .collectives import Collectives
 from .own_group import serves_host
 
 if TYPE_CHECKING:
@@ -43,6 +44,15 @@ class _Description(NamedTuple):
     kind: str
     shape: tuple[int, ...]
     with_gradient: bool
+
+    def __str__(self) -> str:
+        gradient = " with a gradient" if self.with_gradient else ""
+        return f"{self.name} ({self.kind}, shape {self.shape}{gradient})"
+
+    @property
+    def without_rows(self) -> tuple[Any, ...]:
+        """What must be the same on every rank."""
+        return self.name, self.kind, len(self.shape), self.shape[1:], self.with_gradient
 
 
 def gather(
@@ -97,7 +107,7 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
     if group is None or strategy.place.world_size == 1:
         ranks = strategy.data_ranks
         if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
-            return GroupCollectives(ranks.rank, ranks.size)
+            return Collectives(ranks.rank, ranks.size)
         return ranks
     size = dist.get_world_size(group)
     if size < 1:
@@ -105,7 +115,7 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
             f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group: call it on "
             f"the ranks that torch.distributed.new_group was given."
         )
-    return GroupCollectives(dist.get_rank(group), size, group)
+    return Collectives(dist.get_rank(group), size, group)
 
 
 # --- what must agree --------------------------------------------------------------------------------------------------
@@ -128,40 +138,15 @@ def _names_in(data: Any, name: str) -> Iterator[str]:
 
 
 def _require_same(every: Sequence[Sequence[_Description]]) -> None:
-    """Raise DisagreementError, on every rank, if the descriptions differ."""
-    names = [[one.name for one in described] for described in every]
-    odd = next((rank for rank, own in enumerate(names) if own != names[0]), None)
-    if odd is not None:
-        first, other = (
-            ", ".join(own[:4]) + (" ..." if len(own) > 4 else "") or "nothing" for own in (names[0], names[odd])
-        )
-        raise DisagreementError(
-            f"all_gather was given {len(names[0])} tensors on rank 0 ({first}) and {len(names[odd])} on rank {odd} "
-            f"({other}). Join what each rank has collected first: torch.cat(outputs)."
-        )
-    for columns in zip(*every, strict=True):
-        name = columns[0].name
-        for what, values, remedy in (
-            ("is", [one.kind for one in columns], "Convert it to one dtype, on one kind of device."),
-            (
-                "has the shape",
-                [one.shape[:0] or one.shape[1:] for one in columns],
-                "Only the first dimension may differ.",
-            ),
-            (
-                "requires a gradient:",
-                [one.with_gradient for one in columns],
-                "With sync_grads=True all ranks must agree.",
-            ),
-        ):
-            ranks = [len(one.shape) for one in columns] if what == "has the shape" else values
-            odd = next(
-                (rank for rank in range(len(values)) if (values[rank], ranks[rank]) != (values[0], ranks[0])), None
-            )
-            if odd is not None:
-                shown = [one.shape for one in columns] if what == "has the shape" else values
+    """Raise DisagreementError, on every rank, if the descriptions differ by more than the first dimension."""
+    for rank, described in enumerate(every):
+        for first, other in zip_longest(every[0], described):
+            if first is None or other is None or first.without_rows != other.without_rows:
                 raise DisagreementError(
-                    f"all_gather: {name} {what} {shown[0]} on rank 0, {shown[odd]} on rank {odd}. {remedy}"
+                    f"all_gather takes {first or 'no further tensor'} on rank 0, and {other or 'no further tensor'} on "
+                    f"rank {rank}. All ranks must give the same tensors, of one dtype and one kind of device, that "
+                    f"differ in their first dimension only; with sync_grads=True all or none need a gradient. Join "
+                    f"what each rank has collected by torch.cat(outputs)."
                 )
 
 

@@ -1,8 +1,7 @@
 """Layout of a run's processes over nodes and devices: checked against the config, and printed once."""
 
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,63 +9,53 @@ from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
 from ..accelerators import name_of
+from .collectives import Collectives
 from .environment import Place
-
-if TYPE_CHECKING:
-    from ..strategies.strategy import Strategy
 
 ProcessEntry = tuple[int, int, str, str]
 """Rank, node index, host name and device of a process."""
 
 
-def check_place(trainer: TrainerArguments, strategy: "Strategy", devices: Sequence[torch.device], place: Place) -> None:
+def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Place) -> None:
     """Raise ConfigError, on every rank, if a launcher started other processes than num_nodes and devices ask for.
 
-    The defaults `devices=auto` and `num_nodes=1` accept any layout.
+    count: returns the processes of a node that `devices` asks for. The defaults `devices=auto` and `num_nodes=1` accept
+    any layout.
     """
-    if place.origin in ("alone", "legato") or strategy.elastic.changes:
+    if place.origin in ("alone", "legato"):
         return
     automatic = trainer.devices in ("auto", -1, "-1")
-    local = len(devices) if automatic else strategy.local_processes(devices)
-    if place.origin == "script":
-        nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # the default, 1, accepts any number
-        if not automatic and place.world_size != local * nodes:
-            raise ConfigError(
-                f"The process group that the script has made has {place.world_size} processes, but trainer.devices="
-                f"{trainer.devices} on {nodes} nodes asks for {local * nodes}. Make them agree, or set "
-                f"trainer.cluster=off to leave that group alone."
-            )
+    local = place.local_world_size if automatic else count()
+    nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
+    if place.origin in ("environment", "script"):  # perhaps without LOCAL_WORLD_SIZE: only the product is known
+        fits = automatic or place.world_size in (local * trainer.num_nodes, local * place.nodes)
+    else:
+        fits = (place.nodes, place.local_world_size) == (nodes, local)
+    if fits:
         return
     started = f"{place.origin} started {place.world_size} processes on {place.nodes} nodes"
-    if trainer.num_nodes > 1 and place.origin != "environment" and place.nodes != trainer.num_nodes:
-        raise ConfigError(
-            f"trainer.num_nodes={trainer.num_nodes}, but {started}. Start it on {trainer.num_nodes} nodes, or leave "
-            f"num_nodes out: the launcher tells it."
-        )
-    if automatic:
-        return
-    if place.origin == "environment":  # set by hand, perhaps without LOCAL_WORLD_SIZE: only the product is known
-        if place.world_size != local * trainer.num_nodes and place.world_size != local * place.nodes:
-            raise ConfigError(
-                f"WORLD_SIZE={place.world_size}, but trainer.num_nodes={trainer.num_nodes} x {local} processes a node "
-                f"(trainer.devices={trainer.devices}) = {trainer.num_nodes * local}. Make them agree."
-            )
-    elif place.local_world_size != local:
-        raise ConfigError(
-            f"trainer.devices={trainer.devices} asks for {local} processes a node, but {started}, "
-            f"{place.local_world_size} of them on node {place.node_rank}. Make the two agree, or set "
-            f"trainer.devices=auto."
-        )
+    remedy = "Make them agree, or leave trainer.devices and num_nodes out: the launcher tells them."
+    if place.origin == "environment":
+        started = f"WORLD_SIZE={place.world_size}"
+    elif place.origin == "script":
+        started = f"the process group that the script has made has {place.world_size} processes"
+        remedy = "Make them agree, or set trainer.cluster=off to leave that group alone."
+    raise ConfigError(
+        f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} ask for {local} processes on each of "
+        f"{nodes} nodes, but {started} ({place.local_world_size} on node {place.node_rank}). {remedy}"
+    )
 
 
-def report_layout(strategy: "Strategy") -> None:
-    """Print on rank 0, once, the layout of the ranks and the address of their rendezvous; every rank calls it."""
-    place, device = strategy.place, strategy.device
-    if not strategy.meeting:  # a group that existed before, one process, or an elastic run, which logs its generations
+def report_layout(place: Place, device: torch.device, ranks: Collectives, meeting: str) -> None:
+    """Print on rank 0, once, the layout of the ranks and the address of their meeting; every rank calls it.
+
+    meeting: empty for a group that existed before, one process, or an elastic run, which logs its generations.
+    """
+    if not meeting:
         return
-    entries = strategy.collectives.gather_objects(entry_of(place, device))
+    entries = ranks.gather_objects(entry_of(place, device))
     if place.rank == 0 and not is_quiet():
-        print(describe_layout(entries, place.origin, strategy.meeting), file=STDERR, flush=True)
+        print(describe_layout(entries, place.origin, meeting), file=STDERR, flush=True)
 
 
 def entry_of(place: Place, device: torch.device) -> ProcessEntry:

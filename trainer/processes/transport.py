@@ -233,70 +233,10 @@ class Settings:
                 log.warning("A worker cannot import %s, as the script has done: %s", name, error)
 
 
-@dataclass
-class RaisedError:
-    """A pickled exception with its traceback, and the exceptions that led to it."""
-
-    error: bytes | None
-    text: str
-    frames: list[tuple[str, int, str]]
-    cause: "RaisedError | None"
-    context: "RaisedError | None"
-    suppress_context: bool
-
-    @classmethod
-    def of(cls, error: BaseException, named: frozenset[str], seen: frozenset[int] = frozenset()) -> "RaisedError":
-        """Pickle `error` and its chain."""
-        seen |= {id(error)}
-        before = (error.__cause__, error.__context__ if error.__cause__ is None else None)
-        cause, context = [None if one is None or id(one) in seen else cls.of(one, named, seen) for one in before]
-        try:
-            content = pack(error, named)
-        except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
-            content = None
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        frames = [
-            (one.f_code.co_filename, line, one.f_code.co_name) for one, line in _outer_frames(error.__traceback__)
-        ]
-        return cls(content, text, frames, cause, context, error.__suppress_context__)
-
-    def revive(self) -> BaseException | None:
-        """Return the exception with its traceback; None if it does not unpickle."""
-        try:
-            error = pickle.loads(self.error) if self.error is not None else None
-        except Exception:  # a constructor with required arguments is enough for that
-            return None
-        if not isinstance(error, BaseException):
-            return None
-        error.__traceback__ = _traceback(self.frames)
-        if self.context is not None:
-            error.__context__ = self.context.revive() or WorkerError(self.context.text)
-        if self.cause is not None:
-            error.__cause__ = self.cause.revive() or WorkerError(self.cause.text)
-        error.__suppress_context__ = self.suppress_context
-        return error
-
-
 def _outer_frames(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
     """Yield frames and lines of a traceback, without those of the machinery that calls the function."""
     ours = str(Path(__file__).with_name("workers.py"))
     return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
-
-
-def _traceback(frames: list[tuple[str, int, str]]) -> TracebackType | None:
-    """Build a traceback that shows `frames` (file, line, function) as if they had run in this process."""
-    following: TracebackType | None = None
-    for file, line, name in reversed(frames):
-        code = compile("frame = __import__('sys')._getframe()", file, "exec").replace(co_name=name)
-        if sys.version_info >= (3, 11):
-            # "No location" (cpython, Objects/locations.md) for every 8 code units: no carets under the wrong columns.
-            code = code.replace(
-                co_linetable=b"\xff" * (len(code.co_code) // 16) + b"\xf8" * (len(code.co_code) // 2 % 8)
-            )
-        scope: dict[str, Any] = {"__name__": "__main__", "__file__": file}
-        exec(code, scope)  # the only way to get a frame object with a given file and name
-        following = TracebackType(following, scope.pop("frame"), 0, line)
-    return following
 
 
 @dataclass
@@ -308,8 +248,9 @@ class Failure:
     what: str
     """The rest of a sentence that begins with the rank."""
     text: str = ""
-    """Traceback."""
-    raised: RaisedError | None = None
+    """Traceback, with those of the exceptions that led to it."""
+    raised: bytes | None = None
+    """The pickled exception; None if it cannot be pickled."""
     communication: bool = False
     """Whether it only noticed that another rank had exited."""
     interrupted: bool = False
@@ -330,10 +271,12 @@ class Failure:
         if isinstance(error, SystemExit):
             return cls(time.monotonic(), f"left by sys.exit({error.code!r}) before its work was done", text)
         what = f"failed with {type(error).__name__}"
+        try:
+            raised = pack(error, named)
+        except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
+            raised = None
         interrupted = isinstance(error, KeyboardInterrupt)
-        return cls(
-            time.monotonic(), what, text, RaisedError.of(error, named), is_communication(error), interrupted=interrupted
-        )
+        return cls(time.monotonic(), what, text, raised, is_communication(error), interrupted=interrupted)
 
     @classmethod
     def of_exit(cls, exitcode: int | None) -> "Failure":
@@ -361,18 +304,18 @@ class Failure:
         return self.what if self.of_all else f"Rank {self.rank} of {self.world_size} {self.what}."
 
     def to_raise(self) -> BaseException:
-        """Return the worker's exception with its traceback, chained to a WorkerError that names the rank.
+        """Return the worker's exception, caused by a WorkerError that names the rank and has its traceback.
 
-        The printed traceback so ends with the frames of the rank that failed. If the exception does not unpickle, a
-        WorkerError with the traceback in its text.
+        If the exception does not unpickle, that WorkerError.
         """
-        error = self.raised.revive() if self.raised else None
-        if error is None:
-            return WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
-        root = error
-        while (before := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
-            root = before
-        root.__cause__ = WorkerError(self.summary, self.rank)
+        cause = WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
+        try:
+            error = None if self.raised is None else pickle.loads(self.raised)
+        except Exception:  # a constructor with required arguments is enough for that
+            return cause
+        if not isinstance(error, BaseException):
+            return cause
+        error.__cause__ = cause
         return error
 
 

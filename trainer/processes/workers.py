@@ -79,8 +79,9 @@ def launch_workers(
     when one worker fails. A worker that does not answer SIGTERM or SIGHUP within `grace` seconds ends itself or is
     killed; a second Ctrl-C ends all at once.
 
-    Raises what the first failing worker raised, with its frames in the traceback; WorkerError if that cannot be
-    unpickled; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on return.
+    Raises what the first failing worker raised, caused by a WorkerError with its traceback; that WorkerError if it does
+    not unpickle; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on
+    return.
     """
     method = start_method or _start_method()
     if method == "forkserver":

@@ -127,11 +127,12 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
     # after connecting, so that a mistake is told on every rank, and none waits for the others
-    check_place(trainer, strategy, trainer.device_list, place)
+    if not strategy.elastic.changes:
+        check_place(trainer, lambda: strategy.local_processes(trainer.device_list), place)
     if trainer.deterministic or call.bitwise:
         undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
     strategy.join(place, trainer.device_list, trainer.precision)
-    report_layout(strategy)
+    report_layout(strategy.place, strategy.device, strategy.collectives, strategy.meeting)
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
     if strategy.place.rank > 0:
         undo.callback(mark_output(strategy.place.rank))

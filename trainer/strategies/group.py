@@ -8,7 +8,7 @@ from ...base.errors import ConfigError
 from ..accelerators import backend_for, make_current
 from ..optimization.precision import Precision
 from ..processes import own_group
-from ..processes.collectives import GroupCollectives
+from ..processes.collectives import Collectives
 from ..processes.environment import Place, join_process_group
 from ..processes.sync import DEFAULT, Timeout, Timeouts
 from .strategy import Strategy
@@ -57,7 +57,7 @@ class GroupStrategy(Strategy):
             self.timeouts.enter("startup")
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
-        self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, group)
+        self.collectives = self.data_ranks = Collectives(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
         """Return the one device of this process; None if it has several, or if its groups come and go."""

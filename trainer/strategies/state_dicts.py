@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..processes.collectives import SINGLE, Collectives, GroupCollectives
+from ..processes.collectives import SINGLE, Collectives
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
@@ -64,5 +64,5 @@ class ShardedStateDicts(StateDicts):
         """
         # gloo, whatever trains: what is written is on the host, and NCCL could not carry it
         if size > 1 and self._default_group is not dist.group.WORLD:
-            self.writers = GroupCollectives(rank, size, dist.new_group(backend="gloo"))
+            self.writers = Collectives(rank, size, dist.new_group(backend="gloo"))
             self._default_group = dist.group.WORLD

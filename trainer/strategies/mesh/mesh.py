@@ -17,7 +17,7 @@ from ... import masked
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...processes import connections, own_group
-from ...processes.collectives import SINGLE, Collectives, GroupCollectives
+from ...processes.collectives import SINGLE, Collectives
 from ...processes.environment import Place
 from ...processes.sync import Phase
 from ...setup.model_checks import require_dense_gradients, require_dimensions
@@ -54,7 +54,7 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
     """
     world, index = prod(sizes), sizes.data_rank(rank)
     if sizes.replicating in (1, world):
-        return GroupCollectives(index, sizes.replicating)
+        return Collectives(index, sizes.replicating)
     # new_group is collective over the whole world: every rank must make every group, in the same order, also those that
     # it is not in
     together: dict[tuple[int, int], list[int]] = {}
@@ -67,7 +67,7 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
             group = dist.new_group(ranks, backend="gloo")  # small values on the host
             if rank in ranks:
                 mine = group
-    return GroupCollectives(index, sizes.replicating, mine)
+    return Collectives(index, sizes.replicating, mine)
 
 
 def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
@@ -209,7 +209,7 @@ class MeshStrategy(GroupStrategy):
             self.state_dicts.open_writers(place.rank, place.world_size)
         self.data_ranks = self.among
         where, on_host = self.sizes.place_of(place.rank), self.device.type == "cpu"
-        self.weight_ranks = GroupCollectives(where["data"], self.sizes.data, self.mesh["data"].get_group())
+        self.weight_ranks = Collectives(where["data"], self.sizes.data, self.mesh["data"].get_group())
         # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
         self.shard = where["pipeline"] + (self.sizes.pipeline * where["shard"] if on_host else 0)
         # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again
