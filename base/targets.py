@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..trainer.processes.environment import get_variable
+from .environment import get_variable
 from .errors import CheckpointError, did_you_mean
 
 TARGET = "_target_"

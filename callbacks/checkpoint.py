@@ -305,8 +305,8 @@ class Checkpoint(Retention):
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _refuse_foreign(self, trainer: "Trainer") -> None:
+        from ..base.environment import restart_count
         from ..trainer.checkpoints.find import checkpoints_in
-        from ..trainer.processes.environment import restart_count
 
         folder, found = Path(self.dirpath or ""), False
         if trainer.is_global_zero and restart_count() == 0:

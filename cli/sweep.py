@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
+from ..base.environment import get_variable
 from ..base.errors import ConfigError, WorkerError
 from ..base.messages import STDOUT, tell
-from ..trainer.processes.environment import get_variable
 from ..trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals, raise_for_signal
 from ..trainer.runs.directory import find_runs, read_points
 from .config.check import Config, load_config

@@ -52,7 +52,7 @@ class MLFlowLogger(Logger):
     ) -> None:
         import mlflow  # noqa: F401
 
-        from ..trainer.processes.environment import get_variable
+        from ..base.environment import get_variable
 
         # MLflow 3 refuses its store of plain files
         local = f"{SQLITE_PREFIX}{Path(save_dir or '.', DATABASE)}"

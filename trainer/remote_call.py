@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..base.environment import restart_count
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
 from .data.sampling import Layout
@@ -176,7 +177,7 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
-    if environment.restart_count() > 0 and trainer.run_dir is not None:
+    if restart_count() > 0 and trainer.run_dir is not None:
         newest = places.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
         if newest is not None:
             source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent

@@ -21,12 +21,12 @@ from typing import Any
 
 import yaml
 
+from ...base.environment import get_variable
 from ...base.errors import ConfigError, did_you_mean
 from ...base.messages import LEVELS
 from ...base.run_names import CONFIG, is_run_directory, require_local
 from ...base.targets import TARGET
 from ...base.values import Key
-from ...trainer.processes.environment import get_variable
 
 log = logging.getLogger("legato")
 

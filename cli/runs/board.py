@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...base.environment import get_variable, set_variable
 from ...base.errors import ConfigError
 from ...base.messages import STDOUT
-from ...trainer.processes.environment import get_variable, set_variable
 from ...trainer.processes.signals import handling_end_signals
 from ...trainer.runs.directory import find_runs
 

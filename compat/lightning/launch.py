@@ -13,8 +13,8 @@ import threading
 import time
 from typing import Any
 
+from ...base.environment import get_variable, set_variable
 from ...base.messages import STDERR
-from ...trainer.processes.environment import get_variable, set_variable
 
 RANKS = "LEGATO_SCRIPT_RANKS"
 """Variable with the number of ranks in processes that this module has started, or that have started others."""

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from ...base.environment import get_variable
 from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...trainer.hooks import loop_part
-from ...trainer.processes.environment import get_variable
 from ...trainer.resume.left_out import plain_containers
 from .aliases import alias, item
 from .placeholders import UnsupportedError

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ...trainer.processes.environment import find_place, requeued_job, slurm_job
+from ...base.environment import requeued_job, slurm_job
+from ...trainer.processes.environment import find_place
 
 
 def is_requeued_by_default() -> bool:

@@ -24,11 +24,11 @@ from torch.distributed import group as group
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...base.environment import get_variable, set_variable
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
-from ...trainer.processes.environment import get_variable, set_variable
 from .exceptions import MisconfigurationException
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
 

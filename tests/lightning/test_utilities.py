@@ -66,8 +66,8 @@ def test_seeding_returns_and_keeps_the_seed(monkeypatch):
     assert real("pytorch.seed_everything")(17, verbose=False) == 17
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
     assert seed_everything(5, workers=True, verbose=False) == 5
+    from legato.base.environment import get_variable
     from legato.compat.lightning.fabric.utilities.seed import reset_seed
-    from legato.trainer.processes.environment import get_variable
 
     assert (get_variable("PL_GLOBAL_SEED"), get_variable("PL_SEED_WORKERS")) == ("5", "1")
     first = random.random()

@@ -163,16 +163,17 @@ import os, pathlib, signal, sys
 from datetime import timedelta
 import torch
 from torch import distributed
+from legato.base.environment import restart_count
 from legato.trainer.processes import environment
 
 place = environment.find_place()
 environment.join_process_group(place, "gloo", timedelta(seconds=30))
 total = torch.ones(1)
 distributed.all_reduce(total)
-if environment.restart_count() == 0 and place.rank == 1:
+if restart_count() == 0 and place.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 distributed.all_reduce(total)
-line = f"{place.origin} {place.local_rank} {place.world_size} {environment.restart_count()} {total.item()}"
+line = f"{place.origin} {place.local_rank} {place.world_size} {restart_count()} {total.item()}"
 (pathlib.Path(sys.argv[1]) / f"rank-{place.rank}").write_text(line)
 environment.leave_process_group()
 """

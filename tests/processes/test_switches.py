@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import Tiny, make_loader, make_trainer
 
+from legato.base.environment import NUMERIC_VARIABLES
 from legato.base.errors import ConfigError
-from legato.trainer.processes.environment import NUMERIC_VARIABLES
 from legato.trainer.switches import SWITCHES, read_switches, write_switches
 
 OTHER = {

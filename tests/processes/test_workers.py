@@ -22,6 +22,7 @@ import torch
 from torch import distributed
 from waiting import children, wait_until
 
+from legato.base.environment import restart_count
 from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes import environment, workers
 from legato.trainer.processes.environment import Place, find_place, run_workers
@@ -298,9 +299,9 @@ def test_twenty_of_twenty_restarts_work() -> None:
     def work() -> tuple[int, float]:
         place = join()
         total = all_reduce()
-        if environment.restart_count() < 20 and place.rank == environment.restart_count() % 2:
+        if restart_count() < 20 and place.rank == restart_count() % 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return environment.restart_count(), total + all_reduce()
+        return restart_count(), total + all_reduce()
 
     assert run_workers(work, 2, max_restarts=20) == (20, 4.0)
 

@@ -174,7 +174,7 @@ def test_the_environment_is_read_in_one_file():
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb"))
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in a.name for a in node.names))
     }
-    assert readers <= {"trainer/processes/environment.py"}
+    assert readers <= {"base/environment.py"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(STAND_INS)])

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...base.environment import all_variables, get_variable, set_variable
 from ...base.errors import ConfigError, WorkerError
 from ..processes import environment
 from ..processes.environment import Place
@@ -51,8 +52,9 @@ VARIABLE = "LEGATO_ELASTIC_WORKER"
 
 def find_elastic_worker() -> ElasticWorker | None:
     """Return what this process needs to join its elastic run; None outside of one."""
-    text = environment.get_variable(VARIABLE)
-    return ElasticWorker.read(text) if text and environment.find_place("off") is not None else None
+    process, _, text = (get_variable(VARIABLE) or "").partition(" ")
+    # what a worker starts inherits the variable and is no member
+    return ElasticWorker.read(text) if process == str(os.getpid()) else None
 
 
 def run_elastic_workers(
@@ -82,7 +84,7 @@ def run_elastic_workers(
         kind = HostWorkerGroup if options.join is None else GuestWorkerGroup
         return kind(folder, ranks, relay, store, address, options)
 
-    variables, threads = environment.all_variables(), environment.threads_of_worker(processes)
+    variables, threads = all_variables(), environment.threads_of_worker(processes)
 
     def enter(attempt: int, worker: ElasticWorker) -> Callable[[], None]:
         rank, world_size = (0, 1) if worker.joins else (worker.member.slot, processes)
@@ -98,7 +100,7 @@ def run_elastic_workers(
 def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attempt: int, threads: int) -> None:
     host, port = split_address(worker.address)
     environment.set_worker_environment(place, variables, host, port, attempt, threads)
-    environment.set_variable(VARIABLE, worker.text())
+    set_variable(VARIABLE, f"{os.getpid()} {worker.text()}")
     environment.keep_to_route(host)
 
 

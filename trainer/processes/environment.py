@@ -1,6 +1,6 @@
-"""Environment variables: the rank of this process as a launcher gave it, the rendezvous, and the start of workers.
+"""The place of this process among others, as its launcher gave it; where they meet; the start of workers.
 
-The only file that reads or writes the environment. torch is imported where it is needed, so that `warm_up` can start
+torch is imported where it is needed, so that `warm_up` can start
 the workers' server while the caller still reads its config.
 """
 
@@ -18,6 +18,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from ...base.environment import (
+    all_variables,
+    get_variable,
+    read_int,
+    replace_variables,
+    restart_count,
+    set_default,
+    unset_variable,
+)
 from ...base.errors import ConfigError
 from . import connections, fork_safety, own_group, rendezvous, workers
 from .interfaces import address_towards, has_public_name, interface_of, interface_to_ranks
@@ -32,19 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
-
-
-NUMERIC_VARIABLES = (
-    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE"),
-    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
-)
-"""Variables by which libraries under torch choose the kernels of matrix products."""
-
-
-def numeric_variables() -> dict[str, str | None]:
-    """Return the variables that change results; None for one that is not set."""
-    return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def find_place(cluster: str = "auto") -> Place | None:
     With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables contradict each
     other.
     """
-    worker = os.environ.get("LEGATO_WORKER")
+    worker = get_variable("LEGATO_WORKER")
     # with its process id: what a worker starts (a loader's worker, a program) inherits the variable and is no member
     if worker is not None and worker.split(":")[0] == str(os.getpid()):
         return _from_environment("legato")
@@ -82,10 +78,10 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 def _from_launcher(worker: str | None) -> Place | None:
     # before SLURM's and MPI's: torchrun in such a job has their variables, too, but its own processes are the members
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if get_variable("TORCHELASTIC_RUN_ID") is not None:
         return _from_environment("torchrun")
     # A process started by a worker of Legato inherits RANK without being a member of the group.
-    if worker is None and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+    if worker is None and (get_variable("RANK") is not None or get_variable("WORLD_SIZE") is not None):
         return _from_environment("environment")
     return _from_slurm() or _from_mpi()
 
@@ -93,14 +89,14 @@ def _from_launcher(worker: str | None) -> Place | None:
 def _in_group(rank: int, world_size: int) -> Place:
     """Return the place in the script's own process group: the launcher's, if that has the same rank and size."""
     try:
-        launched = _from_launcher(os.environ.get("LEGATO_WORKER"))
+        launched = _from_launcher(get_variable("LEGATO_WORKER"))
     except ConfigError:  # variables that the script set for itself, such as WORLD_SIZE alone
         launched = None
     if launched is not None and (
         (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
     ):
         return launched
-    local_rank = _read_int("LOCAL_RANK")
+    local_rank = read_int("LOCAL_RANK")
     return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
 
 
@@ -136,33 +132,10 @@ def current_rank() -> int:
 
 def leads_job() -> bool:
     """Return whether this process is rank 0, or alone, as its launcher gave it; torch need not be imported for it."""
-    worker = os.environ.get("LEGATO_WORKER")
+    worker = get_variable("LEGATO_WORKER")
     own = worker is not None and worker.split(":")[0] == str(os.getpid())
     place = _from_environment("legato") if own else _from_launcher(worker)
     return place is None or place.rank == 0
-
-
-def restart_count() -> int:
-    """Return how often the processes of this run were restarted after a failure."""
-    worker = os.environ.get("LEGATO_WORKER")
-    if worker is not None:
-        return int(worker.split(":")[1])
-    return _read_int("TORCHELASTIC_RESTART_COUNT") or _read_int("SLURM_RESTART_COUNT") or 0
-
-
-def get_variable(name: str) -> str | None:
-    """Return the value of an environment variable; None if it is not set."""
-    return os.environ.get(name)
-
-
-def all_variables() -> dict[str, str]:
-    """Return all environment variables, by name."""
-    return dict(os.environ)
-
-
-def set_variable(name: str, value: str) -> None:
-    """Set an environment variable, for this process and those that it starts."""
-    os.environ[name] = value
 
 
 @contextmanager
@@ -172,60 +145,32 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     Raises ConfigError on CUDA where it is set to what leaves the order open.
     https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """
-    given = os.environ.get(_CUBLAS)
+    given = get_variable(_CUBLAS)
     if given is not None and given not in _FIXED_WORKSPACES and device_type == "cuda":
         raise ConfigError(
             f"trainer.reproducible=bitwise and trainer.deterministic need {_CUBLAS} to be one of "
             f"{' and '.join(_FIXED_WORKSPACES)}, but it is {given!r}. Unset it: Legato sets it by itself."
         )
-    os.environ.setdefault(_CUBLAS, _FIXED_WORKSPACES[0])
+    set_default(_CUBLAS, _FIXED_WORKSPACES[0])
     try:
         yield
     finally:
         if given is None:
-            os.environ.pop(_CUBLAS, None)
-
-
-def lead_python_path(folder: str) -> None:
-    """Put a folder first on the module path of every Python process that is started from here on."""
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if folder not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
-
-
-def slurm_job() -> str | None:
-    """Return the id of the SLURM job of this process; None outside of one."""
-    return os.environ.get("SLURM_JOB_ID") or None
-
-
-def requeued_job() -> str | None:
-    """Return the id of the SLURM job of this process if it was queued again; else None."""
-    return slurm_job() if _read_int("SLURM_RESTART_COUNT") else None
-
-
-def _read_int(*names: str) -> int | None:
-    """Return the first of these variables that is set, as an integer."""
-    for name in names:
-        value = os.environ.get(name, "").strip()
-        if value:
-            if not value.isdecimal():
-                raise ConfigError(f"The environment variable {name} must be a whole number, got {value!r}.")
-            return int(value)
-    return None
+            unset_variable(_CUBLAS)
 
 
 def _from_environment(origin: str) -> Place:
-    rank, world_size = _read_int("RANK"), _read_int("WORLD_SIZE")
+    rank, world_size = read_int("RANK"), read_int("WORLD_SIZE")
     if rank is None or world_size is None:
         there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
         raise ConfigError(
             f"The environment variable {there} is set and {missing} is not. Set both, with MASTER_ADDR and MASTER_PORT,"
             f" to join a group. {_CLUSTER_OFF}"
         )
-    local_rank, local_world_size = _read_int("LOCAL_RANK"), _read_int("LOCAL_WORLD_SIZE") or max(world_size, 1)
-    nodes = _read_int("GROUP_WORLD_SIZE") or -(-world_size // local_world_size)
+    local_rank, local_world_size = read_int("LOCAL_RANK"), read_int("LOCAL_WORLD_SIZE") or max(world_size, 1)
+    nodes = read_int("GROUP_WORLD_SIZE") or -(-world_size // local_world_size)
     local_rank = rank % local_world_size if local_rank is None else local_rank
-    node_rank = _read_int("GROUP_RANK", "NODE_RANK") or 0
+    node_rank = read_int("GROUP_RANK", "NODE_RANK") or 0
     place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
     return _check_numbers(
         place, ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -233,13 +178,13 @@ def _from_environment(origin: str) -> Place:
 
 
 def _from_slurm() -> Place | None:
-    rank, world_size = _read_int("SLURM_PROCID"), _read_int("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world_size = read_int("SLURM_PROCID"), read_int("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     # An interactive shell is a step of one task; so is a script that srun starts once: there is nothing to join.
     if rank is None or world_size is None or world_size == 1:
         return None
-    nodes = _read_int("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
-    node_rank, local_rank = _read_int("SLURM_NODEID") or 0, _read_int("SLURM_LOCALID")
-    tasks = _expand_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or "")
+    nodes = read_int("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
+    node_rank, local_rank = read_int("SLURM_NODEID") or 0, read_int("SLURM_LOCALID")
+    tasks = _expand_tasks(get_variable("SLURM_STEP_TASKS_PER_NODE") or get_variable("SLURM_TASKS_PER_NODE") or "")
     local_world_size = max(1, tasks[node_rank] if node_rank < len(tasks) else -(-world_size // nodes))
     local_rank = rank % local_world_size if local_rank is None else local_rank
     place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, "slurm")
@@ -250,12 +195,12 @@ def _from_slurm() -> Place | None:
 
 
 def _from_mpi() -> Place | None:
-    open_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
-    rank, world_size = _read_int("OMPI_COMM_WORLD_RANK", "PMI_RANK"), _read_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    open_mpi = get_variable("OMPI_COMM_WORLD_RANK") is not None
+    rank, world_size = read_int("OMPI_COMM_WORLD_RANK", "PMI_RANK"), read_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if rank is None or world_size is None:
         return None
-    local_rank = _read_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-    local_world_size = _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or max(world_size, 1)
+    local_rank = read_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    local_world_size = read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or max(world_size, 1)
     local_rank = rank % local_world_size if local_rank is None else local_rank
     # OMPI_COMM_WORLD_NODE_RANK is a process's rank on its node, not the node's.
     nodes = -(-world_size // local_world_size)
@@ -430,7 +375,7 @@ def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
             "world size come from the launcher or from RANK and WORLD_SIZE."
         )
     host, port = _rendezvous_address(place)
-    agent = place.origin == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent = place.origin == "torchrun" and get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
     elsewhere = agent or place.origin == "legato"
     one_node = known or is_loopback(host)
     # Each of several agents counts only its own restarts, so that the count is the same on all ranks only with one
@@ -449,17 +394,17 @@ def _port_of(parts: Any) -> int | None:
 
 
 def _rendezvous_address(place: Place) -> tuple[str, int]:
-    host, port = os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT")
+    host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
     if place.origin in ("slurm", "mpi") and place.nodes == 1:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
-        host = host or first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+        host = host or first_host(get_variable("SLURM_STEP_NODELIST") or (get_variable("SLURM_JOB_NODELIST") or ""))
         # Jobs of one node often have ids in a row, and steps of a job always: a job's next step must not meet at the
         # port of the next job. Below the ephemeral ports.
-        number, step = _read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, _read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
+        number, step = read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
         port = port or 15000 + (number + 7919 * step) % 16000
     if place.origin == "mpi":
-        job = os.environ.get("PMIX_NAMESPACE")
+        job = get_variable("PMIX_NAMESPACE")
         port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
     if not host or not port or port > 65535:
         raise ConfigError(
@@ -486,9 +431,9 @@ def _keep_to_loopback() -> None:
 def _keep_to_interface(name: str) -> None:
     """Restrict gloo and NCCL to a network interface, if there is one, unless the user has chosen another."""
     if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        os.environ.setdefault("TP_SOCKET_IFNAME", name)
+        set_default("GLOO_SOCKET_IFNAME", name)
+        set_default("NCCL_SOCKET_IFNAME", name)
+        set_default("TP_SOCKET_IFNAME", name)
 
 
 # --- Legato's own workers -------------------------------------------------------------------------------------------
@@ -521,7 +466,7 @@ def run_workers(
         # from this process, since a child of the process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
         store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
         port = store.port
-    environment = dict(os.environ)
+    environment = all_variables()
     threads = threads or threads_of_worker(processes)
     ranks = range(node_rank * processes, (node_rank + 1) * processes)
 
@@ -541,8 +486,8 @@ def node_rank(nodes: int) -> int:
 
 
 def _node(nodes: int) -> tuple[int, str, int]:
-    node_rank = _read_int("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-    host, port = os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT")
+    node_rank = read_int("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+    host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
     if node_rank is None or not host or not port:
         raise ConfigError(
             f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
@@ -561,7 +506,7 @@ def threads_of_worker(processes: int) -> int:
     """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
     import torch
 
-    return min(_read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
+    return min(read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
 
 
 def set_worker_environment(
@@ -571,20 +516,19 @@ def set_worker_environment(
     `place`."""
     import torch
 
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.local_rank),
-        GROUP_RANK=str(place.node_rank),
-        NODE_RANK=str(place.node_rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
-        GROUP_WORLD_SIZE=str(place.nodes),
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS=str(threads),
-        LEGATO_WORKER=f"{os.getpid()}:{attempt}",
-    )
+    variables = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "NODE_RANK": str(place.node_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "LEGATO_WORKER": f"{os.getpid()}:{attempt}",
+    }
+    replace_variables(environment | variables)
     # OpenMP has read its variable already, in the fork server, when torch was imported
     torch.set_num_threads(threads)

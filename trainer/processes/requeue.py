@@ -4,7 +4,8 @@ import logging
 import signal
 import subprocess
 
-from .environment import leads_job, slurm_job
+from ...base.environment import slurm_job
+from .environment import leads_job
 
 log = logging.getLogger("legato")
 

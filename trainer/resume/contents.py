@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ...base.environment import numeric_variables
 from ...base.errors import ConfigError, TaskError
 from ..checkpoints import reading
 from ..optimization import kernels
-from ..processes.environment import numeric_variables
 from ..runs import places
 from .left_out import (
     BUILT,

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...base.environment import requeued_job
 from ...base.errors import ConfigError, did_you_mean
 from ...base.run_names import (
     CHECKPOINTS,
@@ -33,7 +34,6 @@ from ...base.run_names import (
     require_local,
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
-from ..processes.environment import requeued_job
 from .lock import belongs_to_training, is_held
 from .record import GIVEN_CONFIG, STARTS, jobs_of, read_starts
 from .status import FAILED, RUNNING, STATUS, read_status

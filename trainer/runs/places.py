@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
 from ...base.run_names import CHECKPOINTS, CONFIG, IDENTITY, VERSION, identity_of, name_problem, require_local
 from ..checkpoints import manifest
 from ..checkpoints.codec import unflatten
 from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, resolve, verify
-from ..processes.environment import requeued_job
 from . import record as run_record
 from .lock import belongs_to_training
 from .record import jobs_of

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, TORCH_OPTIONS, TrainerArguments, problems
+from ...base.environment import restart_count, slurm_job
 from ...base.errors import CheckpointError, ConfigError, DataError, TaskError, describe_kind, did_you_mean
 from ...base.messages import let_be_seen, mark_output
 from ...base.quantities import parse_duration
@@ -61,13 +62,7 @@ from ..optimization.optimization import Optimization
 from ..optimization.precision import Precision
 from ..processes import garbage
 from ..processes.collectives import SINGLE
-from ..processes.environment import (
-    Place,
-    deterministic_cublas,
-    find_place,
-    restart_count,
-    slurm_job,
-)
+from ..processes.environment import Place, deterministic_cublas, find_place
 from ..processes.layout_report import check_place, report_layout
 from ..processes.own_group import located
 from ..processes.script_collectives import StepCollectives, gathers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ....trainer.processes.environment import get_variable
+from ....base.environment import get_variable
 from .bars import Number, StagedBar, convert_inf
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from ....base.environment import lead_python_path
 from ....base.errors import ConfigError
-from ....trainer.processes.environment import lead_python_path
 
 FOLDER = str(Path(__file__).parent)
 ROOT = __name__.rpartition(".")[0]

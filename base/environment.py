@@ -1,0 +1,85 @@
+"""Environment variables. No other module reads or writes them."""
+
+import os
+from collections.abc import Mapping
+
+from .errors import ConfigError
+
+NUMERIC_VARIABLES = (
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+)
+"""Variables by which libraries under torch choose the kernels of matrix products."""
+
+
+def get_variable(name: str) -> str | None:
+    """Return the value of a variable; None if it is not set."""
+    return os.environ.get(name)
+
+
+def read_int(*names: str) -> int | None:
+    """Return the first of these variables that is set, as an integer. Raises ConfigError where it is none."""
+    for name in names:
+        value = os.environ.get(name, "").strip()
+        if value:
+            if not value.isdecimal():
+                raise ConfigError(f"The environment variable {name} must be a whole number, got {value!r}.")
+            return int(value)
+    return None
+
+
+def all_variables() -> dict[str, str]:
+    """Return all variables, by name."""
+    return dict(os.environ)
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set a variable, for this process and those that it starts."""
+    os.environ[name] = value
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that is not set."""
+    os.environ.setdefault(name, value)
+
+
+def unset_variable(name: str) -> None:
+    """Remove a variable, if it is set."""
+    os.environ.pop(name, None)
+
+
+def replace_variables(variables: Mapping[str, str]) -> None:
+    """Set exactly these variables."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def lead_python_path(folder: str) -> None:
+    """Put a folder first on the module path of every Python process that is started from here on."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+
+
+def numeric_variables() -> dict[str, str | None]:
+    """Return the variables that change results; None for one that is not set."""
+    return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
+
+
+def restart_count() -> int:
+    """Return how often the processes of this run were restarted after a failure."""
+    worker = os.environ.get("LEGATO_WORKER")
+    if worker is not None:
+        return int(worker.split(":")[1])
+    return read_int("TORCHELASTIC_RESTART_COUNT") or read_int("SLURM_RESTART_COUNT") or 0
+
+
+def slurm_job() -> str | None:
+    """Return the id of the SLURM job of this process; None outside of one."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def requeued_job() -> str | None:
+    """Return the id of the SLURM job of this process if it was queued again; else None."""
+    return slurm_job() if read_int("SLURM_RESTART_COUNT") else None
