@@ -7,6 +7,7 @@ so that the same disk and network are used.
 
 import logging
 import pickle
+import re
 import shutil
 import tempfile
 import traceback
@@ -250,9 +251,10 @@ def describe_error(error: Exception) -> str:
     """Return the message of a Legato error; of any other error also its rank and its place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
+    ours = str(Path(build.__file__).parents[1]), str(Path(torch.__file__).parent)
+    where, frames = "", traceback.format_tb(error.__traceback__)
     if isinstance(error.__cause__, WorkerError):  # which has the traceback of a process that is gone
-        return f"{type(error).__name__} (rank {error.__cause__.rank}): {error}\n{error.__cause__}"
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(build.__file__).parent), str(Path(torch.__file__).parent)
-    places = traceback.format_list([frame for frame in frames if not frame.filename.startswith(ours)] or frames)
-    return f"{type(error).__name__}: {error}\n{''.join(places).rstrip()}"
+        where = f" (rank {error.__cause__.rank})"
+        frames = re.findall(r'^  File ".*\n(?:    .*\n)*', f"{error.__cause__}\n", re.MULTILINE)
+    places = [frame for frame in frames if not frame.startswith(tuple(f'  File "{folder}' for folder in ours))]
+    return f"{type(error).__name__}{where}: {error}\n{''.join(places or frames).rstrip()}"

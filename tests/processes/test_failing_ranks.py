@@ -115,8 +115,7 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
     if way == "raises":
         assert isinstance(caught.value, Boom)
         assert last.endswith("Boom: what went wrong")
-        assert said.count("what went wrong") <= 2  # torch quotes a worker's traceback in the error
-        assert traceback.extract_tb(caught.value.__traceback__)[-1].name in ("fail", "reraise")
+        assert ", in fail\n" in said
     elif place == "loader worker":
         assert "DataLoader worker" in last
         assert f"Rank {WHO} of {processes} failed" in said

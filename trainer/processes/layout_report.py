@@ -27,7 +27,9 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     automatic = trainer.devices in ("auto", -1, "-1")
     local = place.local_world_size if automatic else count()
     nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
-    if place.origin in ("environment", "script"):  # perhaps without LOCAL_WORLD_SIZE: only the product is known
+    if place.origin == "script":
+        fits = automatic or place.world_size == local * nodes
+    elif place.origin == "environment":  # perhaps without LOCAL_WORLD_SIZE: only the product is known
         fits = automatic or place.world_size in (local * trainer.num_nodes, local * place.nodes)
     else:
         fits = (place.nodes, place.local_world_size) == (nodes, local)
