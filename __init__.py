@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import loggers as loggers
     from . import tasks as tasks
     from .callbacks.callback import Callback as Callback
+    from .lab import testing as testing
     from .lab.replay import replay as replay
     from .tasks.data_module import DataModule as DataModule
     from .tasks.task import Task as Task
@@ -43,6 +44,7 @@ __all__ = [
     "seed_everything",
     "strategies",
     "tasks",
+    "testing",
 ]
 
 _HOMES = {
@@ -63,6 +65,7 @@ _ROOMS = {
     "runs": ".trainer.runs",
     "strategies": ".trainer.strategies",
     "tasks": ".tasks",
+    "testing": ".lab.testing",
 }
 
 if not TYPE_CHECKING:  # else any name would do for a type checker

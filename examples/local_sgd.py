@@ -18,37 +18,29 @@ class LocalSGD(DDPStrategy):
 
     def __init__(self, every: int = 8, timeout: float = 1800.0):
         super().__init__(timeout=timeout)
-        self.every, self.steps = every, 0
+        self.every = every
 
     def make_reducer(self):
         """Leave gradients where they are, and begin with the weights of rank 0."""
         self.reducer.close()
-        self.reducer = LocalGradients(self.task.parameters(), self.data_ranks.size)
+        self.reducer = Reducer(self.task.parameters())
+        # a loss weighs its samples' share of the step, which has one such part for each process
+        self.reducer.scale = float(self.data_ranks.size)
         self.collectives.broadcast_tensors([*self.task.parameters(), *self.task.buffers()])
 
     def optimizer_step(self, optimizer, closure=None):
         """Take a step of this process's own; after the last of `every` steps average the weights."""
         output = super().optimizer_step(optimizer, closure)
-        self.steps += 1
-        if self.steps % self.every == 0:
+        if (self.task.global_step + 1) % self.every == 0:
             self.average_weights()
         return output
 
     def finish(self):
         """End with one result on all ranks."""
-        if self.steps:
-            self.average_weights()
+        self.average_weights()
         super().finish()
 
     def average_weights(self):
         """Give every rank the mean of all ranks' weights; every rank calls it."""
         for parameter in self.task.parameters():
             self.data_ranks.all_reduce(parameter.detach(), "sum").div_(self.data_ranks.size)
-
-
-class LocalGradients(Reducer):
-    """Gradients of this process alone, weighted to be a mean over its own samples."""
-
-    def __init__(self, parameters, processes):
-        super().__init__(parameters)
-        self.scale = float(processes)  # a loss weighs its samples' share of the step, which has `processes` such parts

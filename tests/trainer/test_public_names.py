@@ -49,6 +49,7 @@ def test_the_public_names():
         "seed_everything",
         "strategies",
         "tasks",
+        "testing",
     ]
     assert sorted(legato.callbacks.__all__) == [
         "BackboneFinetuning",
