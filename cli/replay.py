@@ -1,29 +1,30 @@
 """`legato replay`: reads the options, replays, and prints what the steps came to, with the proof."""
 
 import sys
+from argparse import Namespace
 from bdb import BdbQuit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..base.errors import ConfigError, DataError, did_you_mean
+from ..base.errors import ConfigError, DataError
 from ..base.messages import STDERR, STDOUT
 from ..base.run_names import require_local
 from ..callbacks.callback import Callback
 from ..lab.history import RunHistory
 from ..lab.origin import differences
 from ..lab.replay import Replayed, conclude, new_directory, replay_steps, require_outside
-from ..lab.samples import SampleLookup, shown_samples, whole_number
+from ..lab.samples import SampleLookup, shown_samples
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
 from ..trainer.checkpoints.find import directory_name
+from .arguments import read_words
 
 SHOWN_MODULES = 5
 
 
 @dataclass(frozen=True)
 class ReplayArguments:
-    """Options of `legato replay`."""
+    """What to replay."""
 
     run: str
     first: int
@@ -34,53 +35,34 @@ class ReplayArguments:
     hindsight: bool = False
     """Whether a range of steps was asked for, whose points are kept beside the run, rather than a step."""
 
-    @classmethod
-    def read(cls, arguments: Sequence[str]) -> "tuple[ReplayArguments, list[str]]":
-        """Return the options, and the remaining arguments, which are overrides of the config."""
-        words, found, rest = list(arguments), dict[str, Any](), list[str]()
-        while words:
-            argument = words.pop(0)
-            name, equals, text = argument.removeprefix("--").partition("=")
-            if name in ("until", "save") and not equals and argument.startswith("--") and words:
-                equals, text = "=", words.pop(0)
-            if argument == "--debug":
-                found["debug"] = True
-            elif name in ("into", "jobs", "devices") and equals:
-                raise ConfigError(
-                    f"{argument}: a replay runs in one process, into a folder of its own beside the run's."
-                )
-            elif name in ("step", "until", "replica") and equals:
-                found[name] = whole_number(name, text)
-            elif name == "save" and equals:
-                require_local(text, "save=")
-                found[name] = Path(text).absolute()
-            elif name == "steps" and equals:
-                first, dots, last = text.partition("..")
-                if not dots:
-                    raise ConfigError(f"steps={text}: expected a range, such as steps=1000..2000.")
-                found["first"], found["last"] = whole_number("steps", first), whole_number("steps", last)
-            elif equals and "." in name:
-                rest.append(argument)
-            elif not equals and "run" not in found and not argument.startswith("-"):
-                found["run"] = argument
-            else:
-                known = ("step", "steps", "until", "debug", "save", "replica")
-                hint = did_you_mean(name, known) or f" The options are {', '.join(known)}."
-                raise ConfigError(f"{argument!r} is neither an option of replay nor a key of the config.{hint}")
-        if "run" not in found or ("step" in found) == ("first" in found):
-            raise ConfigError("legato replay takes a run directory and one of step=N and steps=A..B: RUN step=1234.")
-        hindsight = "first" in found
-        first = found.pop("step", None) or found.pop("first", 0)
-        last = found.pop("last", None) or found.pop("until", None) or first
-        if not 1 <= first <= last:
-            raise ConfigError(f"Steps count from 1, and the last one is not before the first; got {first} to {last}.")
-        return cls(**{name: one for name, one in found.items() if name != "until"}, first=first, last=last,
-                   hindsight=hindsight), rest  # fmt: skip
+
+def read_options(options: Namespace) -> tuple[ReplayArguments, list[str]]:
+    """Return what to replay, and overrides of the config. Raises ConfigError for other words."""
+    for word in options.words:
+        if word.partition("=")[0] in ("into", "jobs", "devices"):
+            raise ConfigError(f"{word}: a replay runs in one process, into a new folder beside the run's.")
+    values, overrides = read_words(options.words, ("step", "until", "replica"), ("steps", "save"))
+    if ("step" in values) == ("steps" in values):
+        raise ConfigError("legato replay takes a run directory and one of step=N and steps=A..B: RUN step=1234.")
+    first, _, last = values.get("steps", values.get("step", "")).partition("..")
+    last = last or values.get("until", first)
+    if "steps" in values and not (first.isdecimal() and last.isdecimal() and ".." in values["steps"]):
+        raise ConfigError(f"steps={values['steps']}: expected a range, such as steps=1000..2000.")
+    if not 1 <= int(first) <= int(last):
+        raise ConfigError(f"Steps count from 1, and the last one is not before the first; got {first} to {last}.")
+    save = None
+    if "save" in values:
+        require_local(values["save"], "save=")
+        save = Path(values["save"]).absolute()
+    replica = int(values["replica"]) if "replica" in values else None
+    return ReplayArguments(
+        options.run, int(first), int(last), options.debug, replica, save, "steps" in values
+    ), overrides
 
 
-def run_replay(arguments: Sequence[str]) -> None:
+def run_replay(namespace: Namespace) -> None:
     """Run `legato replay`."""
-    options, overrides = ReplayArguments.read(arguments)
+    options, overrides = read_options(namespace)
     if options.save is not None:
         require_outside(options.save)
     history = RunHistory.at(options.run)

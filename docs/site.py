@@ -2,22 +2,23 @@
 
 import atexit
 import html
+import inspect
 import posixpath
 import re
 import shutil
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
+from legato.base.arguments import argument_texts, argument_types, documented_arguments
 from legato.callbacks import callback
 from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
-from legato.cli.config.signatures import launcher_arguments, trainer_arguments
-from legato.cli.help import command_help
 from legato.cli.launchers import LAUNCHERS
-from legato.cli.main import COMMANDS
+from legato.cli.main import COMMANDS, command_parser
 from legato.trainer.runs.record import FILES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,21 +96,23 @@ def config_page() -> str:
     lines = ["# Config keys", "", "The same as `legato fit --help`. How files are merged: the how-to pages.", ""]
     lines += ["## Sections", "", "| key | |", "| --- | --- |"]
     lines += [f"| `{name}` | {escaped(doc)} |" for name, doc in SECTIONS.items()]
-    own = [one for one in trainer_arguments() if one.name not in MOVED and one.name not in SECTION_OF]
-    lines += ["", "## trainer", "", *described(own)]
-    for name in LAUNCHERS:
-        lines += ["", f"## launcher: {name}", "", *described(launcher_arguments(name))]
+    types, texts = argument_types(), argument_texts()
+    own = {name: (types[name], text) for name, text in texts.items() if name not in MOVED and name not in SECTION_OF}
+    lines += ["", "## trainer", "", "| key | type | |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | <code>{shown_type(kind)}</code> | {escaped(text)} |" for name, (kind, text) in own.items()]
+    for name, home in LAUNCHERS.items():
+        module, _, kind = home.partition(":")
+        launcher = getattr(import_module(f"legato.cli.launchers{module}"), kind)
+        described = documented_arguments(launcher.__doc__) | documented_arguments(launcher.__init__.__doc__)
+        lines += ["", f"## launcher: {name}", "", "| key | |", "| --- | --- |"]
+        lines += [f"| `{key}` | {escaped(text)} |" for key, text in described.items()]
     return "\n".join(lines) + "\n"
 
 
-def described(arguments: Any) -> list[str]:
-    """Return a table of arguments with their types, defaults and texts."""
-    rows = []
-    for one in arguments:
-        name, _, kind = str(one).partition(": ")  # within a table a bar in `...` would end the cell
-        kind = html.escape(kind).replace("|", "&#124;")
-        rows.append(f"| `{name}` | <code>{kind}</code> | {escaped(' '.join(one.doc.split()))} |")
-    return ["| key | type = default | |", "| --- | --- | --- |", *rows]
+def shown_type(kind: Any) -> str:
+    """Return a type for a cell of a table, where a bar within `...` would end the cell."""
+    plain = kind.__origin__ if hasattr(kind, "__metadata__") else kind
+    return html.escape(inspect.formatannotation(plain)).replace("|", "&#124;")
 
 
 def command_line_page() -> str:
@@ -121,8 +124,8 @@ def command_line_page() -> str:
         "`legato COMMAND --help`; [keys of a config](config.md) and [exit codes](exit-codes.md) have their own pages.",
         "How to use them: [the command line](../how-to/command-line.md).",
     ]
-    for name, command in COMMANDS.items():
-        text = command_help(name, command).partition("\nexit codes:")[0].partition("\nFiles are merged")[0]
+    for name in COMMANDS:
+        text = command_parser(name).format_help().partition("\nexit codes:")[0].partition("\nA file may extend")[0]
         lines += ["", f"## legato {name}", "", "```text", text.strip(), "```"]
     return "\n".join(lines) + "\n"
 

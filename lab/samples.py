@@ -1,4 +1,4 @@
-"""`legato samples`: which samples made up a step of a run, and in which steps a sample was seen; nothing is run."""
+"""Which samples made up a step of a run, and in which steps a sample was seen; nothing is run."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import ConfigError, DataError, did_you_mean
+from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted
 from ..trainer.data.combined import combined
 from ..trainer.data.dealing import DealtData, training_data
@@ -23,49 +23,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 118
 ACCUMULATION = "GradientAccumulationScheduler"
-
-
-@dataclass(frozen=True)
-class SamplesArguments:
-    """Options of `legato samples`."""
-
-    run: str
-    step: int | None = None
-    index: Any = None
-    replica: int | None = None
-    until: int | None = None
-    show: bool = False
-
-    @classmethod
-    def read(cls, arguments: Sequence[str]) -> "tuple[SamplesArguments, list[str]]":
-        """Return the options, and the remaining arguments, which are overrides of the config."""
-        found: dict[str, Any] = {}
-        rest: list[str] = []
-        for argument in arguments:
-            name, equals, text = argument.partition("=")
-            if argument == "--show":
-                found["show"] = True
-            elif name in ("step", "replica", "until") and equals:
-                found[name] = whole_number(name, text)
-            elif name == "index" and equals:
-                found[name] = int(text) if text.lstrip("-").isdecimal() else text
-            elif equals and "." in name:
-                rest.append(argument)
-            elif not equals and "run" not in found and not argument.startswith("-"):
-                found["run"] = argument
-            else:
-                hint = did_you_mean(name, ("step", "replica", "index", "until", "--show"))
-                raise ConfigError(f"{argument!r} is no option of samples.{hint} Options: step= or index=, replica=.")
-        if "run" not in found or ("step" in found) == ("index" in found):
-            raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
-        return cls(**found), rest
-
-
-def whole_number(name: str, text: str) -> int:
-    """Parse a count of a command line: 1234 or 1_234."""
-    if not text.replace("_", "").isdecimal():
-        raise ConfigError(f"{name}={text}: expected a whole number, such as {name}=1234.")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -256,23 +213,6 @@ class LoaderOfSettings:
         return StepInput(items, 0, accumulate)
 
 
-def run_samples(arguments: Sequence[str]) -> None:
-    """Run `legato samples`."""
-    options, overrides = SamplesArguments.read(arguments)
-    history = RunHistory.at(options.run)
-    lookup = SampleLookup(history, overrides)
-    if options.step is None:
-        print("\n".join(shown_steps(lookup, options)))
-        return
-    place = lookup.place(options.step)
-    step = lookup.loaded(options.step) if options.show else lookup.at(options.step)
-    lines = list(shown_samples(history.directory, place, step, options.replica))
-    if options.show:
-        task = lookup.source(options.step).run.task
-        lines += shown_batches(task, chosen_batches(step, options.replica))
-    print("\n".join(lines))
-
-
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
     """Return the batches of one replica, or of all. Raises ConfigError for a replica that has none."""
     found = [item for item in step.batches if replica in (None, item.replica)]
@@ -306,18 +246,18 @@ def shown_sample(index: Any) -> str:
     return str(index)
 
 
-def shown_steps(lookup: SampleLookup, options: SamplesArguments) -> Iterator[str]:
+def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: int | None) -> Iterator[str]:
     """Yield the lines that tell in which steps a sample was seen."""
-    until, count = options.until or lookup.history.last_step, 0
-    for place in lookup.steps_with(options.index, until):
+    until, count = until or lookup.history.last_step, 0
+    for place in lookup.steps_with(index, until):
         for item in lookup.at(place.step).batches:
-            names = [name for name, found in (item.indices_by_loader or {}).items() if options.index in found]
-            if names and options.replica in (None, item.replica):
+            names = [name for name, found in (item.indices_by_loader or {}).items() if index in found]
+            if names and replica in (None, item.replica):
                 count += 1
                 where = f", loader {', '.join(names)}" if names != [""] else ""
                 which = f"replica {item.replica}, batch {item.batch_idx:,}{where}"
                 yield f"step {place.step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
-    yield f"Sample {shown_sample(options.index)} was seen {counted(count, 'time')} in {counted(until, 'step')}."
+    yield f"Sample {shown_sample(index)} was seen {counted(count, 'time')} in {counted(until, 'step')}."
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:

@@ -11,7 +11,8 @@ import re
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from .trial import make_trial, needs_every_gradient, own_loggers, read_records
 TRIAL_STEPS = 2
 
 
-def run_check(arguments: Sequence[str]) -> None:
+def run_check(options: Namespace) -> None:
     """Check the run of a command line and print the report. Raises ConfigError with all problems."""
     from ..config.build import build_config
     from ..config.read import read_strategy
@@ -48,7 +49,7 @@ def run_check(arguments: Sequence[str]) -> None:
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
         log.setLevel(logging.WARNING)  # no messages of the trial runs, whose layout the report tells
-    config = load_to_fit(arguments)
+    config = load_to_fit(options.words)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
         trainer = config.values["trainer"]
         environment.warm_up_for(read_strategy(trainer)[0], trainer)  # it imports while this process builds the run

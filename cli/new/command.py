@@ -4,7 +4,7 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from ...base.errors import ConfigError
@@ -20,12 +20,12 @@ TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
 CONFIG_OF_PROJECT = "configs/train.yaml"
 
 
-def run_new(arguments: Sequence[str]) -> None:
+def run_new(options: Namespace) -> None:
     """Run `legato new`."""
-    if len(arguments) != 1 or arguments[0].startswith("-") or not arguments[0].strip():
+    if not options.name.strip():
         raise ConfigError("legato new takes one argument: the name of the project, which becomes a folder here.")
-    require_local(arguments[0], "The project's folder")
-    folder = Path(arguments[0])
+    require_local(options.name, "The project's folder")
+    folder = Path(options.name)
     written = write_project(folder)
     print("\n".join(f"  {folder / path}" for path in written))
     enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

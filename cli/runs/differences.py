@@ -1,14 +1,10 @@
-"""Differences of stored configs: between runs, and from the defaults."""
+"""Differences of stored configs: between runs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ...base.targets import TARGET
-from ...trainer.runs.directory import RunDirectory, flat_config
-from ..config.check import RUN, TOP, TRAINER
-from ..config.classes import NO_DEFAULT, read_arguments
-from ..config.read import dump_yaml
+from ...trainer.runs.directory import RunDirectory
 
 NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
 """Keys that say where a run is, not what it does."""
@@ -62,22 +58,3 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
                 break
         found[key] = name
     return found
-
-
-def from_defaults(config: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a stored config that are not defaults; a class that is not found here has none."""
-    known = {"trainer": TRAINER, "run": RUN}
-    defaults: dict[str, Any] = {
-        f"{section}.{name}": parameter.default
-        for section, signature in known.items()
-        for name, parameter in signature.parameters.items()
-    }
-    defaults["seed"] = TOP.parameters["seed"].default
-    for key, path in config.items():
-        if key.endswith(f".{TARGET}"):
-            for name, default in (read_arguments(path) or {}).items():
-                if default is not NO_DEFAULT:
-                    defaults[f"{key.removesuffix(TARGET)}{name}"] = default
-    texts = flat_config(dump_yaml(defaults))
-    plain = {"resume": "null", "checkpoint": "null"} | {key.strip("'\""): text for key, text in texts.items()}
-    return {key: value for key, value in config.items() if plain.get(key) != value}

@@ -12,7 +12,6 @@ from ...base.run_names import EVENT_FILES
 from ...trainer.runs.directory import RunDirectory, find_run
 from ...trainer.runs.record import FILES, read_starts
 from ...trainer.runs.status import FAILED
-from .differences import from_defaults
 from .text import (
     chart,
     evaluated_values,
@@ -85,11 +84,12 @@ def error_text(run: RunDirectory) -> str:
 
 
 def config_text(run: RunDirectory) -> str:
-    """Return the values of the config that are not defaults."""
+    """Return the values of the config that the run has set."""
     if not run.config:
         return "config: none is stored; the run is a script's."
-    own = from_defaults(run.config)
-    return "\n".join(["config, without defaults:", *(f"  {key}: {value}" for key, value in own.items())])
+    keys = run.given_keys
+    lines = (f"  {key}: {value}" for key, value in run.config.items() if keys is None or key in keys)
+    return "\n".join(["config, without defaults:" if keys is not None else "config:", *lines])
 
 
 def metrics_text(run: RunDirectory, wanted: str | None = None) -> str:

@@ -15,10 +15,8 @@ from command_line_folder import CONFIG, TASK
 from forked import completed, run_module, run_program
 from safetensors.torch import load_file
 
-import legato as legato_package
 from legato.base.arguments import ARGUMENT_NAMES
 from legato.base.errors import TaskError
-from legato.cli.command_line import CONFIG_WORDS
 from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
 from legato.cli.main import COMMANDS, main
 from legato.cli.predictions import write_predictions
@@ -68,25 +66,21 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
     assert legato().returncode == 2
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.helps_itself])
-def test_help_of_a_command_has_what_it_takes_and_nothing_else(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "lightning"])
+def test_help_of_a_command_has_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     said = capsys.readouterr().out
-    command = COMMANDS[name]
     assert said.startswith(f"usage: legato {name} ")
     assert "exit codes:\n  0   done\n" in said
-    for argument in command.arguments or ():
-        assert argument.options.get("metavar", argument.flags[-1]) in said
-    assert ("keys under trainer:" in said) == (command.usage == CONFIG_WORDS and command.arguments is None)
+    assert "--quiet" in said
+    assert ("keys under trainer:" in said) == ("CONFIG.yaml|KEY=VALUE" in said)
     assert main(["help", name]) == 0
     assert capsys.readouterr().out == said
 
 
-def test_options_of_the_output_are_those_of_commands_that_log(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, command in COMMANDS.items():
-        if not command.helps_itself:
-            assert main([name, "--help"]) == 0
-            assert ("--quiet " in capsys.readouterr().out) == command.logs, name
+def test_a_command_that_is_gone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "line.yaml"]) == 2
+    assert "legato sweep" in capsys.readouterr().err
     assert main(["fit", "line.yaml", "--quite"]) == 2
     assert "Did you mean '--quiet'?" in capsys.readouterr().err
 
@@ -97,8 +91,8 @@ def test_help_of_fit_lists_every_key_with_type_default_and_meaning() -> None:
     for name, doc in SECTIONS.items():
         assert (f"  {name} " in done.stdout and doc in done.stdout) == (name != "checkpoint")
     for name in set(ARGUMENT_NAMES) - set(MOVED) - set(SECTION_OF):
-        assert f"\n  {name}: " in done.stdout
-    assert "  max_steps: int = -1\n      Stop after this many optimizer steps. -1: no limit.\n" in done.stdout
+        assert f"\n  {name}\n" in done.stdout
+    assert "  max_steps\n      Stop after this many optimizer steps. -1: no limit.\n" in done.stdout
 
 
 def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -106,30 +100,23 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_of_a_key_has_its_type_default_meaning_and_where_it_acts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_key_has_its_type_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "trainer.accumulate_grad_batches")
-    assert text.startswith("trainer.accumulate_grad_batches: int = 1\n    Batches that each replica accumulates")
-    root = Path(legato_package.__file__).parent
-    for file, line in re.findall(r"acts in (\S+):(\d+)", text):
-        assert "accumulate_grad_batches" in (root / file).read_text().splitlines()[int(line) - 1]
-    assert "trainer/setup/build.py:" in text
+    assert text.startswith("trainer.accumulate_grad_batches: ")
+    assert "Batches that each replica accumulates" in text
     assert explained(capsys, "accumulate_grad_batches") == text
-    assert explained(capsys, "trainer.seed") == explained(capsys, "seed")
-    assert explained(capsys, "seed").startswith("seed: int = 0\n")
-    assert explained(capsys, "run.name").startswith("run.name: str = 'default'\n")
-
-
-def test_help_of_a_class_and_of_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    text = explained(capsys, "EarlyStopping")
-    assert text.startswith("legato.callbacks.EarlyStopping\n")
-    assert "  patience: int = 3\n      checks without improvement before the run ends.\n" in text
-    assert explained(capsys, "callbacks.early_stopping.patience").startswith(
-        "callbacks.early_stopping.patience: int = 3\n    checks without improvement before the run ends.\n"
-        "    acts in callbacks/early_stopping.py:"
-    )
-    assert "Taken by ddp" in explained(capsys, "trainer.strategy.find_unused_parameters")
-    assert explained(capsys, "task.lr", "line.yaml").startswith("task.lr: float = 0.1\n    acts in ")
+    assert explained(capsys, "seed").startswith("seed: int\n")
+    assert explained(capsys, "run.name").startswith("run.name: ")
     assert explained(capsys, "task").startswith("task\n    The model with its steps")
+
+
+def test_help_of_a_class_is_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, "EarlyStopping")
+    assert text.startswith("legato.callbacks.EarlyStopping(")
+    assert "checks without improvement before the run ends." in text
+    assert "find_unused_parameters" in explained(capsys, "ddp")
+    assert "legato.cli.launchers.slurm.SlurmLauncher(" in explained(capsys, "slurm")
+    assert explained(capsys, "line.Line").startswith("line.Line(")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +139,7 @@ def test_help_does_not_import_torch() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "legato.cli.config.check" in modules
+    assert "legato.cli.config.read" in modules
     assert not modules & {"torch", "numpy", "omegaconf"}
 
 
@@ -167,7 +154,7 @@ def test_help_does_not_import_torch() -> None:
         (["export", "x"], "legato export: the following arguments are required: OUT."),
         (["convert", "a", "b", "c"], "'c' is not an argument of it. It is one too many."),
         (["fit", "lime.yaml"], "Did you mean 'line.yaml'?"),
-        (["fit", "line.yaml", "--devices", "2"], "'--devices' is neither a YAML file nor key=value"),
+        (["fit", "line.yaml", "--devices", "2"], "legato fit: '--devices' is not an argument of it"),
         (["fit", "line.yaml", "trainer.max_epohcs=3"], "override: trainer.max_epohcs is no argument"),
         (["config", "line.yaml", "task.lr=x"], "override: task.lr must be float"),
     ],

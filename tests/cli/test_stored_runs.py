@@ -19,11 +19,11 @@ from waiting import wait_until
 import legato as lg
 from legato.base.quantities import time_taken
 from legato.cli.main import main
-from legato.cli.runs.differences import from_defaults, short_names
+from legato.cli.runs.differences import short_names
 from legato.cli.runs.text import chart, sparkline
 from legato.trainer.checkpoints import commit, find
 from legato.trainer.checkpoints.commit import Owner
-from legato.trainer.runs.directory import RunDirectory, flat_config
+from legato.trainer.runs.directory import RunDirectory
 from legato.trainer.runs.lock import RunLock
 
 CONFIG = """\
@@ -224,6 +224,7 @@ def test_show_tells_state_config_metrics_error_and_files(capsys):
     start = {"arguments": ["/bin/legato", "fit", "a b.yaml"], "processes": 2, "device": "cpu", "host": {"name": "moon"}}
     start |= {"strategy": "ddp", "git": {"commit": "0123456789abcdef", "diff_file": "uncommitted.diff"}}
     (path / "environment.json").write_text(json.dumps({"starts": [start]}))
+    (path / "config_given.yaml").write_text("task:\n  lr: 0.25\ntrainer:\n  max_epochs: 3\n")
     text = said(capsys, "show", "a")
     assert "by     legato fit 'a b.yaml'\n" in text
     assert "on     2 x cpu on moon, strategy ddp, commit 0123456789 and uncommitted.diff\n" in text
@@ -312,16 +313,6 @@ def test_numbers_and_charts():
     assert lines[-1].split() == ["1", "100"]
     assert chart([float("nan")], 1, 1) == ""
     assert short_names(["task.lr", "data.lr", "seed"]) == {"task.lr": "task.lr", "data.lr": "data.lr", "seed": "seed"}
-
-
-def test_defaults_are_left_out_of_a_config():
-    text = CONFIG.format(lr=0.005, seed=0, task="legato.tasks.Digits")
-    assert from_defaults(flat_config(text)) == {
-        "task._target_": "legato.tasks.Digits",
-        "trainer.max_epochs": "3",
-        "callbacks.checkpoint._target_": "legato.callbacks.Checkpoint",
-        "callbacks.checkpoint.monitor": "val/loss",
-    }
 
 
 # --- clean ------------------------------------------------------------------------------------------------------------

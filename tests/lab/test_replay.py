@@ -130,7 +130,7 @@ def test_mistakes_are_named() -> None:
     run = str(trained("trainer.max_epochs=1"))
     for words, said in (
         (("step=0",), "Steps count from 1"),
-        (("stpe=3",), "Did you mean 'step'?"),
+        (("stpe=3",), "Did you mean 'step='?"),
         (("step=3", "jobs=2"), "a replay runs in one process"),
         (("steps=3",), "steps=1000..2000"),
         ((), "one of step=N and steps=A..B"),

@@ -201,7 +201,7 @@ def test_what_cannot_be_known_is_said(folder: Path) -> None:
     done = legato("samples", str(run), "step=0")
     assert (done.returncode, "steps count from 1" in done.stderr) == (2, True)
     done = legato("samples", str(run), "stpe=1")
-    assert "Did you mean 'step'?" in done.stderr
+    assert "Did you mean 'step='?" in done.stderr
     done = legato("samples", "runs")
     assert done.returncode == 2
     done = legato("samples", "nothing", "step=3")

@@ -1,0 +1,158 @@
+"""`legato fit`, `validate`, `test`, `predict` and `config`: run a config here, or hand it to its launcher."""
+
+import os
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from ..base.messages import STDOUT, is_quiet, shown_options
+from ..base.quantities import time_taken
+from ..trainer.processes.environment import find_place, warm_up_for
+from ..trainer.processes.requeue import requeue_early
+from ..trainer.processes.signals import exit_at_once, handling_end_signals
+from .config.build import build_config
+from .config.check import load_config
+from .config.read import read_strategy
+from .config.resumed import load_to_fit
+
+if TYPE_CHECKING:
+    from ..trainer.trainer import Trainer
+    from .config.build import ConfiguredRun
+    from .config.check import Config
+
+
+def run_config(options: Namespace) -> None:
+    """Print the resolved config with the origin of each value."""
+    print(load_to_fit(options.words).text(origins=True), end="")
+
+
+def run_fit(options: Namespace) -> None:
+    """Train the task of a config, then print where the results are."""
+    config = load_or_launch(options.words, "fit")
+
+    def end(number: int) -> None:
+        requeue_early(number, config.values["trainer"]["requeue"])
+        exit_at_once(number)
+
+    with handling_end_signals(end):  # until fit installs its own handlers
+        run = build_run(config)
+        resume: Any = run.to_resume()
+        run.trainer.fit(run.task, datamodule=run.data, resume=resume)
+        if run.trainer.is_global_zero:
+            print((last_line if is_quiet() else summary)(run.trainer), file=STDOUT, flush=True)
+
+
+def run_validate(options: Namespace) -> None:
+    """Evaluate on the validation data."""
+    _evaluate(options.words, "validate")
+
+
+def run_test(options: Namespace) -> None:
+    """Evaluate on the test data."""
+    _evaluate(options.words, "test")
+
+
+def run_predict(options: Namespace) -> None:
+    """Write predictions to the run directory."""
+    run, predictions = _evaluate(options.words, "predict")
+    # every rank has all predictions, in the loader's order; one writes them
+    if run.trainer.is_global_zero and predictions:
+        from .predictions import write_predictions
+
+        folder = run.trainer.run_dir or Path(run.trainer.default_root_dir) / run.trainer.run_name
+        print(f"Predictions  {write_predictions(predictions, folder)}", file=STDOUT, flush=True)
+
+
+def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:
+    run = build_run(load_or_launch(words, stage))
+    return run, getattr(run.trainer, stage)(run.task, datamodule=run.data, ckpt_path=weights_of(run))
+
+
+# --- from a config to a run -------------------------------------------------------------------------------------------
+def load_or_launch(words: Sequence[str], command: str) -> "Config":
+    """Return the config; if it names a launcher, run the command there instead and exit."""
+    config = load_to_fit(words) if command == "fit" else load_config(words)
+    if config.values.get("launcher") is not None:
+        from .launchers.launcher import make_launcher
+
+        launcher = make_launcher(config)
+        assert launcher is not None
+        # with resume=auto the job lays these on the run's own config once more
+        launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
+        if config.directory is not None:
+            _resolve_own_run(config, command)
+        sys.exit(launcher.launch(command, config))
+    trainer = config.values["trainer"]
+    devices = trainer["devices"]
+    several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
+    # Only where it is plain without torch that there are workers. Few strategies with several devices have none.
+    if several and find_place(trainer["cluster"]) is None:
+        warm_up_for(read_strategy(trainer)[0], trainer)  # it imports torch while this process does
+    return config
+
+
+def build_run(config: "Config") -> "ConfiguredRun":
+    """Build the objects of a config; with --quiet without the callbacks that only show something."""
+    from ..callbacks.model_summary import ModelSummary
+    from ..callbacks.progress_bar import ProgressDisplay
+
+    run = build_config(config)
+    if is_quiet():
+        shown = (ModelSummary, ProgressDisplay)
+        run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not isinstance(callback, shown)]
+    return run
+
+
+def weights_of(run: "ConfiguredRun") -> Any:
+    """Return the checkpoint to evaluate: by default the best one of the config's run; None for a fresh task."""
+    if run.checkpoint == "none":
+        return None
+    return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
+
+
+def _resolve_own_run(config: "Config", command: str) -> None:
+    """Resolve what a run's own config means by its place, since a launcher takes only the values along.
+
+    Raises ConfigError if `resume=auto` would mean another run there.
+    """
+    from ..trainer.runs.places import newest_checkpoint
+
+    values, run = config.values, build_config(config)
+    if command == "fit" and values["resume"] == "auto":
+        newest = newest_checkpoint(Path(run.trainer.default_root_dir), run.trainer.run_name)
+        if newest is not None and not newest[0].samefile(config.directory or ""):
+            raise ConfigError(
+                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest[0]}, and "
+                f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
+            )
+    elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
+        values["checkpoint"] = os.path.abspath(weights_of(run).weights(run.trainer.checkpoint_callbacks))
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+def last_line(trainer: "Trainer") -> str:
+    """Return the result in one line: run directory, steps and time, best value."""
+    saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{trainer.run_dir}  "
+    text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
+    score = getattr(saved, "best_model_score", None)
+    return text if score is None else f"{text}, best {getattr(saved, 'monitor', '')} {float(score):.6g}"
+
+
+def summary(trainer: "Trainer") -> str:
+    """Return the final metrics, the run directory, the best checkpoint, and how to view them."""
+    metrics = {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())}
+    rows = [("Metric", "Final value"), *metrics.items()] if metrics else []
+    saved = trainer.checkpoint_callback
+    best = getattr(saved, "best_model_path", "")
+    if trainer.run_dir is not None:
+        rows += [("Run directory", str(trainer.run_dir))]
+    if best:
+        rows += [("Checkpoint" if getattr(saved, "monitor", None) is None else "Best checkpoint", str(best))]
+    if trainer.run_dir is not None:
+        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}")]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,30 @@
+"""`legato samples RUN step=N [replica=R] [--show]`, or `RUN index=N [until=N]`."""
+
+from argparse import Namespace
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..lab.history import RunHistory
+from ..lab.samples import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
+from .arguments import read_words
+
+
+def run_samples(options: Namespace) -> None:
+    """Print which samples a step had, or in which steps a sample was seen."""
+    values, overrides = read_words(options.words, ("step", "replica", "until"), ("index",))
+    if ("step" in values) == ("index" in values):
+        raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
+    step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
+    history = RunHistory.at(options.run)
+    lookup = SampleLookup(history, overrides)
+    if step is None:
+        index: Any = values["index"]
+        index = int(index) if index.lstrip("-").isdecimal() else index
+        print("\n".join(shown_steps(lookup, index, until, replica)))
+        return
+    place = lookup.place(step)
+    batches = lookup.loaded(step) if options.show else lookup.at(step)
+    lines = list(shown_samples(history.directory, place, batches, replica))
+    if options.show:
+        lines += shown_batches(lookup.source(step).run.task, chosen_batches(batches, replica))
+    print("\n".join(lines))
