@@ -41,7 +41,8 @@ def read_options(options: Namespace) -> tuple[ReplayArguments, list[str]]:
     for word in options.words:
         if word.partition("=")[0] in ("into", "jobs", "devices"):
             raise ConfigError(f"{word}: a replay runs in one process, into a new folder beside the run's.")
-    values, overrides = read_words(options.words, ("step", "until", "replica"), ("steps", "save"))
+    flags = [f"{name}={text}" for name in ("until", "save") if (text := getattr(options, name)) is not None]
+    values, overrides = read_words([*options.words, *flags], ("step", "until", "replica"), ("steps", "save"))
     if ("step" in values) == ("steps" in values):
         raise ConfigError("legato replay takes a run directory and one of step=N and steps=A..B: RUN step=1234.")
     first, _, last = values.get("steps", values.get("step", "")).partition("..")
