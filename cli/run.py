@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from ..trainer.processes.environment import find_place, warm_up_for
 from ..trainer.processes.requeue import requeue_early
 from ..trainer.processes.signals import exit_at_once, handling_end_signals
 from .config.build import build_config
-from .config.check import load_config
+from .config.check import TRAINER, load_config
 from .config.read import read_strategy
 from .config.resumed import load_to_fit
 
@@ -32,13 +32,20 @@ def run_config(options: Namespace) -> None:
 
 def run_fit(options: Namespace) -> None:
     """Train the task of a config, then print where the results are."""
-    config = load_or_launch(options.words, "fit")
+    wanted = trainer_section({})
+
+    def begin(values: Mapping[str, Any]) -> None:
+        wanted.update(trainer_section(values))
+        warm_up_if_several(values)
 
     def end(number: int) -> None:
-        requeue_early(number, config.values["trainer"]["requeue"])
+        requeue_early(number, wanted["requeue"])
         exit_at_once(number)
 
-    with handling_end_signals(end):  # until fit installs its own handlers
+    with handling_end_signals(end):  # until fit installs its own handlers: imports may take minutes
+        config = load_to_fit(options.words, begin)
+    launch_if_named(config, "fit")
+    with handling_end_signals(end):
         run = build_run(config)
         resume: Any = run.to_resume()
         run.trainer.fit(run.task, datamodule=run.data, resume=resume)
@@ -68,31 +75,42 @@ def run_predict(options: Namespace) -> None:
 
 
 def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:
-    run = build_run(load_or_launch(words, stage))
+    config = load_config(words, warm_up_if_several)
+    launch_if_named(config, stage)
+    run = build_run(config)
     return run, getattr(run.trainer, stage)(run.task, datamodule=run.data, ckpt_path=weights_of(run))
 
 
 # --- from a config to a run -------------------------------------------------------------------------------------------
-def load_or_launch(words: Sequence[str], command: str) -> "Config":
-    """Return the config; if it names a launcher, run the command there instead and exit."""
-    config = load_to_fit(words) if command == "fit" else load_config(words)
-    if config.values.get("launcher") is not None:
-        from .launchers.launcher import make_launcher
+def launch_if_named(config: "Config", command: str) -> None:
+    """If the config names a launcher, run the command there instead and exit."""
+    if config.values.get("launcher") is None:
+        return
+    from .launchers.launcher import make_launcher
 
-        launcher = make_launcher(config)
-        assert launcher is not None
-        # with resume=auto the job lays these on the run's own config once more
-        launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
-        if config.directory is not None:
-            _resolve_own_run(config, command)
-        sys.exit(launcher.launch(command, config))
-    trainer = config.values["trainer"]
+    launcher = make_launcher(config)
+    assert launcher is not None
+    # with resume=auto the job lays these on the run's own config once more
+    launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
+    if config.directory is not None:
+        _resolve_own_run(config, command)
+    sys.exit(launcher.launch(command, config))
+
+
+def trainer_section(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `trainer` of values whose keys are right, with the defaults of what it leaves out."""
+    defaults = {name: parameter.default for name, parameter in TRAINER.parameters.items()}
+    return defaults | dict(values.get("trainer") or {})
+
+
+def warm_up_if_several(values: Mapping[str, Any]) -> None:
+    """Let the server that workers are forked from import torch while this process imports it, where there are any."""
+    trainer = trainer_section(values)
     devices = trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
     # Only where it is plain without torch that there are workers. Few strategies with several devices have none.
-    if several and find_place(trainer["cluster"]) is None:
-        warm_up_for(read_strategy(trainer)[0], trainer)  # it imports torch while this process does
-    return config
+    if several and values.get("launcher") is None and find_place(trainer["cluster"]) is None:
+        warm_up_for(read_strategy(trainer)[0], trainer)
 
 
 def build_run(config: "Config") -> "ConfiguredRun":

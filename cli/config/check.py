@@ -6,7 +6,7 @@ ValueChecker imports the classes for the types of their arguments. Each tells al
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from functools import reduce
@@ -143,20 +143,23 @@ class Config(Layer):
         return [word for name in sections if name in stored for word in words(stored[name], (name,))]
 
 
-def load_config(words: Sequence[str]) -> Config:
+def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Read files and overrides, in the order of a command line, and check them.
+
+    `before_imports` is called with the values when all keys are right, before the classes that they name are imported:
+    that takes seconds, and may take as long as the user's modules want.
 
     Raises ConfigError for mistakes, which names up to five: those in keys, or if there are none, those in values.
     """
     layer = read_config(words, default_of)
-    config = check_config(layer)
+    config = check_config(layer, before_imports)
     config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("Config without defaults, and the origin of each value:\n%s", config.given_text().rstrip())
     return config
 
 
-def check_config(layer: Layer) -> Config:
+def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Check a merged layer, and add the defaults. Raises ConfigError as `load_config` does."""
     values = dict(layer.values)
     # an entry that is null takes one of an earlier file off
@@ -164,11 +167,17 @@ def check_config(layer: Layer) -> Config:
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
             values[name] = {entry: item for entry, item in section.items() if item is not None}
-    for checker in (KeyChecker(values), ValueChecker(values)):
-        mistakes = list(checker.problems())
-        if mistakes:
-            raise ConfigError(_message(mistakes, layer))
+    _require_none(KeyChecker(values).problems(), layer)
+    if before_imports is not None:
+        before_imports(values)
+    _require_none(ValueChecker(values).problems(), layer)
     return _completed(values, layer)
+
+
+def _require_none(problems: Iterable[Problem], layer: Layer) -> None:
+    mistakes = list(problems)
+    if mistakes:
+        raise ConfigError(_message(mistakes, layer))
 
 
 def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:

@@ -1,7 +1,7 @@
 """The config with which `resume=auto` goes on: the run's own, with what is set on this command line on top of it."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ OF_THE_COMMAND = ("run", "resume", "checkpoint", "vars", "launcher")
 """Sections that say where a run is and how it is started, or that the stored config has resolved."""
 
 
-def load_to_fit(arguments: Sequence[str]) -> Config:
+def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Read the config of a run to start, as `load_config` does; of one to resume, take the run's own.
 
     With `resume=auto` the overrides among the arguments are laid on the config of the run that goes on. Each key of the
     given files that says something else is named in a warning. Raises ConfigError where they name another task.
     """
-    given = load_config(arguments)
+    given = load_config(arguments, before_imports)
     if given.values["resume"] != "auto":
         return given
     where = given.values["run"]
