@@ -1,16 +1,19 @@
 """EvaluationPoints: what steps of an evaluation log with `on_step`, of which Lightning writes a point a batch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...trainer.metrics.reduce import Reduced, to_floats
 
+if TYPE_CHECKING:
+    from ...trainer.run import Run
+
 
 class EvaluationPoints:
     """Keeps what the steps of one run's evaluations log for a batch, and writes it when the batch ends."""
 
-    def __init__(self, trainer: Any, run: Any) -> None:
+    def __init__(self, trainer: Any, run: "Run") -> None:
         self.trainer, self.run = trainer, run
         self.newest: dict[str, tuple[Any, bool, bool]] = {}
         """By name the value of the batch, whether the progress bar shows it, and whether loggers get it."""

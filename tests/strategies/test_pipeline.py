@@ -194,7 +194,7 @@ class Notes(lg.Callback):
         self.losses = []
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        self.losses.append(None if outputs is None else float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) if outputs else None)  # empty for a batch that is left out
 
     def state_dict(self):
         return {"losses": self.losses}
