@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.run_names import run_directory_gone
+from ..base.run_names import not_writable, run_directory_gone
 from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
@@ -198,7 +198,7 @@ class TensorBoardLogger(Logger):
         """Write hyperparameters with final metrics and close the file; later use of `experiment` opens a new one."""
         if self._writer is None or self._writer.file_writer is None:
             return
-        if self._events is not None and not self._events.is_dir():
+        if self._events is not None and not os.access(self._events, os.W_OK):
             return
         self._start_session()
         final = with_prefix(self.prefix, self._final)
@@ -217,9 +217,12 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
     def _require_folder(self) -> None:
-        """Raise ConfigError if the folder was deleted or moved; TensorBoard would print a traceback on a thread."""
-        if self._events is not None and not self._events.is_dir():
-            raise run_directory_gone(self._events)
+        """Raise ConfigError if the folder is gone or not writable; TensorBoard would print a traceback on a thread."""
+        if self._events is None or os.access(self._events, os.W_OK):
+            return
+        if self._events.is_dir():
+            raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
+        raise run_directory_gone(self._events)
 
     def _start_session(self) -> None:
         # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads only the

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import torch
 import torchmetrics
+from event_files import points
 from tiny import unchanged
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -166,14 +167,10 @@ def is_time(name):
 
 def scalars(run_dir):
     """Return the points that TensorBoard shows: (tag, step) -> values. Not `~best/`, written whenever a run ends."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
-    accumulator.Reload()
     found = {}
-    for tag in accumulator.Tags()["scalars"]:
-        for event in accumulator.Scalars(tag):
-            found.setdefault((tag, event.step), []).append(event.value)
+    for tag, shown in points(run_dir).items():
+        for step, value in shown:
+            found.setdefault((tag, step), []).append(value)
     return {key: values for key, values in found.items() if not is_time(key[0]) and not key[0].startswith("~best/")}
 
 

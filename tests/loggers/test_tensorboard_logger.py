@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from event_files import accumulate, points
 from forked import completed, run_source
 from tiny import Validated, make_loader, make_trainer
 
@@ -15,18 +16,8 @@ from legato.loggers import CSVLogger, TensorBoardLogger
 from legato.loggers.pixels import to_pixels
 
 
-def accumulate(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
-    found.Reload()
-    return found
-
-
 def scalars(folder, tag):
-    """Return the points, without the ones that a resume has written again at its own step, right after themselves."""
-    points = [(point.step, round(point.value, 4)) for point in accumulate(folder).Scalars(tag)]
-    return [point for number, point in enumerate(points) if number == 0 or points[number - 1] != point]
+    return [(step, round(value, 4)) for step, value in points(folder)[tag]]
 
 
 def run_python(code, *arguments):

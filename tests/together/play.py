@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import event_files
 import psutil
 import torch
 import torch.distributed as dist
@@ -311,16 +312,12 @@ def points_of(run_dir: Path, problems: list[str]) -> dict[int, dict[str, float]]
 
 
 def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], problems: list[str]) -> None:
-    """Hold TensorBoard's scalars against metrics.jsonl: the same values, each once."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
-    accumulator.Reload()
+    """Hold TensorBoard's scalars against metrics.jsonl: the same values, each once, but for equal ones of a resume."""
     found: dict[tuple[int, str], list[float]] = {}
-    for tag in accumulator.Tags()["scalars"]:
-        for event in accumulator.Scalars(tag):
+    for tag, shown in event_files.points(run_dir).items():
+        for step, value in shown:
             if not TIMES.search(tag) and not tag.startswith("~best/"):
-                found.setdefault((event.step, tag), []).append(event.value)
+                found.setdefault((step, tag), []).append(value)
     expected = {(step, put_last(name)): value for step, values in points.items() for name, value in values.items()}
     doubled = sorted(key for key, values in found.items() if len(values) > 1)
     if doubled:
