@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,6 +106,7 @@ class TensorBoardLogger(Logger):
         # TensorBoard voids steps >= purge_step. The point of the checkpoint's own step was written before it; what is
         # logged again at that step, such as a validation, is there twice.
         purge = None if resume_step is None else resume_step + 1
+        wait_for_next_name(self._events)
         self._writer = self.make_writer(purge)
 
     def make_writer(self, purge_step: int | None) -> "SummaryWriter":
@@ -240,6 +242,18 @@ class TensorBoardLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer when the logger is pickled to another process."""
         return {**self.__dict__, "_writer": None}
+
+
+def wait_for_next_name(folder: Path) -> None:
+    """Wait, for less than a second, until the name of a new event file sorts behind those in the folder.
+
+    TensorBoard reads them by name, in which a process and a number follow the second: 10 sorts before 9, and a file
+    that is read too late voids points of the one that goes on from it.
+    """
+    seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
+    if newest == int(time.time()):
+        time.sleep(max(0.0, newest + 1 - time.time()))
 
 
 def put_last(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -71,6 +72,18 @@ def test_one_point_is_one_event_and_a_repeated_value_is_none(tmp_path):
     (path,) = tmp_path.iterdir()
     events = [event for event in EventFileLoader(str(path)).Load() if event.summary.value]
     assert [len(event.summary.value) for event in events] == [7, 1]
+
+
+def test_files_of_one_second_sort_as_they_were_begun(tmp_path):
+    """TensorBoard reads files by name, and one that is read too late voids points of the next."""
+    earlier = tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.9.9"
+    earlier.touch()
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, resume_step=3)
+    logger.finalize("success")
+    names = sorted(path.name for path in tmp_path.glob("events.*"))
+    assert len(names) == 2
+    assert names[0] == earlier.name
 
 
 def test_texts_images_and_histograms(tmp_path):
