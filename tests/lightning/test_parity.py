@@ -17,18 +17,22 @@ SCRIPT = Path(__file__).with_name("parity_kinds.py")
 PACKAGES = ("lightning.pytorch", "legato.compat.lightning.pytorch")
 
 CLOSURE = "Forward and backward run before optimizer_step, whose closure returns the loss that is there."
+MEAN = "The value of a step is the mean over its accumulated batches, where Lightning has that of the last one."
+NEWEST = {("accumulation", field): MEAN for field in ("points", "metrics")}
 DIFFERENT = {
     (
         "resume",
         "hooks",
     ): "A run that goes on was checked by a few validation batches when it began, and is not again.",
     ("own optimizer step", "hooks"): CLOSURE,
+    **NEWEST,
 }
 """By kind and field, why it differs on one process."""
 BY_RANK = "Lightning's limit of evaluation batches counts on each rank; Legato's does not depend on how many there are."
 DRIFT = "Lightning leaves parameters that were frozen at the start out of DDP; they drift apart once they train."
 DIFFERENT_ON_TWO = {
     ("own optimizer step", "hooks"): CLOSURE,
+    **NEWEST,
     **{("limits", field): BY_RANK for field in ("hooks", "points", "metrics")},
     **{("overfit_batches", field): BY_RANK for field in ("hooks", "points", "metrics")},
     **{("fast_dev_run", field): BY_RANK for field in ("hooks", "metrics")},
