@@ -229,11 +229,20 @@ def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, 
 
 
 @pytest.mark.slow
+def test_a_run_keeps_its_seed_and_says_so(tmp_path, caplog):
+    expected, task = fit(tmp_path / "whole", max_steps=4)
+    fit(tmp_path / "again", max_steps=2)
+    with caplog.at_level(logging.INFO, logger="legato"):
+        trainer, again = fit(tmp_path / "again", max_steps=4, seed=12)
+    assert "keeps the seed that it began with, 11; seed=12 is ignored" in caplog.text
+    assert trainer.state.seed == 11
+    assert torch.equal(everything(trainer, again), everything(expected, task))
+
+
+@pytest.mark.slow
 def test_what_a_run_keeps_cannot_be_changed(tmp_path):
     fit(tmp_path, max_steps=2)
     with pytest.raises(ConfigError, match="the run began with 2 replicas"):
         fit(tmp_path, replicas=3)
-    with pytest.raises(ConfigError, match="the run began with seed=11"):
-        fit(tmp_path, seed=12)
     with pytest.raises(ConfigError, match="at most 2 processes"):
         run_workers(lambda: fit(tmp_path, strategy="ddp", devices=3, replicas=None), 3)

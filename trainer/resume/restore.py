@@ -141,7 +141,7 @@ WRAPPER = "ZeroRedundancyOptimizer"
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """Set the trainer's state to the start of a run, or to a checkpoint's.
 
-    Raises ConfigError if the trainer has other replicas or another seed than the run began with.
+    A run keeps its seed, and says so where the trainer has another. Raises ConfigError if that one has other replicas.
     """
     state = trainer.state
     asked = trainer.replicas
