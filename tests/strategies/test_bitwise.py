@@ -90,6 +90,10 @@ def test_a_run_that_stops_goes_on_with_other_processes_and_loader_workers(undist
     assert stopped["counts"][:2] == [1, 0]
     start(stop_early, 2, tmp_path, [MLP, CNN], max_steps=4, workers=2)
     found = start(stop_early, 4, tmp_path, names)
+    # a run that is asked to stop within an epoch validates before it ends; going on, it knows nothing of that
+    (cut,) = (line for line in found[GPT]["metrics"] if line["step"] == 1)
+    for name in ("val/loss", "val/bits_per_character"):
+        del cut[name]
     assert_same(found, undisturbed)
 
 
