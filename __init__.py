@@ -7,13 +7,12 @@ mistake do not wait for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from . import callbacks as callbacks
     from . import lab as lab
     from . import loggers as loggers
     from . import tasks as tasks
+    from .base.version import __version__ as __version__
     from .callbacks.callback import Callback as Callback
     from .lab import testing as testing
     from .lab.replay import replay as replay
@@ -48,6 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "__version__": ".base.version",
     "Callback": ".callbacks.callback",
     "CheckpointFormat": ".trainer.resume.checkpoint_format",
     "CombinedLoader": ".trainer.data.combined",

@@ -4,7 +4,9 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "build", "dist", "lightning_logs", "*.egg-info", ".[!c]*")
+LEFT_OUT = shutil.ignore_patterns(
+    "__pycache__", "build", "dist", "lightning_logs", "*.egg-info", ".[!ci]*", ".import_linter_cache"
+)
 
 
 def copy_sources(target: Path) -> Path:

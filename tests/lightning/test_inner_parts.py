@@ -277,15 +277,8 @@ def test_hooks_of_callbacks_may_be_called_with_the_trainer_alone(tmp_path):
         def on_train_epoch_start(self, trainer, *args):
             super().on_train_epoch_start(trainer)
 
-    class Bar(TQDMProgressBar):
-        def on_train_start(self, *args):
-            super().on_train_start()
-
-        def on_train_end(self, *args):
-            super().on_train_end()
-
-    callbacks = [Clock(), Rates(), Bar()]
-    trainer = quiet(tmp_path, callbacks=callbacks, logger=True, enable_progress_bar=True, log_every_n_steps=1)
+    callbacks = [Clock(), Rates()]
+    trainer = quiet(tmp_path, callbacks=callbacks, logger=True, log_every_n_steps=1)
     trainer.fit(Linear(), loader())
     assert callbacks[1].lrs == {"lr-SGD": [0.1] * 5}
     assert callbacks[0].time_elapsed() > 0

@@ -130,7 +130,7 @@ def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path):
     fit(tmp_path)
     before = (only_run(tmp_path).path / STATUS).read_bytes()
     with pytest.raises(LegatoError):
-        fit(tmp_path, resume="auto", seed=9)
+        fit(tmp_path, resume="auto", replicas=2)
     assert (only_run(tmp_path).path / STATUS).read_bytes() == before
 
 

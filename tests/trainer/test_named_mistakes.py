@@ -1,16 +1,11 @@
 """Mistakes in tasks that used to end in somebody else's error, or in none: each is named, with what to do."""
 
-import os
 import pdb
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 
-import forked
 import pytest
 import torch
-from tiny import Tiny, Validated, make_data, make_loader
+from tiny import Tiny, Validated, make_loader
 from torch.utils.data import DataLoader
 
 import legato as lg
@@ -294,69 +289,3 @@ def test_a_dataclass_task_has_its_fields_as_hyperparameters(trainer, tmp_path):
 
 def test_a_class_is_no_loader(refused):
     assert "another iterable of batches, got the class DataLoader." in refused(DataError, Tiny(), DataLoader)
-
-
-# --- workers of loaders ---------------------------------------------------------------------------------------------
-class Ends(torch.utils.data.Dataset):
-    def __init__(self, end):
-        self.end = end
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        if index == 40:
-            self.end(0)
-        return make_data(1)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "end"), [({}, sys.exit), (TWO, sys.exit), ({}, os._exit)])
-def test_a_loaders_worker_that_exits_is_named_with_rank_code_and_dataset(trainer, layout, end):
-    with pytest.raises(DataError) as caught:
-        trainer(**layout).fit(Tiny(), DataLoader(Ends(end), 4, num_workers=1))
-    message = str(caught.value)
-    assert "ended with exit code 0" in message
-    assert "Ends" in message
-    assert ("rank " in message) == bool(layout)
-
-
-FULL = """
-import sys
-sys.path[:] = {path!r}
-import torch
-from torch.utils.data import DataLoader
-from tiny import Tiny, make_trainer
-from legato.base.errors import DataError
-
-class Large:
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        return torch.zeros(3, 100_000), torch.zeros(1)
-
-class Reads(Tiny):
-    def loss(self, batch):
-        return self(batch[0].mean(dim=2)).sum()
-
-try:
-    make_trainer(".", max_epochs=1, **{layout!r}).fit(Reads(), DataLoader(Large(), 2, num_workers=2))
-except DataError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare, to mount a small /dev/shm")
-@pytest.mark.parametrize("layout", [{}, TWO])
-def test_a_full_shared_memory_is_named_with_its_size(tmp_path, layout):
-    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
-    if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True).returncode:
-        pytest.skip("this machine lets no user mount")
-    (tmp_path / "script.py").write_text(FULL.format(path=sys.path, layout=layout))
-    command = ["unshare", "-Urm", "sh", "-c", f"{mount} && exec {sys.executable} {forked.__file__} script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=os.environ)
-    assert "/dev/shm is full" in done.stdout, done.stderr
-    assert "1.0 MiB" in done.stdout
-    assert "num_workers" in done.stdout
-    assert ("rank " in done.stdout) == bool(layout)
