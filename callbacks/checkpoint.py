@@ -194,12 +194,7 @@ class Checkpoint(Retention):
             self.save(trainer)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Save before the validation of a run that stops within an epoch, as a resume goes on without it."""
-        if self.save_last and self.filename is None and trainer.stage == "fit" and not trainer.sanity_checking:
-            schedule = trainer.current_run.schedule
-            cut = schedule.stops_here(agrees=False) and not schedule.epoch_is_full
-            if cut and not schedule.validation_is_due():
-                self.save(trainer)
+        """Remember the metric's previous value."""
         if self._metric is not None:
             self._metric.start_validation(trainer)
 

@@ -117,7 +117,7 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
         assert last.endswith("Boom: what went wrong")
         assert ", in fail\n" in said
     elif place == "loader worker":
-        assert "DataLoader worker" in last
+        assert "DataLoader worker" in last or "FileNotFoundError" in last  # where its broken connection surfaces first
         assert f"Rank {WHO} of {processes} failed" in said
     else:
         words = "was killed by SIGKILL" if way == "is killed" else "failed with WorkerError"

@@ -42,28 +42,6 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed):
     assert_same(trainer, task, undisturbed)
 
 
-class StopsAt(lg.Callback):
-    """Asks the run to stop after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        trainer.should_stop |= trainer.global_step == self.step
-
-
-def test_a_run_goes_on_without_the_validation_of_its_stop(tmp_path):
-    """EarlyStopping and other callbacks count the validations of the undisturbed run."""
-    ends = []
-    for folder, stops in (("whole", [STEPS]), ("stopped", [4, STEPS])):
-        for stop in stops:
-            trainer, task = fit(tmp_path / folder, [StopsAt(stop)], val_check_interval=1.0)
-        assert trainer.global_step == STEPS
-        stopping, counter = trainer.callbacks[:2]
-        ends.append((everything(trainer, task).tolist(), stopping.wait_count, stopping.best_score, counter.counts))
-    assert ends[0] == ends[1]
-
-
 class SavesEverywhere(lg.Callback):
     """Saves in every hook in which it may, and notes what it has seen."""
 
