@@ -1,7 +1,8 @@
 """What studies runs: the samples of a step, replays, the first differing bit, and callbacks that watch closely."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..base.late_imports import importer
 
 if TYPE_CHECKING:
     from .microscope import Microscope as Microscope
@@ -16,8 +17,4 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
-
-    def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(_HOMES[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = importer(__name__, _HOMES)

@@ -1,7 +1,8 @@
 """Launchers: start a run on a cluster from the command line."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...base.late_imports import importer
 
 if TYPE_CHECKING:
     from .kubernetes import KubernetesLauncher as KubernetesLauncher
@@ -21,8 +22,4 @@ __all__ = list(_HOMES)
 __all__ += ["LAUNCHERS"]
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
-
-    def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(_HOMES[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = importer(__name__, _HOMES)

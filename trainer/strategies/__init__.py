@@ -1,7 +1,8 @@
 """Strategies: how replicas map to devices and processes, and how their gradients meet."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...base.late_imports import importer
 
 if TYPE_CHECKING:
     from .data_parallel.data_parallel import DataParallelStrategy as DataParallelStrategy
@@ -36,8 +37,4 @@ __all__ = list(_HOMES)
 __all__ += ["STRATEGIES"]
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
-
-    def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(_HOMES[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = importer(__name__, _HOMES)
