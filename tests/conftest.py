@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
 # only the slow part: when it is imported, it looks up which rank it is in.
 workers.PRELOAD += [
-    "legato.trainer.setup.build",
+    "legato.trainer.setup.start",
     "pytest",
     "scipy.signal",
     "sklearn.datasets",

@@ -14,7 +14,7 @@ from ..tasks.task import Task
 from ..tasks.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from ..base.contracts import Trainer
 
 log = logging.getLogger("legato")
 

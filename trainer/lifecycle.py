@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 from ..base.errors import TaskError, WorkerError
 from .processes.signals import RESUME_ME
 from .run import DOING_OF_STAGE, Call, Request, Run
-from .setup import build
+from .setup import outputs
+from .setup.checks import check_task
+from .setup.start import set_up
 from .undo import Errors
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from ..base.contracts import Trainer
 
 log = logging.getLogger("legato")
 
@@ -34,14 +36,14 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it when that is over; within "
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
-    build.check_task(request.task, request, trainer.refuses_near_names)
+    check_task(request.task, request, trainer.refuses_near_names)
     call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
     errors = Errors()
     try:
-        yield build.set_up(call, request)
+        yield set_up(call, request)
     except BaseException as caught:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:
@@ -141,4 +143,4 @@ def write_status(run: Call, error: BaseException | None) -> None:
     """Write into the run directory how a fit ended."""
     trainer = run.trainer
     if run.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
-        run.status.end(trainer.run_dir, build.progress(trainer), error)
+        run.status.end(trainer.run_dir, outputs.progress(trainer), error)

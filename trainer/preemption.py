@@ -22,7 +22,7 @@ from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, rai
 from .processes.sync import Agreement
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from ..base.contracts import Trainer
 
 log = logging.getLogger("legato")
 

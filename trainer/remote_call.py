@@ -24,12 +24,14 @@ from .processes.signals import SignalWatch, handling_end_signals, raise_for_sign
 from .run import Call, Request, Run
 from .runs import places
 from .runs import status as run_status
-from .setup import build
+from .setup import directory
+from .setup.checks import check_task
+from .setup.parts import with_callbacks_of
 from .state import State
 
 if TYPE_CHECKING:
+    from ..base.contracts import Trainer
     from ..tasks.task import Task
-    from .trainer import Trainer
 
 log = logging.getLogger("legato")
 
@@ -95,7 +97,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
-    build.check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
+    check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
     place = environment.find_place(trainer.cluster)
     if place is not None:
         trainer.strategy.servers.serve(place, request.task, trainer.seed)
@@ -114,8 +116,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         elif not elastic.joins:
-            trainer.run_dir, source = build.decide_directory(trainer, request)
-            if source is not None and request.source_is_chosen and not build.is_elsewhere(trainer.run_dir, source):
+            trainer.run_dir, source = directory.decide_directory(trainer, request)
+            if source is not None and request.source_is_chosen and not directory.is_elsewhere(trainer.run_dir, source):
                 source = source.parent  # the workers read it, and fall back to an older one where it is damaged
         trainer.given_dir = trainer.run_dir
         environment.warm_up_for(trainer.strategy.name, vars(trainer))
@@ -143,7 +145,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
         if outcome.run_dir is not None:
             loop_part(logger, "follow")(folder or outcome.run_dir)
-    trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
+    trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         loop_part(callback, "find_folder")(trainer)
     for callback in trainer.callbacks:
@@ -178,14 +180,14 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if restart_count() > 0 and trainer.run_dir is not None:
-        newest = places.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
+        newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request.task))
         if newest is not None:
-            source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent
+            source = newest if directory.is_elsewhere(trainer.run_dir, newest) else newest.parent
     elastic_worker = find_elastic_worker()
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
-    task, known = request.task, build.weight_names(request.task)
+    task, known = request.task, directory.weight_names(request.task)
     try:
         returned = request.repeat(trainer)
     except RunFinished as error:
@@ -204,7 +206,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         weights,
         {name: buffer for name, buffer in buffers.items() if name not in weights},
         {path: states_of(metric) for path, metric in metrics.items() if path not in logged},
-        None if emptied or build.weight_names(task) == known else module_parts(task),
+        None if emptied or directory.weight_names(task) == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,

@@ -1,7 +1,7 @@
 """Run: the parts of one call of fit, validate, test or predict, and what the loop asks of them between steps.
 
 A call grows by phases, none of which changes once it is made: a `Call` has what is there from the first moment, a
-`JoinedCall` what is known when its processes have met, a `Run` everything. `build.py` makes one from the other.
+`JoinedCall` what is known when its processes have met, a `Run` everything. `setup/` makes one from the other.
 """
 
 import logging
@@ -33,6 +33,7 @@ from .metrics.reduce import Reduced, by_loader
 from .optimization.kernels import NOTHING_COMPILED
 from .optimization.optimization import Optimization
 from .optimization.outputs import as_outputs
+from .optimization.training_mode import set_training_mode
 from .preemption import Preemption
 from .processes.collectives import SINGLE
 from .processes.hang import Watchdog
@@ -41,13 +42,12 @@ from .processes.sync import Agreement
 from .resume.fingerprint import record_groups
 from .runs.status import RunStatus
 from .schedule import Schedule
-from .setup.training_mode import set_training_mode
 from .state import State
 from .undo import Undo
 
 if TYPE_CHECKING:
+    from ..base.contracts import Trainer
     from .strategies.strategy import Strategy
-    from .trainer import Trainer
 
 log = logging.getLogger("legato")
 
@@ -205,7 +205,7 @@ class Call:
     def of(cls, trainer: "Trainer", request: Request) -> "Call":
         """Make the parts of a requested call; nothing is started or opened yet."""
         state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
-        # Both learn of the other ranks in `build.join`: a signal, or `self.log` in a hook, may come before.
+        # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
         agreement, metrics = Agreement(SINGLE, 1, 0, state.elapsed), Metrics(SINGLE, 1, request.task)
         found = cls(
             trainer,

@@ -23,8 +23,9 @@ from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
 from .resume.saver import Saver
 from .run import Request
-from .setup import build
-from .setup.build import check_arguments, make_callbacks, make_loggers, make_strategy
+from .setup.checks import check_arguments
+from .setup.data import make_loaders
+from .setup.parts import make_callbacks, make_loggers, make_strategy
 from .state import State
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
@@ -185,7 +186,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         """Begin an epoch, or continue in the middle of one."""
         run, state, every = self.current_run, self.state, self.reload_dataloaders_every_n_epochs
         if every and state.epoch and state.epoch % every == 0 and not state.epoch_steps:
-            build.make_loaders(run)
+            make_loaders(run)
         run.metrics.open("train", fresh=False)
         seed_generators(mix(state.seed, EPOCH, state.epoch))
         run.call_epoch_start()

@@ -32,7 +32,7 @@ from ...trainer.hooks import CALLBACK_HOOKS, TASK_METHODS, check_names, override
 from ...trainer.processes import environment, transport
 from ...trainer.resume import contents
 from ...trainer.run import Request
-from ...trainer.setup import build
+from ...trainer.setup.checks import check_task
 from ...trainer.trainer import Trainer
 from .report import Report, check_disk_space, check_gradients, check_graph_breaks, check_monitors
 from .trial import make_trial, needs_every_gradient, own_loggers, read_records
@@ -96,7 +96,7 @@ def find_refusals(trainer: Trainer, task: Task, data: DataModule | None) -> list
     """Return errors found without a trial: misspelt hooks, missing steps, two callbacks of one state_key."""
     found: list[str] = []
     attempts: list[Callable[[], Any]] = [
-        partial(build.check_task, task, Request.of("fit", task, None)),
+        partial(check_task, task, Request.of("fit", task, None)),
         partial(contents.callback_states, trainer),
         *(partial(check_names, callback, Callback, CALLBACK_HOOKS) for callback in trainer.callbacks),
     ]
@@ -252,7 +252,7 @@ def describe_error(error: Exception) -> str:
     """Return the message of a Legato error; of any other error also its rank and its place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
-    ours = str(Path(build.__file__).parents[1]), str(Path(torch.__file__).parent)
+    ours = str(Path(contents.__file__).parents[1]), str(Path(torch.__file__).parent)
     where, frames = "", traceback.format_tb(error.__traceback__)
     if isinstance(error.__cause__, WorkerError):  # which has the traceback of a process that is gone
         where = f" (rank {error.__cause__.rank})"

@@ -13,7 +13,7 @@ from ...trainer.data.combined import CombinedLoader
 from ...trainer.hooks import overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.optimizers import ManualOptimizer
-from ...trainer.setup import build
+from ...trainer.setup.data import LOADERS, make_training_data
 from .accelerators import AcceleratorConnector
 from .loggers import WithoutFiles
 from .optimizers import LightningOptimizer
@@ -293,7 +293,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # after workers, whose loaders ended with them
             given = self.run.given.get(word)  # held against None: one of a stream has no length, and so no truth value
-            found = self.run.data.loaders[word] = getattr(source, build.LOADERS[word])() if given is None else given
+            found = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if given is None else given
         return found.iterables if isinstance(found, CombinedLoader) else found
 
     @property
@@ -358,7 +358,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             return float("inf") if self.max_steps == -1 else self.max_steps
         run = self.run
         if run is not None and run.stage == "fit" and run.loop.open and run.data.training is None:
-            build.make_training_data(run)
+            make_training_data(run)
             run.given["train"] = run.data.loaders["train"]
         steps = self.steps_per_epoch
         if steps == float("inf"):

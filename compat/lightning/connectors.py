@@ -6,7 +6,7 @@ from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...trainer.resume.contents import contents
-from ...trainer.setup.build import with_callbacks_of
+from ...trainer.setup.parts import with_callbacks_of
 from .attributes import TrainerAttributes
 from .checkpoint import in_one_piece, read, to_file, with_hyperparameters
 from .placeholders import inner_part_missing

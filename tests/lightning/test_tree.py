@@ -284,7 +284,7 @@ def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_n
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
     assert error_of(Fails(), [torch.ones(2, 1)]) == ""
     assert error_of(3) == ""  # refused in words that say what is wrong
-    monkeypatch.setattr("legato.trainer.setup.build.make_run", None)
+    monkeypatch.setattr("legato.trainer.setup.start.make_run", None)
     told = error_of(Fails(), [torch.ones(2, 1)])
-    assert told.startswith("legato: this error arose within Legato (trainer/setup/build.py:")
+    assert told.startswith("legato: this error arose within Legato (trainer/setup/start.py:")
     assert "`python train.py --fast` runs it under Lightning itself" in told

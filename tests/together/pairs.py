@@ -242,7 +242,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.getLogger("legato").setLevel(logging.ERROR)
-    workers.PRELOAD += ["legato.trainer.setup.build", "tensorboard.summary.writer", "torchmetrics"]
+    workers.PRELOAD += ["legato.trainer.setup.start", "tensorboard.summary.writer", "torchmetrics"]
     environment.warm_up()
 
 

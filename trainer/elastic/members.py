@@ -30,7 +30,7 @@ from .recovery import MetricSnapshot
 from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
 T = TypeVar("T")
@@ -215,8 +215,8 @@ class ElasticMembership(Membership):
         generation = self._next_generation()
         # gloo connects every pair: 64 processes on two cores need 6 s, and would time out again and again in 2
         self._form(generation, FORM_TIMEOUT * max(1, len(generation.members) / 8) * 2**breaks)
-        opens_loggers = self.place.rank == 0 and not self.loggers_open
-        recovery.transfer_state(run, self.place, self.snapshot, self.consistent, opens_loggers)
+        open_outputs = self.open_outputs if self.place.rank == 0 and not self.loggers_open else None
+        recovery.transfer_state(run, self.place, self.snapshot, self.consistent, open_outputs)
         if self.joins:
             self.store.post("joined", self.member)
         self.joins, self.consistent, self.loggers_open = False, True, self.place.rank == 0

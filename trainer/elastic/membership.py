@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from ...base.contracts import Trainer
     from ..processes.environment import Place
-    from ..trainer import Trainer
 
 T = TypeVar("T")
 
@@ -20,6 +20,8 @@ class Membership:
 
     changes = False
     """Whether processes may leave and join while the run trains."""
+    open_outputs: Callable[[Any], None] | None = None
+    """Opens the loggers of a Run; set-up gives it, for a process that becomes rank 0 when the one before is gone."""
 
     def connect(self, place: "Place") -> "Place":
         """Form the process group; return this process's place in it."""

@@ -1,6 +1,7 @@
 """State transfer in a new generation: the process with the newest state sends it to the others, and the loop continues
 there."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,11 @@ from ..data.sampling import Layout
 from ..optimization.nonfinite import make_guard
 from ..processes.environment import Place
 from ..resume import contents, restore
-from ..setup import build
 
 if TYPE_CHECKING:
+    from ...base.contracts import Trainer
     from ..run import Run
     from ..strategies.strategy import Strategy
-    from ..trainer import Trainer
 
 
 class MetricSnapshot:
@@ -102,10 +102,13 @@ def regroup(strategy: "Strategy", place: Place, layout: Layout) -> None:
     strategy.reducer.move(layout, place.rank)
 
 
-def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, opens_loggers: bool) -> None:
+def transfer_state(
+    run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
+) -> None:
     """Take over the newest state among the members; every member of the new group calls it.
 
-    `consistent`: see MemberState. An error before the last collective leaves this process unchanged.
+    `consistent`: see MemberState; `open_outputs`: opens the loggers, in a process that writes from here on. An error
+    before the last collective leaves this process unchanged.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
     validating = run.loop.doing != "train"
@@ -135,11 +138,10 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consisten
     if behind[place.rank]:
         _load_state(run, saved)
     _continue_at(run, place, newest)
-    if opens_loggers:
-        build.record_start(run)
-        build.open_loggers(run)
+    if open_outputs is not None:
+        open_outputs(run)
     # a logger that has just been opened drops points from this step on, as after a resume, so it has not got this one
-    wrote = own.point == newest.point and not opens_loggers
+    wrote = own.point == newest.point and open_outputs is None
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
         for logger in trainer.loggers:  # the process that should have written it may have died before
             logger.log_metrics(newest.point[1], newest.point[0])

@@ -21,9 +21,9 @@ from .left_out import (
 )
 
 if TYPE_CHECKING:
+    from ...base.contracts import Trainer
     from ...tasks.hyperparameters import Hyperparameters
     from ..strategies.strategy import Strategy
-    from ..trainer import Trainer
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:

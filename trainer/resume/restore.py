@@ -22,10 +22,10 @@ from .fingerprint import Changes, SettingChange
 from .left_out import BUILT, LEFT_OUT, OMEGACONF, as_omegaconf, require_hyperparameters
 
 if TYPE_CHECKING:
+    from ...base.contracts import Trainer
     from ...tasks.data_module import DataModule
     from ...tasks.task import Task
     from ..strategies.state_dicts import StateDicts
-    from ..trainer import Trainer
 
 log = logging.getLogger("legato")
 

@@ -23,7 +23,7 @@ from .contents import contents, contents_after_workers
 from .left_out import tell_left_out
 
 if TYPE_CHECKING:
-    from ..trainer import Trainer
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
 

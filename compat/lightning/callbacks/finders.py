@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ....trainer.setup.build import make_loaders
+from ....trainer.setup.data import make_loaders
 from ..aliases import item
 from ..rank_zero import rank_zero_warn
 from ..tuner import Tuner

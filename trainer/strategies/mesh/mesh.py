@@ -16,11 +16,11 @@ from ....base.torch_private import drop_sharded_gradients
 from ... import masked
 from ...data.sampling import Layout
 from ...optimization import kernels
+from ...optimization.model_checks import require_dense_gradients, require_dimensions
 from ...processes import connections, own_group
 from ...processes.collectives import SINGLE, Collectives
 from ...processes.environment import Place
 from ...processes.sync import Phase
-from ...setup.model_checks import require_dense_gradients, require_dimensions
 from ..bitwise.buffers import ReplicaBuffers
 from ..group import GroupStrategy
 from ..reducers import Reducer

@@ -1,0 +1,126 @@
+"""Checks of arguments and tasks before anything is started: their mistakes cost seconds."""
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, TrainerArguments, problems
+from ...base.errors import ConfigError, TaskError, describe_kind, did_you_mean
+from ...base.messages import let_be_seen
+from ...base.quantities import parse_duration
+from ...base.run_names import name_problem, require_local
+from ...tasks.data_hooks import DataHooks
+from ...tasks.data_module import DataModule
+from ...tasks.task import Task
+from ..hooks import STEP_NAMES, TASK_HOOKS, TASK_METHODS, check_names, check_nones, count_arguments, overrides
+from ..optimization.model_checks import require_sendable
+from ..optimization.precision import Precision
+from ..resume.checkpoint_format import CheckpointFormat
+from ..run import DOING_OF_STAGE, Request
+from .data import LOADERS
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
+
+NONE_FOR_DEFAULT = (
+    *LIMITS[:4],
+    *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_algorithm", "precision"),
+    *("default_root_dir", "deterministic", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+)
+"""Arguments for which None, Lightning's default, means the default here."""
+
+
+def check_arguments(trainer: "Trainer") -> None:
+    """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
+    let_be_seen()
+    for name in NONE_FOR_DEFAULT:
+        if getattr(trainer, name) is None:
+            setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
+    require_local(trainer.default_root_dir, "trainer.default_root_dir")
+    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
+    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
+    given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
+    mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
+        try:
+            parse_duration(trainer.val_check_interval)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.val_check_interval, where it is no number, is a time. {error}") from None
+    fault = name_problem(trainer.run_name)
+    if fault is not None:
+        raise ConfigError(f"trainer.run_name {fault}")
+    for option in trainer.loader or ():
+        if option not in LOADER_OPTIONS:
+            hint = did_you_mean(option, LOADER_OPTIONS) or f" It takes {', '.join(LOADER_OPTIONS)}."
+            raise ConfigError(f"trainer.loader has no option {option!r}.{hint}")
+    if not isinstance(trainer.checkpoint_format, (CheckpointFormat, type(None))):
+        raise ConfigError(
+            f"trainer.checkpoint_format takes an object with the methods name, write, read and remove (see "
+            f"legato.CheckpointFormat); got {describe_kind(trainer.checkpoint_format)}."
+        )
+    trainer.gradient_clip_val = trainer.gradient_clip_val or None
+    Precision(trainer.precision, trainer.device_list[0].type)
+    if trainer.fast_dev_run:
+        _shorten(trainer, int(trainer.fast_dev_run))
+    if trainer.max_epochs is None:
+        trainer.max_epochs = 1000 if trainer.max_steps == -1 and trainer.max_time is None else -1
+
+
+def _shorten(trainer: "Trainer", batches: int) -> None:
+    """Set the arguments for fast_dev_run: a few batches of each stage, and nothing written."""
+    for name in LIMITS[:4]:
+        setattr(trainer, name, batches)
+    trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
+    trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.overfit_batches = 1.0, 1, 0.0
+    trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
+
+
+def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_sent: bool = False) -> None:
+    """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
+
+    refuses_near_names: False to warn of the latter only, and to look at no step that the stage does not call.
+    is_sent: the task will be sent to other processes.
+    """
+    stage = request.stage
+    if not isinstance(task, Task):
+        base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
+        raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
+    if is_sent:
+        require_sendable(task)
+    check_names(task, Task, TASK_HOOKS, TASK_METHODS, refuses_near_names)
+    if request.datamodule is not None:
+        hooks = ("setup", "teardown", "on_exception")
+        check_names(request.datamodule, DataModule, hooks, TASK_METHODS, refuses_near_names)
+    step = f"{DOING_OF_STAGE[stage] if stage != 'fit' else 'training'}_step"
+    for name in (step, "configure_optimizers" if stage == "fit" else None):
+        ready = name == "predict_step" and task.predict_step is not None
+        if name is not None and not ready and not overrides(task, Task, name):
+            raise TaskError(f"{lacking(task, name)}, which {stage} needs: define it.{nearest(task, name)}")
+    if stage == "fit" and "validation" in request.loaders and not overrides(task, Task, "validation_step"):
+        raise TaskError(
+            f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
+        )
+    check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
+    called = (step, "validation_step") if stage == "fit" else (step,)
+    for name in STEP_NAMES if refuses_near_names else called:
+        if overrides(task, Task, name):
+            count_arguments(task, name)
+
+
+def lacking(task: Task, name: str) -> str:
+    """Describe how a task lacks a method."""
+    return (
+        f"{type(task).__name__}.{name} is None"
+        if getattr(task, name) is None
+        else f"{type(task).__name__} has no {name}"
+    )
+
+
+def nearest(task: Task, name: str) -> str:
+    """Return the method of the task that may be meant by `name`, as a question."""
+    own = {one for kind in type(task).__mro__ if kind not in Task.__mro__ for one in vars(kind)}
+    return did_you_mean(name, own - {name}, 0.8)

@@ -1,0 +1,379 @@
+"""Loaders of a stage: found, checked, and dealt out to processes and replicas."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ...base.errors import ConfigError, DataError
+from ...base.quantities import parse_duration
+from ...tasks.data_hooks import DataHooks
+from ...tasks.data_module import DataModule
+from ...tasks.task import Task
+from ..data.combined import combined, loaders_in, one_after_another
+from ..data.dealing import DealtData, EvaluationData, TrainingData, training_data
+from ..data.loaders import is_dealable, length_of, require_iterable
+from ..data.shares import LOCKSTEP, are_shares, reads_share, unpadded
+from ..data.steps import Dealing
+from ..data.streams import StreamData, own_shares
+from ..data.transfer import to_device, with_allocated_memory
+from ..hooks import counter_of, overrides
+from ..processes.collectives import SINGLE
+from ..processes.script_collectives import StepCollectives, gathers
+from ..resume import fingerprint
+from ..run import Call, JoinedCall
+
+log = logging.getLogger("legato")
+
+LOADERS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+LIMIT_OF = {
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+def prepare_data(call: Call) -> None:
+    """Prepare the data in one process of each machine (or one in all) while the others wait."""
+    place = call.strategy.place
+    if place.local_rank == 0 and (place.node_rank == 0 or getattr(call.datamodule, "prepare_data_per_node", True)):
+        if call.datamodule is not None:
+            call.datamodule.prepare_data()
+        call.task.prepare_data()
+    # the others wait while one process downloads, instead of reading half a file
+    call.strategy.collectives.barrier()
+
+
+def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
+    """Get the loaders of this stage and deal them out; `begun`: the samples of the run's fingerprint at a resume."""
+    trainer = call.trainer
+    if call.loop.doing == "train":
+        with epoch_of_loaders(call):
+            make_training_data(call, begun)
+            limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
+            if limit and overrides(call.task, Task, "validation_step"):
+                make_evaluation_data(call, "validation", limit)
+        require_same_lengths(call)
+        plan_validation(call)
+        return
+    make_evaluation_data(call, call.loop.doing, getattr(trainer, LIMIT_OF[call.loop.doing]), required=True)
+    require_same_lengths(call)
+
+
+def plan_validation(call: Call) -> None:
+    """Compute after how many batches of a replica, or seconds, validation is due; None: at the end of epochs."""
+    trainer, interval = call.trainer, call.trainer.val_check_interval
+    if isinstance(interval, (str, timedelta, Mapping)):
+        if "validation" in call.data.evaluations:
+            call.data.validation_seconds = parse_duration(interval).total_seconds()
+        return
+    if "validation" not in call.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
+        if trainer.check_val_every_n_epoch is None and "validation" in call.data.evaluations:
+            raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+        return
+    rounds = call.training_data.rounds
+    if isinstance(interval, float):
+        if rounds is None:
+            raise ConfigError(
+                f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
+                f"how long an epoch is; give a count of batches (int)."
+            )
+        call.data.validation_rounds = max(1, int(rounds * interval))
+        return
+    if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
+        raise ConfigError(
+            f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
+            f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
+        )
+    call.data.validation_rounds = interval
+
+
+def require_same_lengths(call: Call) -> None:
+    """Raise DataError where data that is dealt out by position differs in length between ranks; every rank calls it.
+
+    Such ranks would end an epoch after different steps, and wait for each other forever.
+    """
+    if call.strategy.place.world_size == 1:
+        return
+    own: dict[str, int | None] = {}
+    if isinstance(call.data.training, DealtData):
+        own["training"] = call.data.training.source.positions(0)
+    for word, data in call.data.evaluations.items():
+        for index, source in enumerate(data.sources):
+            if isinstance(source, DealtData) and index not in data.shares:
+                own[f"{word} (loader {index})"] = source.source.positions(0)
+    every = call.strategy.collectives.gather_objects(own)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
+            raise DataError(
+                f"Rank 0 and rank {rank} have data of different lengths (samples, or batches of one's own sampler): "
+                f"{told}. Each rank must be given all of it, which is then dealt out; where each brings its own share, "
+                f"set trainer.use_distributed_sampler=false."
+            )
+
+
+@contextmanager
+def epoch_of_loaders(call: Call) -> Iterator[None]:
+    """Set `current_epoch` to the epoch in which an uninterrupted run asks for the loaders of this one."""
+    state, every = call.state, call.trainer.reload_dataloaders_every_n_epochs
+    epoch = state.epoch
+    state.epoch = epoch - epoch % every if every else 0
+    try:
+        yield
+    finally:
+        state.epoch = epoch
+
+
+def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
+    """Get the training loader and deal it out; `begun`: see `make_loaders`."""
+    trainer, given = call.trainer, find_loader(call, "train")
+    loader = combined(given)
+    if loader is None:
+        raise DataError(
+            "fit needs training data: give train_dataloaders, a data module, or the task a train_dataloader."
+        )
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    require_iterable(loader, "The training loader")
+    require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
+    whole = not call.task.automatic_optimization or trainer.sync_batchnorm
+    left_out = samples_left_out(trainer.leave_out_samples, loader)
+    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares, left_out=left_out)
+    ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
+    count = counter_of(call.task)
+    data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
+    origin = origin_of_shares(call, data, begun)
+    if origin:
+        require_shares_fit(call, origin)
+        samples_left_out(trainer.leave_out_samples, loader, is_share=True)
+        if not (whole or trainer.pads_shares):
+            call.undo.enter_context(unpadded(loader))
+        data = own_shares(data, call.strategy.collectives, count, compares=not trainer.reads_streams_whole)
+    call.data.loaders["train"] = given
+    call.data.training = data
+    call.trainer.lengths["train"] = call.data.training.rounds
+    call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
+    call.data.samples = fingerprint.samples_of(
+        trainer, loader, call.data.training.rounds, trainer.use_distributed_sampler and not origin
+    )
+    if trainer.is_global_zero:
+        log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
+    if call.data.training.rounds == 0 and limit:
+        raise DataError(
+            f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
+            f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
+        )
+
+
+def samples_left_out(wanted: list[int] | None, loader: Any, is_share: bool = False) -> frozenset[int]:
+    """Return the dataset indices to leave out. Raises ConfigError where the samples of the loader have none."""
+    if not wanted:
+        return frozenset()
+    if is_share or not is_dealable(loader):
+        raise ConfigError(
+            f"trainer.leave_out_samples names indices of one training dataset, but {type(loader).__name__} is a "
+            f"stream, several loaders, or one process's share of the data: leave the samples out in the dataset."
+        )
+    length = length_of(loader.dataset)
+    if length is not None and max(wanted) >= length:
+        raise ConfigError(f"trainer.leave_out_samples names {max(wanted)}, but the last index is {length - 1}.")
+    return frozenset(wanted)
+
+
+def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:
+    """Get the loaders of an evaluation and deal them out."""
+    overfit = word == "validation" and bool(call.trainer.overfit_batches)
+    given = call.data.loaders
+    found = find_loader(call, word)
+    if found is None and required:
+        raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
+    loaders = one_after_another(found)
+    for index, loader in enumerate(loaders):
+        name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
+        require_iterable(loader, name, refuses_empty=False)
+        require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
+    given[word] = found
+    if loaders:
+        shares = shares_of_evaluation(call, loaders)
+        meeting = None if shares or word == "predict" else step_collectives(call, word)
+        compares = not (call.trainer.reads_streams_whole or call.members_change)
+        data = EvaluationData(
+            loaders,
+            dealing(call),
+            limit,
+            shares,
+            step_collectives=meeting,
+            ranks=call.strategy.collectives if compares else SINGLE,
+            expects_shares=compares and not call.trainer.use_distributed_sampler,
+            count=counter_of(call.task),
+        )
+        require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
+        call.trainer.lengths[word] = data.rounds()
+        if any(call.trainer.lengths[word]):
+            call.data.evaluations[word] = data
+
+
+def require_batches(data: EvaluationData, name: str) -> None:
+    """Raise ConfigError for a limit that leaves none of a loader's batches, though it is not 0."""
+    for index, length in enumerate(data.lengths):
+        if length and data.limit and data.count(index) == 0:
+            raise ConfigError(f"{name}={data.limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
+
+
+def step_collectives(call: Call, word: str) -> StepCollectives | None:
+    """Return what tells whether steps of an evaluation call collectives, where samples are then repeated; else None.
+
+    They are repeated also where a hook that ends it gathers what its steps have kept.
+    """
+    ranks = call.strategy.data_ranks
+    pads = call.trainer.pads_shares and ranks.size > 1 and not call.strategy.lockstep
+    if not pads or call.state.replicas % ranks.size:
+        return None
+    found = StepCollectives(counts=call.strategy.leaves_default_group)
+    found.seen = gathers(call.task, (f"on_{word}_epoch_end", f"on_{word}_end"))
+    return found
+
+
+def find_loader(call: Call, word: str) -> Any:
+    """Return the given loader, or the data module's, or the task's."""
+    if word in call.given:
+        return call.given[word]
+    for source in (call.datamodule, call.task):
+        method = getattr(source, LOADERS[word], None)
+        found = method() if method is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def require_length(loader: Any, name: str, limit: int | float) -> None:
+    """Raise ConfigError for a limit `name` that is a fraction of a loader of unknown length."""
+    if isinstance(limit, float) and 0.0 < limit < 1.0 and length_of(loader) is None:
+        raise ConfigError(
+            f"trainer.{name}={limit} is a fraction, but the loader does not say how many batches it has; give a count "
+            f"(int)."
+        )
+
+
+def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
+    """Return why each process's loader is taken for its own share of the training data; "" where it is dealt out.
+
+    begun: the samples of the run's fingerprint, where it resumes.
+    """
+    trainer, ranks = call.trainer, call.strategy.data_ranks
+    if ranks.size > 1 and (is_read_whole(call, source.loader) or not trainer.use_distributed_sampler):
+        return "use_distributed_sampler=False"
+    if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
+        return "by its DistributedSampler"
+    if trainer.reads_streams_whole:
+        return ""
+    # a stream that was opened for a look may not take the position that is restored
+    if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
+        return "" if begun.get("use_distributed_sampler", True) else "as when the run began"
+    if call.strategy.collectives.size == 1:
+        return ""
+    samples = source.read_samples(call.state.epoch)
+    return "as they read different samples" if are_shares(samples, call.strategy.collectives, ranks.rank) else ""
+
+
+def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
+    """Return the numbers of evaluation loaders that are each process's own share without a look at what they read."""
+    trainer, ranks = call.trainer, call.strategy.data_ranks
+    several, lockstep = ranks.size > 1, call.strategy.lockstep
+    if several and all(is_read_whole(call, loader) for loader in loaders):
+        return set(range(len(loaders)))
+    if several and trainer.reads_streams_whole and not trainer.use_distributed_sampler:
+        if lockstep:
+            raise ConfigError(LOCKSTEP)
+        return set(range(len(loaders)))
+    shares = {index for index, loader in enumerate(loaders) if reads_share(loader, ranks)}
+    for index in shares if not trainer.pads_shares else ():
+        call.undo.enter_context(unpadded(loaders[index]))
+    return shares
+
+
+def is_read_whole(call: Call, loader: Any) -> bool:
+    """Return whether each process takes all that it reads of a stream, as under Lightning."""
+    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return call.trainer.reads_streams_whole and stream and not call.strategy.lockstep
+
+
+def require_shares_fit(call: Call, origin: str) -> None:
+    """Raise ConfigError where the run does not take shares that depend on the number of processes."""
+    replicas, processes = call.state.replicas, call.strategy.data_ranks.size
+    told = f"Each process's loader is its own share of the training data ({origin})"
+    instead = "give each process all of the data, which Legato deals out"
+    if call.strategy.lockstep:
+        raise ConfigError(LOCKSTEP)
+    if call.members_change:
+        raise ConfigError(f"{told}, which an elastic run cannot deal to others when the process is gone: {instead}.")
+    if call.bitwise:
+        raise ConfigError(
+            f"{told}, so the samples of a step depend on the number of processes, which reproducible='bitwise' does "
+            f"not allow. Set reproducible='order', or {instead}."
+        )
+    if replicas != processes:
+        begun = call.source is not None if isinstance(call, JoinedCall) else False
+        ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
+        raise ConfigError(
+            f"{told}, the share of one replica, but there are {replicas} replicas on {processes} processes. {ways}; or "
+            f"{instead}."
+        )
+
+
+def dealing(call: Call) -> Dealing:
+    """Return how batches are dealt out to replicas and processes."""
+    accumulate, seed = call.trainer.accumulate_grad_batches, call.state.seed
+    return Dealing(
+        call.layout,
+        call.strategy.data_ranks.rank,
+        accumulate,
+        seed,
+        keyed=call.keyed,
+        lockstep=call.strategy.lockstep,
+        loader_options=call.trainer.loader,
+        counts_first_tensor=call.trainer.reads_streams_whole,
+    )
+
+
+def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
+    """Return the function that moves batches, None if none is needed; the data module's hooks precede the task's."""
+    owners: list[DataHooks | None] = []
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        sources = ((call.datamodule, DataModule), (call.task, Task))
+        owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
+    before, move, after = owners
+    device, precision = call.strategy.device, call.strategy.precision
+    bitwise, copies = call.bitwise, None
+    if call.trainer.prefetch_to_device:
+        copies = call.strategy.copies = call.strategy.copy_stream()
+    unchanged = device.type == "cpu" and precision.weights_dtype is None and not bitwise
+    if owners == [None] * 3 and unchanged:
+        return None
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if copies is not None:
+            copies.begin_batch()
+        if before is not None:
+            batch = before.on_before_batch_transfer(batch, dataloader_idx)
+        if move is not None:
+            batch = move.transfer_batch_to_device(batch, device, dataloader_idx)
+        else:
+            batch = to_device(batch, device, copies)
+        batch = precision.convert_batch(batch)
+        # last, as any step before may return a view at an odd offset
+        if bitwise:
+            batch = with_allocated_memory(batch)
+        return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
+
+    return transfer

@@ -1,0 +1,232 @@
+"""Run directory and checkpoint of a call: rank 0 decides for all."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.run_names import EVALUATIONS, identity_of, require_local
+from ...callbacks.checkpoint import Checkpoint
+from ...callbacks.checkpoint_callback import CheckpointCallback
+from ...tasks.task import Task
+from ..checkpoints import find
+from ..checkpoints.manifest import load_manifest
+from ..hooks import loop_part
+from ..resume.saver import new_identity
+from ..run import Call, Request
+from ..runs import places
+from ..runs.directory import is_run
+from ..runs.places import FRESH, StoredRun
+from .parts import with_callbacks_of
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
+
+log = logging.getLogger("legato")
+
+
+def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dict[str, Any] | None]:
+    """Find the run directory; return the checkpoint to start from, whether it is of this run, and its contents.
+
+    Rank 0 decides for all. If the newest checkpoint, which it has chosen, is damaged, it chooses the one before.
+    """
+    trainer, strategy, damaged = call.trainer, call.strategy, list[Path]()
+    while True:
+        decided = Decision()
+        if strategy.place.rank == 0:
+            try:
+                decided.directory, decided.source = decide_directory(trainer, request, damaged)
+                decided.config_from = request.resume.directory if isinstance(request.resume, StoredRun) else None
+                decided.is_chosen = request.source_is_chosen
+                decided.goes_on = is_same_run(decided.directory, decided.source)
+                same = trainer.saver.run_id if trainer.fits_continue and trainer.global_step else ""
+                decided.identity = same or identity_of(decided.directory) or new_identity()
+            except (ConfigError, CheckpointError) as error:
+                decided.problem = error
+        decided = strategy.collectives.broadcast(decided)
+        # an exception that rank 0 alone raised would leave the others waiting in the next collective
+        if decided.problem is not None:
+            raise decided.problem
+        if decided.config_from is not None and request.resume == "auto":
+            raise ConfigError(
+                f"resume=auto takes the config of {decided.config_from} on rank 0, which is not there for rank "
+                f"{strategy.place.rank}. Share the folder of the runs, or give each node a copy of that run's config."
+            )
+        trainer.run_dir, call.watchdog.token = decided.directory, decided.token
+        if request.stage == "fit":
+            trainer.saver.run_id = decided.identity  # unless the checkpoint to resume from has one
+        if trainer.is_global_zero:
+            log.debug("Run directory %s", decided.directory)
+        if decided.source is None:
+            return None, False, None
+        try:
+            saved = trainer.saver.format.read(
+                decided.source,
+                strategy.collectives,
+                weight_names(call.task),
+                strategy.state_dicts.read_in_parts,
+            )
+        except CheckpointError as error:
+            if not decided.is_chosen:
+                raise
+            damaged.append(decided.source)
+            if trainer.is_global_zero:
+                log.warning("The checkpoint %s is passed over, it is not whole. %s", decided.source.name, error)
+            trainer.run_dir = trainer.given_dir
+        else:
+            break
+    if trainer.is_global_zero:
+        log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", decided.source)
+    return decided.source, decided.goes_on, saved
+
+
+def weight_names(task: Task) -> set[str]:
+    """Return the names of a task's weights, past a `state_dict` of its own, which may need what `setup` makes."""
+    return set(nn.Module.state_dict(task))
+
+
+@dataclass
+class Decision:
+    """Rank 0's choice of run directory and checkpoint, which it broadcasts."""
+
+    identity: str = ""
+    directory: Path | None = None
+    source: Path | None = None
+    """The checkpoint to read."""
+    goes_on: bool = False
+    """Whether that is of the run in this directory."""
+    is_chosen: bool = False
+    """Whether an older one will do."""
+    problem: Exception | None = None
+    config_from: Path | None = None
+    """The run whose config rank 0 has taken for `resume=auto`."""
+    token: str = field(default_factory=new_identity)
+    """A word that no other run has."""
+
+
+def decide_directory(
+    trainer: "Trainer", request: Request, damaged: Collection[Path] = ()
+) -> tuple[Path | None, Path | None]:
+    """Return the run directory, made if needed, and the checkpoint to start from, which is none of the `damaged` ones.
+
+    The sizes of its files have been checked; their checksums are when they are read.
+    """
+
+    def check(path: Path) -> bool:
+        return path not in damaged and bool(find.check_sizes(path))
+
+    root, identity = Path(trainer.default_root_dir), ""
+    stored = request.resume if isinstance(request.resume, StoredRun) else None
+    if stored is not None and not stored.by_name:
+        assert stored.directory is not None
+        trainer.saver.hold(stored.directory, request.stage)
+        found, source = stored.to_resume(check, folders_elsewhere(trainer, request.task))
+        identity = identity_of(stored.directory)
+        request.source_is_chosen = True
+        if found is None:
+            trainer.saver.release(stored.directory)
+    else:
+        named, folders = named_checkpoint(trainer, stored.word if stored else request.resume), list[Path]()
+        if named == "auto":
+            folders = folders_elsewhere(trainer, request.task)
+            before = map(identity_of, reversed(places.versions_to_resume(root, trainer.run_name)))
+            identity = next(filter(None, before), "")
+        found, source = places.find(root, trainer.run_name, named, trainer.saver, check, folders)
+        if stored is not None:
+            stored.require(found)
+        request.source_is_chosen = source is not None and source != Path(named or "")
+    if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
+        source = find_weights(trainer, request, check)
+    directory = trainer.run_dir or found
+    last = None if directory == trainer.given_dir else directory
+    if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
+        directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
+    if directory is None:
+        directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
+        # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
+        if directory is not None and request.stage == "fit":
+            places.write_identity(directory, identity or new_identity())
+    if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
+        trainer.saver.hold(directory, request.stage)
+    return directory, source
+
+
+def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) -> Path | None:
+    """Make a directory for an evaluation in that of the run whose checkpoint it takes: RUN/evaluations/STAGE/version_N.
+
+    None where that run is not below `default_root_dir`, where its directory is not writable, and where nothing is to be
+    written.
+    """
+    writes = bool(trainer.loggers) or trainer.checkpoint_callback is not None
+    if stage == "fit" or source is None or not trainer.records_starts or not writes:
+        return None
+    root = Path(trainer.default_root_dir).resolve()
+    above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
+    elsewhere = (one for one in reversed(places.versions(root, trainer.run_name)) if is_same_run(one, source))
+    run = next(above, None) or next(elsewhere, None)
+    try:
+        return None if run is None else places.create(run / EVALUATIONS, stage)
+    except ConfigError as error:
+        log.info("This evaluation has a directory of its own. %s", error)
+        return None
+
+
+def is_same_run(directory: Path | None, source: Path | None) -> bool:
+    """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
+    if directory is None or source is None:
+        return False
+    if directory.resolve() in source.resolve().parents:
+        return True
+    identity = identity_of(directory)
+    return bool(identity) and source.is_dir() and load_manifest(source).run == identity
+
+
+def is_elsewhere(directory: Path | None, source: Path) -> bool:
+    """Return whether a checkpoint is of the run in a run directory, but is in another folder."""
+    return is_same_run(directory, source) and directory not in source.parents
+
+
+def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
+    """Return the folders outside of the run directory with checkpoints from which a run can resume."""
+    task.trainer = trainer  # which configure_callbacks may ask
+    callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
+    found = [one for one in callbacks if one.dirpath and loop_part(one, "is_elsewhere")]
+    return [Path(str(one.dirpath)) for one in found if not one.save_weights_only]
+
+
+def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Path:
+    """Return the checkpoint that an evaluation takes its weights from."""
+    if isinstance(request.weights, StoredRun):
+        request.task.trainer = trainer  # which configure_callbacks may ask
+        callbacks = with_callbacks_of(request.task, trainer.callbacks)
+        return request.weights.weights([one for one in callbacks if isinstance(one, Checkpoint)])
+    path = Path(named_checkpoint(trainer, request.weights) or "")
+    require_local(path, "The checkpoint")
+    if not path.exists():
+        hint = did_you_mean(str(path), ("last", "best", "none")) or " Expected a path, 'last' or 'best'."
+        raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
+    if path.is_file():
+        return path
+    found = find.resolve(path, check)
+    request.source_is_chosen = found != path
+    return found
+
+
+def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path | None:
+    """Turn "last" and "best" into the paths that the Checkpoint callback knows."""
+    if name not in ("last", "best"):
+        return name
+    callback = trainer.checkpoint_callback
+    path = None if callback is None else callback.best_model_path if name == "best" else callback.last_model_path
+    if not path and callback is not None and callback.last_model_path:
+        raise CheckpointError(
+            f"There is no 'best' checkpoint: none was saved with a finite value of {callback.monitor!r}. Say "
+            f"ckpt_path='last', or give a path."
+        )
+    if not path:
+        raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Give a path.")
+    return str(path)

@@ -1,0 +1,97 @@
+"""First phase of set-up: this process joins the others, and learns where the run is and what it starts from."""
+
+import logging
+import os
+from typing import Any
+
+from ...base.messages import mark_output
+from ...callbacks.callback import Callback
+from ..data.loaders import close_loaders, opened_loaders
+from ..data.randomness import seed_generators
+from ..data.sampling import Layout, mix
+from ..hooks import CALLBACK_HOOKS, Hooks, check_names, loop_part
+from ..optimization import kernels
+from ..processes.environment import Place, deterministic_cublas, find_place
+from ..processes.layout_report import check_place, report_layout
+from ..processes.own_group import located
+from ..resume import restore
+from ..run import Call, JoinedCall, Request
+from ..runs import places
+from .directory import find_directory
+from .outputs import record_start
+from .parts import with_callbacks_of
+
+log = logging.getLogger("legato")
+
+
+def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | None]:
+    """Check what can be checked, join the other processes, and find the checkpoint, the run directory and the hooks.
+
+    Also returns the checkpoint's contents; None where there is none to start from.
+    """
+    trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
+    undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
+    undo.enter_context(call.preemption.handle_signals())
+    # From here on a process may wait for others for minutes: signals end it, and the watchdog says what it waits for.
+    membership = strategy.elastic.for_stage(call.stage).membership(trainer)
+    call.watchdog.place = located(find_place(trainer.cluster) or Place())
+    undo.enter_context(call.watchdog)
+    place = membership.connect(call.watchdog.place)
+    # after connecting, so that a mistake is told on every rank, and none waits for the others
+    if not strategy.elastic.changes:
+        check_place(trainer, lambda: strategy.local_processes(trainer.device_list), place)
+    if trainer.deterministic or call.bitwise:
+        undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
+    strategy.join(place, trainer.device_list, trainer.precision)
+    report_layout(strategy.place, strategy.device, strategy.collectives, strategy.meeting)
+    log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
+    if strategy.place.rank > 0:
+        undo.callback(mark_output(strategy.place.rank))
+    threads = trainer.threads or (1 if call.bitwise else None)
+    undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
+    undo.callback(strategy.teardown)
+    # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
+    seed_generators(mix(trainer.seed))
+    undo.callback(trainer.saver.release)
+    source, goes_on, saved = find_directory(call, request)
+    membership.adopt_settings()
+    restore.start_state(trainer, saved if call.stage == "fit" else None)
+    # the user's wish comes back: None again, so that the next run chooses for its own processes
+    undo.callback(setattr, trainer, "replicas", trainer.replicas)
+    trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
+    strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
+    call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
+    ranks, version = strategy.place.world_size, membership.version
+    call.agreement.join(strategy.collectives, ranks, state.global_step, state.elapsed, version)
+    call.agreement.newest = membership.newest
+    # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
+    # that was killed
+    trainer.saver.remember_run_dir(trainer.run_dir)
+    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
+        places.write_identity(trainer.run_dir, trainer.saver.run_id)
+    point = evaluated_point(call, saved)
+    record_start(call, source, point)
+    set_owners(call)
+    parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
+    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on, evaluated_point=point), saved
+
+
+def set_owners(call: Call) -> None:
+    """Give task and data module their trainer, and callbacks the task, whose own ones are added. Raises TaskError."""
+    trainer = call.trainer
+    call.task.trainer = trainer
+    if call.datamodule is not None:
+        call.datamodule.trainer = trainer
+    trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
+    for callback in trainer.callbacks:
+        check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
+        set_task = loop_part(callback, "set_task")
+        set_task(call.task)
+        call.undo.callback(set_task, None)
+
+
+def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
+    """Return step and epoch of the checkpoint that a new trainer evaluates; None where it has its own, or none."""
+    if call.stage == "fit" or saved is None or call.state.global_step:
+        return None
+    return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))

@@ -1,0 +1,144 @@
+"""Second phase of set-up: the placed task with its weights, its optimizers, and the complete run."""
+
+import logging
+from typing import Any
+
+from ...base.errors import ConfigError
+from ...base.torch_private import spare_compiler
+from ..closure import use_closures
+from ..contention import Contention
+from ..drift import DriftGuard
+from ..hooks import count_arguments, loop_part
+from ..metrics.torchmetrics import MetricStates
+from ..optimization import kernels
+from ..optimization.model_checks import require_dense_gradients, require_parameters
+from ..optimization.nonfinite import make_guard
+from ..optimization.optimization import Optimization
+from ..processes.collectives import SINGLE
+from ..resume import contents, convert, fingerprint, restore
+from ..run import Call, JoinedCall, Run
+from ..schedule import Schedule
+from .data import make_loaders, make_transfer, prepare_data
+
+log = logging.getLogger("legato")
+
+
+def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
+    """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
+
+    `saved`: the checkpoint's contents, of which the weights are dropped once they are loaded.
+    """
+    trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
+    prepare_data(call)
+    if call.datamodule is not None:
+        call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
+    for hook in call.hooks.of_callbacks["setup"]:
+        hook(stage)
+    for hook in call.hooks.of_task["setup"]:
+        hook(stage)
+    # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
+    strategy.build_model(task)
+    if trainer.activation_checkpointing and stage == "fit":
+        strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
+    if trainer.sync_batchnorm and stage == "fit":
+        call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
+    strategy.place_task(task)
+    call.metrics.states = make_metric_states(call)
+    other_dtypes: list[fingerprint.SettingChange] = []
+    if saved is not None:
+        show_checkpoint(call, saved)
+        if stage == "fit" and convert.is_lightning(saved):
+            convert.take_over(trainer, saved)
+        other_dtypes = fingerprint.other_dtypes(task, saved)
+        restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
+        del saved["state_dict"]  # before there are optimizers
+    make_loaders(call, (saved.get("fingerprint") or {}).get("samples") if saved and call.goes_on else None)
+    arity = count_arguments(task, "training_step") if stage == "fit" else 1
+    optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
+    # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is
+    # no difference to the one of the config.
+    described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
+    transfer = make_transfer(call)
+    one_order = call.bitwise or call.members_change
+    by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
+    strategy.setup(task, optimization.optimizers, call.layout, one_order and by_replica)
+    numerics = find_numerics(call, optimization) if stage == "fit" else {}
+    if not strategy.compiles_blocks:
+        kernels.compile_in_place(task, trainer.compile)
+    return Run(
+        **vars(call),
+        optimization=optimization,
+        schedule=Schedule(call, optimization),
+        transfer=transfer,
+        by_replica=by_replica,
+        arity=arity,
+        gradient_scale=strategy.reducer.scale,
+        fingerprint=described,
+        other_dtypes=other_dtypes,
+        numerics=numerics,
+        drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
+        contention=Contention(strategy.device, strategy.place.rank),
+    )
+
+
+def make_metric_states(call: Call) -> MetricStates:
+    """Find the metric objects of the task, which hold what they held before the run on the first rank alone."""
+    owned, shares = call.layout.owned(call.strategy.data_ranks.rank), call.metrics.shares
+    states = MetricStates(call.task, owned, by_replica=call.bitwise or shares, shared=shares)
+    if owned.start > 0:  # else it would count once a rank
+        for metric in states.by_path.values():
+            metric.reset()
+    return states
+
+
+def find_numerics(call: JoinedCall, optimization: Optimization) -> dict[str, Any]:
+    """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
+    numerics = contents.numerics_of(call.strategy, optimization.optimizers, call.trainer.compile)
+    if call.bitwise:
+        kernels.require_same_ranks(call.strategy.collectives.gather_objects(numerics))
+    return numerics
+
+
+def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
+    """Call on_load_checkpoint of the task, which may turn the contents into what callbacks know; then theirs.
+
+    Both find the weights that the trainer takes.
+    """
+    saved["state_dict"] = call.trainer.weights_of(saved)
+    for hook in (*call.hooks.of_task["on_load_checkpoint"], *call.hooks.of_callbacks["on_load_checkpoint"]):
+        hook(saved)
+
+
+def make_optimizers(call: JoinedCall) -> Optimization:
+    """Ask the task for its optimizers, and check them against how the run uses them."""
+    task, trainer, strategy = call.task, call.trainer, call.strategy
+    spare_compiler()
+    clips = trainer.gradient_clip_val is not None
+    require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
+    try:
+        optimizers, schedulers = task.make_optimizers()
+    except ValueError:
+        require_parameters(task)
+        raise
+    for callback in trainer.callbacks:
+        loop_part(callback, "extend_optimizers")(task, optimizers)
+    for optimizer in optimizers:
+        kernels.choose_fused(optimizer)
+    # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
+    optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
+    optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
+    optimization.use_guard(make_guard(optimization, call))
+    use_closures(call, optimization)
+    if not task.automatic_optimization:
+        strategy.precision.cast_anew()
+    if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
+        raise ConfigError(
+            f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "
+            f"the optimizers itself; here are {call.state.replicas} replicas on {strategy.data_ranks.size} "
+            f"processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        )
+    if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
+        log.info(
+            "Manual optimization: gradient_clip_val is what clip_gradients(optimizer) clips by, where it is called."
+        )
+    return optimization

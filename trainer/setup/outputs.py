@@ -1,0 +1,119 @@
+"""What the run directory and the loggers learn when a run starts, and how far the run is."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.environment import restart_count, slurm_job
+from ...loggers.logger import Logger
+from ..accelerators import name_of
+from ..hooks import loop_part
+from ..run import Call, Run
+from ..runs import places
+from ..runs import record as run_record
+from ..runs.status import finite_only
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
+
+log = logging.getLogger("legato")
+
+
+def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, int] | None = None) -> None:
+    """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code.
+
+    source: the checkpoint that it goes on from, or evaluates; evaluated: step and epoch of that.
+    """
+    trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
+    if directory is None or not trainer.is_global_zero or not trainer.records_starts:
+        return
+    device, (command, arguments) = strategy.device, trainer.command
+    facts = {
+        "stage": call.stage,
+        "step": call.state.global_step if evaluated is None else evaluated[0],
+        "checkpoint": None if source is None else str(source),
+        "command": command,
+        "arguments": arguments,
+        "strategy": strategy.name,
+        "replicas": call.state.replicas,
+        "processes": strategy.place.world_size,
+        "nodes": strategy.place.nodes,
+        "slurm_job": slurm_job(),
+        "device": name_of(device),
+        "precision": str(trainer.precision),
+        "reproducible": trainer.reproducible,
+    }
+    run_record.write_readme(directory)
+    run_record.add_start(directory, facts, trainer.save_code, trainer.config_text if call.stage == "fit" else None)
+
+
+def open_outputs(run: Run) -> None:
+    """Record a start in a process that becomes rank 0 while the run is under way, and open its loggers."""
+    record_start(run)
+    open_loggers(run)
+
+
+def open_loggers(run: Run) -> None:
+    """Open the loggers and store the config, on rank 0; tell the others' loggers where that is."""
+    trainer, step = run.trainer, run.state.global_step
+    if trainer.run_dir is None:
+        return
+    if not trainer.is_global_zero:
+        for logger in trainer.loggers:
+            loop_part(logger, "follow")(trainer.run_dir)
+        return
+    # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.store_config`
+    if trainer.config_text is not None and not run.goes_on:
+        weights = run.source if run.stage != "fit" else None
+        places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
+    if run.stage == "fit" and trainer.records_starts:
+        run.status.begin(trainer.run_dir, progress(trainer))
+    # also where processes were started again before there was a checkpoint: what they had logged is void
+    in_memory = step > 0 and not trainer.fits_continue  # else what was logged for later steps is void
+    going_on = run.stage == "fit" and (run.source is not None or in_memory or restart_count() > 0)
+    hyperparameters = None
+    if trainer.logs_hyperparameters:
+        hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])
+    if run.stage == "fit" and trainer.records_starts:
+        hyperparameters = {**run_settings(run), **(hyperparameters or {})}
+    for logger in trainer.loggers:
+        loop_part(logger, "open")(trainer.run_dir, step if going_on else None)
+        log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
+        if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
+            logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
+        if hyperparameters is not None:
+            logger.log_hyperparams(hyperparameters)
+        logger.log_graph(run.task)
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that loggers show among the hyperparameters of every run."""
+    trainer, place = run.trainer, run.strategy.place
+    devices = place.world_size if place.world_size > 1 else trainer.num_devices
+    found = {
+        "batch_size": getattr(run.data.loaders.get("train"), "batch_size", None),
+        "seed": run.state.seed,
+        "precision": str(trainer.precision),
+        "devices": f"{devices} {run.strategy.device.type}",
+        "strategy": run.strategy.name,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def progress(trainer: "Trainer") -> dict[str, Any]:
+    """Return the progress of a run, for its record."""
+    state, callback = trainer.state, trainer.checkpoint_callback
+    found: dict[str, Any] = {"step": state.global_step, "elapsed": state.elapsed}
+    found["epoch"] = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
+    found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+    if getattr(callback, "monitor", None) is not None:
+        score = getattr(callback, "best_model_score", None)
+        best = {} if score is None else finite_only({"best": float(score)})
+        path = Path(str(callback.best_model_path)).name
+        found |= {
+            "monitor": callback.monitor,
+            "mode": getattr(callback, "mode", "min"),
+            "best_checkpoint": path,
+            **best,
+        }
+    return {**found, "metrics": finite_only(trainer.logged_metrics)}

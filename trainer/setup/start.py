@@ -1,0 +1,40 @@
+"""The order of set-up, and its last phase: the rest of the checkpoint is restored, and the watch begins."""
+
+from typing import Any
+
+from ..processes import garbage
+from ..resume import convert, restore
+from ..run import Call, Request, Run
+from .join import join
+from .model import make_run
+from .outputs import open_loggers, open_outputs
+
+
+def set_up(call: Call, request: Request) -> Run:
+    """Take a call through its phases to a complete run; `trainer.run` is the newest of them, also for user's hooks."""
+    joined, saved = join(call, request)
+    call.trainer.run = joined
+    run = make_run(joined, saved)
+    call.trainer.run = run
+    start(run, saved)
+    return run
+
+
+def start(run: Run, saved: dict[str, Any] | None) -> None:
+    """Load the rest of the checkpoint into a complete run, open its loggers, and start the watchdog."""
+    trainer = run.trainer
+    if saved is not None and run.stage == "fit":
+        restore.load_rest(trainer, saved, resumes=True)
+    elif saved is not None and trainer.evaluates_with_states:
+        restore.load_saved_states(
+            trainer, convert.find_states(trainer, saved) if convert.is_lightning(saved) else saved
+        )
+    open_loggers(run)
+    run.membership.open_outputs = open_outputs
+    if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
+        collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)
+        run.agreement.collect_garbage = collector.collect
+        run.undo.callback(collector.close)
+    if trainer.hang_timeout is not None:
+        run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
+    run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is no hang
