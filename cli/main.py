@@ -44,7 +44,7 @@ GROUPS = {
     },
     "configs": {
         "config": Command(".run:run_config", "Print the resolved config, with the origin of each value."),
-        "check": Command(".check.check:run_check", "Run a few steps of every stage to find what would fail later."),
+        "check": Command(".check:run_check", "Run a few steps of every stage to find what would fail later."),
         "plan": Command(".plan:run_plan", "Show how a run would be laid out, and what each process would hold."),
         "help": Command(".help:run_help", "Explain a key of a config, or a class that it may name."),
     },

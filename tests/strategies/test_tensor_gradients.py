@@ -6,9 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.base.arguments import TrainerArguments
 from legato.base.errors import ConfigError, TaskError
-from legato.cli.check.check import try_run
 
 WIDTH, HEADS = 16, 4
 CUT = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}
@@ -80,13 +78,6 @@ def test_a_replicated_module_has_the_gradient_of_one_process(trainer, options):
 def test_parts_of_gradients_are_refused_by_name_before_the_first_update(trainer):
     with pytest.raises(TaskError, match=r'blocks.0.head_norm.weight.*differ.*{"blocks.\*.head_norm": "replicated"}'):
         trained(trainer, Heads(CUT), devices=2, **mesh())
-
-
-@pytest.mark.slow
-def test_a_check_names_parts_of_gradients(tmp_path):
-    options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "default_root_dir": tmp_path}
-    (problem,) = try_run(TrainerArguments(**options, **mesh()), Heads(CUT)).problems
-    assert "The gradients of blocks.0.head_norm.weight" in problem
 
 
 @pytest.mark.slow

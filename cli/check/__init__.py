@@ -1,1 +1,0 @@
-"""`legato check`: a short trial of every stage of a run."""

@@ -1,0 +1,179 @@
+"""Recorder: the callback with which `legato check` measures a few steps on every rank."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.torch_private import graph_breaks
+from ..callbacks.callback import Callback
+from ..trainer.processes.layout_report import entry_of
+from ..trainer.strategies.strategy import trainable
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+LEAST_STEPS, MOST_STEPS, SECONDS = 2, 20, 3.0
+"""Training goes on for `LEAST_STEPS`, and then until one of the other limits is reached: the first steps are slow."""
+
+
+@dataclass
+class Record:
+    """Measurements of one rank."""
+
+    rank: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of each step, including its data."""
+    without_gradient: list[list[str]] = field(default_factory=list)
+    """Trainable parameters without a gradient, for each step."""
+    logged: list[str] | None = None
+    """Names of all metrics at the end of an epoch; None if no epoch has ended."""
+    validated: list[str] = field(default_factory=list)
+    """Names of the metrics that validation has logged."""
+    plateaus: list[str] = field(default_factory=list)
+    """Metrics that learning rate schedulers monitor."""
+    graph_breaks: list[str] = field(default_factory=list)
+    """Places where torch.compile had to end its graph, with the reason."""
+    compiled_nothing: bool = False
+    """Whether torch.compile was asked for and has made no graph."""
+    total_steps: int | None = None
+    steps_per_epoch: int | None = None
+    host_bytes: int = 0
+    """Peak memory of the process."""
+    device_bytes: int | None = None
+    """Peak memory of tensors on any of its devices; None on the CPU."""
+    place: tuple[int, int, str, str] = (0, 0, "", "")
+    """Rank, node, host and device."""
+    origin: str = ""
+    """Name of the launcher that started the process."""
+
+
+class Recorder(Callback):
+    """Records the steps of fit, writes them to the run directory after every step, and ends the run.
+
+    Records are files and not gathered, so that they survive the failure of other ranks.
+    """
+
+    late = 2
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.record = Record()
+        self.hooks: dict[str, Any] = {}
+        self.reached: set[str] = set()
+        self.before: dict[str, Any] = {}
+        self.step = -1
+        self.since = self.began = 0.0
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Begin the record of this process."""
+        place = trainer.strategy.place
+        self.record.rank, self.record.place = trainer.global_rank, entry_of(place, trainer.strategy.device)
+        self.record.origin = place.origin
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
+        wanted = set(map(id, trainable(task)))
+        for name, parameter in task.named_parameters():
+            if id(parameter) in wanted:
+                hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.reached.add(name))
+                self.hooks[name] = hook
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start the clock."""
+        self.since = time.monotonic()
+        self.began = self.began or self.since
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Clear the gradients seen at the beginning of a step."""
+        if trainer.global_step != self.step:
+            self.step = trainer.global_step
+            self.reached.clear()
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record a completed step."""
+        if trainer.global_step == self.step:
+            return
+        # kernels are launched ahead of the device: without this a step's time would be that of its launches
+        for device in trainer.strategy.task_devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        now = time.monotonic()
+        self.record.seconds.append(now - self.since)
+        self.record.without_gradient.append([name for name in self.hooks if name not in self.reached])
+        self.since = now
+        self._write(trainer)
+        steps, is_resume = len(self.record.seconds), self.name == "resume"
+        enough = is_resume or steps >= MOST_STEPS or now - self.began >= SECONDS
+        # stop before the end of an epoch, counting the resume's step: epoch-end work is not part of the trial
+        enough = enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch
+        if enough and (is_resume or steps >= LEAST_STEPS):
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Remember the metrics before a validation."""
+        self.before = dict(trainer.agreed_metrics)
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Record what validation has logged, and exclude its time."""
+        metrics = trainer.agreed_metrics.items()
+        logged = {name for name, value in metrics if value is not self.before.get(name)}
+        self.record.validated = sorted(logged.union(self.record.validated))
+        self.since = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Record logged metrics and the length of the whole run."""
+        record = self.record
+        record.logged = sorted(trainer.callback_metrics)
+        record.plateaus = [
+            str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict
+        ]
+        record.total_steps = _finite(trainer.estimated_stepping_batches)
+        record.steps_per_epoch = _finite(trainer.steps_per_epoch)
+        self._write(trainer)
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Remove the gradient hooks, and record the peak memory."""
+        for handle in self.hooks.values():
+            handle.remove()
+        self.hooks = {}
+        if self.name == "fit":
+            self._write(trainer)
+
+    def _write(self, trainer: "Trainer") -> None:
+        if self.name != "fit" or trainer.run_dir is None:
+            return
+        record = self.record
+        record.host_bytes = peak_memory()
+        record.graph_breaks = graph_breaks() if trainer.compile else []
+        record.compiled_nothing = trainer.current_run.compiled_nothing
+        peaks = [torch.cuda.max_memory_allocated(one) for one in trainer.strategy.task_devices if one.type == "cuda"]
+        record.device_bytes = max(peaks, default=None)
+        path = trainer.run_dir / f"check-{record.rank}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(record)))
+        # complete or not there: the reader may look after this rank was killed
+        partial.replace(path)
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Return the records of all ranks in fit, by rank."""
+    records = (Record(**json.loads(path.read_text())) for path in folder.glob("check-*.json"))
+    return sorted(records, key=lambda record: record.rank)
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes."""
+    import resource
+
+    # ru_maxrss counts bytes on macOS and KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _finite(count: int | float) -> int | None:
+    return None if count == float("inf") else int(count)
