@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from .callback import Callback
 
 if TYPE_CHECKING:
+    import torch
+
     from ..base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
@@ -32,14 +34,18 @@ class ThroughputMonitor(Callback):
         """Seconds of waiting since the last logging step; the end of the newest batch, 0.0 if the next wait is not
         measured."""
         self._told = False
+        self._device: torch.device | None = None
+        """The device, if its work runs behind the program."""
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock."""
+        device = trainer.strategy.device
+        self._device = None if device.type in ("cpu", "mps") else device  # which have no streams
         self._restart(trainer, time.perf_counter())
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Measure how long the batch was waited for."""
-        if self._ended and not self._told and _is_idle(trainer.strategy.device):
+        if self._ended and (self._device is None or self._is_idle()):
             self._waited += time.perf_counter() - self._ended
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -82,15 +88,12 @@ class ThroughputMonitor(Callback):
         self._since += time.perf_counter() - self._validation_began
         self._ended = 0.0
 
+    def _is_idle(self) -> bool:
+        """Return whether the device has nothing left to do: the program may wait for a batch while it is busy."""
+        import torch
+
+        return bool(torch.accelerator.current_stream(self._device).query())
+
     def _restart(self, trainer: "Trainer", now: float) -> None:
         self._since, self._samples, self._step = now, trainer.state.samples_seen, trainer.global_step
         self._waited = self._ended = 0.0
-
-
-def _is_idle(device: Any) -> bool:
-    """Return whether a device has nothing left to do: the program may wait for a batch while it is busy."""
-    if device.type in ("cpu", "mps"):  # which have no streams
-        return True
-    import torch
-
-    return bool(torch.accelerator.current_stream(device).query())

@@ -1,5 +1,6 @@
 """Accelerators: what a run asks of a device of any kind. Only this module names kinds."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,23 +71,29 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+@cache  # a build of torch has one accelerator at most: to ask in each step costs 3 us
+def device_module() -> Any:
+    """Return the module of this process's accelerator, such as torch.cuda, or None."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else torch.get_device_module(accelerator)
+
+
 def _module_in_use() -> Any:
-    """Return the module of this process's accelerator, such as torch.cuda; None where nothing has used it so far.
+    """Return the module of this process's accelerator; None where nothing has used it so far.
 
     Asking a device for its generators would start it, also in loader workers, where it cannot be after a fork.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    module = device_module()
+    if module is None:
         return None
-    module = torch.get_device_module(accelerator)
     # torch.mps cannot tell
     return module if getattr(module, "is_initialized", torch.accelerator.is_available)() else None
 
 
 def seed_devices(key: int) -> None:
     """Seed the generators of all devices in use."""
-    # asked here too: twice a step, on a machine without one, a call less
-    module = None if torch.accelerator.current_accelerator() is None else _module_in_use()
+    # called in each step: without an accelerator it ends here
+    module = None if device_module() is None else _module_in_use()
     if module is not None:
         (module.manual_seed if module is torch.mps else module.manual_seed_all)(key)
 

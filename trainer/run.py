@@ -375,6 +375,9 @@ class Run(JoinedCall):
     """Moves a batch to its device; None: it is there."""
     by_replica: bool
     """Whether the strategy must know where one replica's batches end and the next one's begin."""
+    keys_hooks: bool
+    """Whether hooks after a step are keyed. A single process needs no key: a step of one replica leaves its generators
+    at a state that is a function of the step."""
     arity: int
     """Number of arguments that training_step takes of (batch, batch_idx)."""
     gradient_scale: float
@@ -447,13 +450,13 @@ class Run(JoinedCall):
         hooks = self.hooks
         if hooks["on_step_end"]:
             self.metrics.leave_batches(step.samples)
-            if self.keyed:
+            if self.keys_hooks:
                 self.seed_hooks("on_step_end")
             hooks.call("on_step_end")
         self.optimization.updating = False
         if not hooks["on_train_batch_end"]:
             return
-        if self.keyed and "on_train_batch_end" in hooks.may_draw:
+        if self.keys_hooks and "on_train_batch_end" in hooks.may_draw:
             self.seed_hooks("on_train_batch_end")
         if step.batches:
             item = step.batches[-1]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
 from legato.base.errors import ConfigError
+from legato.trainer import accelerators
 from legato.trainer.data.randomness import KeyedDataset, mix, seed_everything, seed_generators
 from legato.trainer.data.sampling import Deal, DealtBatches, KeyedIndices, epoch_key, permutation
 
@@ -126,7 +127,7 @@ def test_numpy_and_torch_do_not_share_a_stream() -> None:
 def test_a_key_seeds_apples_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are some: their generator is not torch's default one."""
     keys: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(accelerators, "device_module", lambda: torch.mps)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "manual_seed", keys.append)
     seed_generators(mix(1, 2))
