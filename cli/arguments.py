@@ -65,8 +65,8 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2")
         add("config", metavar="CONFIG", nargs="*", default=[], help="config and overrides of the model (the run's own)")
     elif name == "convert":
-        add("source", metavar="SOURCE", help=f"x.ckpt, a checkpoint, or the newest one of {A_RUN}")
-        add("target", metavar="TARGET", help="the file of Lightning's to write, x.ckpt; or the checkpoint")
+        add("source", metavar="SOURCE", help=f"a checkpoint, or the newest one of {A_RUN}")
+        add("target", metavar="TARGET", help="the file of Lightning's to write: x.ckpt")
     elif name == "completion":
         add("shell", metavar="SHELL", choices=["bash", "zsh", "tcsh"], help="bash, zsh or tcsh")
     elif name == "help":

@@ -11,7 +11,7 @@ from ..trainer.checkpoints import find, reading, storage
 from ..trainer.checkpoints.codec import KNOWN_EVERYWHERE
 from ..trainer.checkpoints.hashed import HashedFile
 from ..trainer.checkpoints.tensors import write_tensors
-from ..trainer.resume.convert import averaged_weights
+from ..trainer.resume.rebuild import averaged_weights
 from ..trainer.runs.directory import find_run
 
 MODELS = " The whole model is written to x.onnx or x.pt2."

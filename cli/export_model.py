@@ -13,7 +13,7 @@ from ..base.errors import CheckpointError, ConfigError, TaskError
 from ..base.run_names import CONFIG
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, reading
-from ..trainer.resume.convert import averaged_weights
+from ..trainer.resume.rebuild import averaged_weights
 from .config.build import build_config
 from .config.check import load_config
 

@@ -57,7 +57,7 @@ GROUPS = {
         "samples": Command(".samples:run_samples", "Tell which samples a step had, or when a sample was seen."),
         "replay": Command(".replay:run_replay", "Compute steps of a run again, and verify them."),
         "export": Command(".export:run_export", "Write a checkpoint's weights or model to one file."),
-        "convert": Command(".convert:run_convert", "Write a checkpoint as Lightning's file, or the reverse."),
+        "convert": Command("..compat.lightning.convert:run_convert", "Write a checkpoint as Lightning's file."),
     },
     "other": {
         "lightning": Command("..compat.lightning.script:run_lightning", "Run a script written for PyTorch Lightning."),

@@ -35,7 +35,7 @@ class DataModule(DataHooks, Hyperparameters):
 
         Raises CheckpointError if some are missing.
         """
-        from ..trainer.resume.restore import rebuild_data_module
+        from ..trainer.resume.rebuild import rebuild_data_module
 
         return rebuild_data_module(cls, Path(checkpoint_path), hparams_file, kwargs)
 

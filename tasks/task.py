@@ -15,7 +15,7 @@ from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from ..base.contracts import Callback, Logger, Trainer
-    from ..trainer.resume.restore import Location
+    from ..trainer.resume.rebuild import Location
 
 TaskType = TypeVar("TaskType", bound="Task")
 Value = TypeVar("Value")
@@ -392,7 +392,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Raises CheckpointError for a broken checkpoint or one of another model, naming the parameters that differ.
         """
-        from ..trainer.resume.restore import rebuild_task
+        from ..trainer.resume.rebuild import rebuild_task
 
         return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
 

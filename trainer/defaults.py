@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from ..tasks.hyperparameters import Hyperparameters
 from . import strategies
 from .optimization.optimizers import ManualOptimizer
-from .resume.convert import averaged_weights
 from .resume.left_out import logged_hyperparameters
+from .resume.rebuild import averaged_weights
 from .runs import places
 from .state import State
 from .view import TrainerView

@@ -24,28 +24,20 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...trainer.checkpoints.commit import Owner
-from ...trainer.checkpoints.foreign import LIGHTNING, plain_names, read_contents
+from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
 from ...trainer.processes.collectives import Collectives
 from ...trainer.resume.checkpoint_format import DirectoryFormat
-from ...trainer.resume.convert import (
-    AVERAGING,
-    FORMAT_VERSION,
-    SCALER,
-    TRAINED,
-    averaged_weights,
-    averaging_state,
-    loops_of,
-)
-from ...trainer.resume.left_out import BUILT, LEFT_OUT, OMEGACONF, is_omegaconf, plain_containers
+from ...trainer.resume.left_out import BUILT, LEFT_OUT, plain_containers
+from ...trainer.resume.rebuild import averaged_weights, averaging_state
+from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAINED, contents_of, loops_of
 
 log = logging.getLogger("legato")
 
 KEY = "legato"
 OF_LEGATO = {
     *("state", "run_id", "numerics", "fingerprint", "metrics", "callback_metrics", "data", "versions", "config"),
-    "datamodule_name",
 }
 """Keys of a checkpoint's contents that lie under KEY; all others are Lightning's, or the program's."""
 written: set[str] = set()
@@ -95,13 +87,18 @@ def _take_code(saved: dict[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 # --- between the contents of a run's checkpoint and those of a file ---------------------------------------------------
-def to_file(contents: Mapping[str, Any]) -> dict[str, Any]:
+def is_omegaconf(value: Any) -> bool:
+    """Return whether a value is a config of OmegaConf's."""
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, Any]:
     """Return the contents of a checkpoint as Lightning's file has them, with Legato's part under KEY."""
     of_legato = {key: contents[key] for key in OF_LEGATO if key in contents}
     saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
     for prefix in ("", "datamodule_"):
-        for key in (LEFT_OUT, BUILT, OMEGACONF):
+        for key in (LEFT_OUT, BUILT):
             saved.pop(prefix + key, None)
         if not saved.get(f"{prefix}hyper_parameters"):
             saved.pop(f"{prefix}hyper_parameters", None)
@@ -109,7 +106,7 @@ def to_file(contents: Mapping[str, Any]) -> dict[str, Any]:
             saved.setdefault(f"{prefix}hparams_name", "kwargs")
     saved |= {LIGHTNING: FORMAT_VERSION, "loops": loops_of(contents) if "state" in contents else {}}
     saved |= {SCALER: scale} if scale else {}
-    saved |= {of_legato["datamodule_name"]: data} if data and of_legato.get("datamodule_name") else {}
+    saved |= {type(data_module).__qualname__: data} if data and data_module is not None else {}
     averaging = averaging_state(contents)
     if averaging is not None:
         saved[TRAINED], saved[AVERAGING] = contents["state_dict"], {"n_averaged": torch.tensor(averaging["updates"])}
@@ -117,16 +114,19 @@ def to_file(contents: Mapping[str, Any]) -> dict[str, Any]:
     return {**saved, KEY: of_legato}
 
 
-def from_file(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of a run's checkpoint from those of a file; as they are where Legato has not written it."""
-    if KEY not in saved:
-        return _with_averages(saved)
-    contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
-    if "state" in contents:
-        contents["state_dict"] = saved.get(TRAINED, saved["state_dict"])
-        contents["precision"] = saved.get(SCALER, {})
-        contents["datamodule"] = saved.get(contents.get("datamodule_name") or "", {})
-    return contents
+def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of a run's checkpoint from those of a file of Legato's or Lightning's, for a run."""
+    if KEY in saved:
+        contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
+        if "state" in contents:
+            contents["state_dict"] = saved.get(TRAINED, saved["state_dict"])
+            contents["precision"] = saved.get(SCALER, {})
+    elif LIGHTNING in saved:
+        contents = contents_of(trainer, path, _with_averages(saved))
+    else:
+        return dict(saved)
+    data_module = trainer.current_run.datamodule
+    return {**contents, "datamodule": saved.get(type(data_module).__qualname__, {}) if data_module is not None else {}}
 
 
 def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,7 +274,8 @@ class LightningFile:
         if ranks.rank == 0:
             owners = {"": run.task, "datamodule_": run.datamodule}
             try:
-                write(path, to_file({**with_hyperparameters(contents, owners), "run_id": owner.run}))
+                contents = {**with_hyperparameters(contents, owners), "run_id": owner.run}
+                write(path, to_file(contents, run.datamodule))
             except CheckpointError as error:
                 problem = error
         problem = ranks.broadcast(problem)
@@ -293,7 +294,7 @@ class LightningFile:
             saved = None
         if not isinstance(saved, dict) or "state_dict" not in saved:
             return read_contents(path, names)
-        contents = from_file(saved)
+        contents = from_file(self.trainer, path, saved)
         contents["state_dict"] = plain_names(path, contents["state_dict"], names)
         return contents
 

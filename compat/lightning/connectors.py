@@ -107,7 +107,7 @@ class CheckpointConnector(Connector):
         run = self.trainer.current_run
         saved = contents(self.trainer, bool(weights_only))
         saved = with_hyperparameters(saved, {"": run.task, "datamodule_": run.datamodule})
-        return to_file(in_one_piece(saved, self.trainer.strategy.state_dicts.writers))
+        return to_file(in_one_piece(saved, self.trainer.strategy.state_dicts.writers), run.datamodule)
 
 
 class LoggerConnector(Connector):

@@ -21,9 +21,8 @@ from ...tasks.data_module import DataModule
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ...trainer.data.transfer import map_tensors
-from ...trainer.resume.left_out import is_omegaconf
-from ...trainer.resume.restore import rebuild_data_module, rebuild_task
-from .checkpoint import read
+from ...trainer.resume.rebuild import rebuild_data_module, rebuild_task
+from .checkpoint import is_omegaconf, read
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .optimizers import make_optimizers
@@ -476,9 +475,20 @@ class LightningModule(InitialHyperparameters, Task):
         if not hasattr(checkpoint_path, "read"):
             require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
-        if is_omegaconf(saved.get("hyper_parameters")):
-            saved["hyper_parameters_omegaconf"] = [""]
+        kwargs = with_config(cls, saved, kwargs)
         return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
+
+
+def with_config(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the config of OmegaConf that was all of the hyperparameters, changed by `given`."""
+    config: Any = saved.get("hyper_parameters")
+    known = inspect.signature(kind).parameters
+    name = str(saved.get("hparams_name"))
+    if not is_omegaconf(config) or name not in known:
+        return dict(given)
+    changes = {key: value for key, value in given.items() if key not in known}
+    arguments = {key: value for key, value in given.items() if key in known}
+    return {name: type(config)({**config, **changes}), **arguments}
 
 
 @contextmanager
@@ -550,7 +560,9 @@ class LightningDataModule(InitialHyperparameters, DataModule):
     ) -> DataSelf:
         """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them."""
         require_checkpoint(checkpoint_path)
-        return rebuild_data_module(cls, read(checkpoint_path, "cpu", weights_only), hparams_file, kwargs)
+        saved = read(checkpoint_path, "cpu", weights_only)
+        contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # where Lightning has its state
+        return rebuild_data_module(cls, contents, hparams_file, with_config(cls, contents, kwargs))
 
 
 def _sizes(make_loaders: Any) -> str:

@@ -19,15 +19,14 @@ from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
-from ...trainer.resume.convert import FORMAT_VERSION, averaged_weights
 from ...trainer.resume.left_out import plain_containers
+from ...trainer.resume.rebuild import averaged_weights
 from ...trainer.resume.saver import Saver
 from ...trainer.run import Call
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
@@ -47,6 +46,7 @@ from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector,
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
 from .launch import is_started, note_failure, shared_seed, start_ranks, starts_script
+from .lightning_files import FORMAT_VERSION, LIGHTNING
 from .loggers import (
     CSVLogger,
     DummyLogger,

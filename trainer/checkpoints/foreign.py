@@ -14,8 +14,6 @@ from .tensors import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
 """Keys under which other programs keep the weights in a larger file; Lightning uses the first."""
-LIGHTNING = "pytorch-lightning_version"
-"""Key that only Lightning's files have."""
 DDP_PREFIX, COMPILE_PART = "module.", "_orig_mod."
 _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be anything
 
@@ -31,13 +29,13 @@ def read_foreign(path: Path, names: Collection[str] = ()) -> dict[str, Tensor]:
 
 
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read such a file as the contents of a checkpoint: the weights, and the rest of a Lightning `.ckpt`."""
+    """Read such a file as the contents of a checkpoint: the weights and, beside a `state_dict`, the rest."""
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
         return {"state_dict": plain_names(path, read_tensors(path), names)}
     loaded = _load_pickle(path)
-    others = loaded if isinstance(loaded, Mapping) and LIGHTNING in loaded else {}
+    others = loaded if isinstance(loaded, Mapping) and NESTS[0] in loaded else {}
     return {**others, "state_dict": plain_names(path, _state_dict(path, loaded), names)}
 
 

@@ -14,9 +14,7 @@ from ..runs import places
 from .left_out import (
     BUILT,
     LEFT_OUT,
-    OMEGACONF,
     built_hyperparameters,
-    is_omegaconf,
     split_hyperparameters,
 )
 
@@ -60,7 +58,6 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "data": run.data.training.state_dict() if run.data.training is not None else {},
             "callbacks": callback_states(trainer),
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
-            "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
     # last: a hook may look at all of it, and replace some
     run.hooks.call("on_save_checkpoint", found)
@@ -108,8 +105,6 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     values, left = split_hyperparameters(owner)
     found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
     found[BUILT] = [name for name in built_hyperparameters(owner) if name in values]
-    whole = is_omegaconf(owner.hparams)
-    found[OMEGACONF] = [""] if whole else [name for name in values if is_omegaconf(owner.hparams[name])]
     if left:
         found[LEFT_OUT] = left
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}

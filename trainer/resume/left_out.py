@@ -17,8 +17,6 @@ LEFT_OUT = "hyper_parameters_left_out"
 """Key of the names of hyperparameters that a checkpoint does not hold."""
 BUILT = "hyper_parameters_built"
 """Key of the names of hyperparameters of which a checkpoint holds the config that they were built from."""
-OMEGACONF = "hyper_parameters_omegaconf"
-"""Key of the names of hyperparameters that were containers of OmegaConf's, which a checkpoint holds as plain ones."""
 
 
 def can_be_stored(value: Any) -> bool:
@@ -47,22 +45,6 @@ def built_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
     """Return the configs of those hyperparameters that a config built, by name."""
     recorded = owner.__dict__.get("_hparams_configs", {})
     return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
-
-
-def is_omegaconf(value: Any) -> bool:
-    """Return whether a value is a config of OmegaConf's."""
-    return type(value).__module__.startswith("omegaconf.")
-
-
-def as_omegaconf(values: dict[str, Any], names: Sequence[str]) -> Any:
-    """Return hyperparameters with those named as configs of OmegaConf's; the name "" makes them one config."""
-    if not names:
-        return values
-    from omegaconf import OmegaConf
-
-    if "" in names:
-        return OmegaConf.create(values)
-    return values | {name: OmegaConf.create(values[name]) for name in names if name in values}
 
 
 def plain_containers(value: Any) -> Any:

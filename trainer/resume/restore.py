@@ -1,29 +1,22 @@
 """Restore of a run from a checkpoint: schedulers, loop state, weights, optimizers, and the rest."""
 
-import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
-from ...base.targets import rebuild_targets
 from ...base.torch_private import mark_stepped, schedulers_within
-from ...tasks.hyperparameters import AttributeDict, Hyperparameters
-from ..checkpoints import foreign, reading
 from ..optimization import kernels
 from ..state import State
-from . import convert, fingerprint
+from . import fingerprint
 from .fingerprint import Changes, SettingChange
-from .left_out import BUILT, LEFT_OUT, OMEGACONF, as_omegaconf, require_hyperparameters
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
-    from ...tasks.data_module import DataModule
     from ...tasks.task import Task
     from ..strategies.state_dicts import StateDicts
 
@@ -145,12 +138,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """
     state = trainer.state
     asked = trainer.replicas
-    if saved is not None and convert.is_lightning(saved):
-        automatic = trainer.current_run.task.automatic_optimization
-        for name, value in convert.progress_of(saved, automatic, trainer.accumulate_grad_batches).items():
-            setattr(state, name, value)
-        begin_state(trainer)
-    elif saved is not None and "state" in saved:
+    if saved is not None and "state" in saved:
         restored = State.from_dict(saved["state"])
         if asked is not None and asked != restored.replicas:
             raise ConfigError(
@@ -380,10 +368,12 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     `resumes`: the run resumes from it; else another process of an elastic run sent it.
     """
     run, strategy = trainer.current_run, trainer.strategy
-    if "optimizer_states" not in saved:
+    if "state" not in saved:
+        is_file = run.source is not None and run.source.is_file()
+        hint = " A run of Lightning's goes on from its file by `legato lightning SCRIPT`." if is_file else ""
         raise CheckpointError(
-            "The checkpoint holds weights only (save_weights_only), so a run cannot go on from it. Begin a new run "
-            "from them: load_from_checkpoint."
+            f"The checkpoint holds weights only (save_weights_only), so a run cannot go on from it. Begin a new run "
+            f"from them: load_from_checkpoint.{hint}"
         )
     for what, own, states in (
         ("optimizers", run.optimization.optimizers, saved["optimizer_states"]),
@@ -422,108 +412,3 @@ def load_saved_states(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
-
-
-Built = TypeVar("Built", bound=Hyperparameters)
-TaskType = TypeVar("TaskType", bound="Task")
-DataModuleType = TypeVar("DataModuleType", bound="DataModule")
-Location = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Device of the weights. Callables, which torch.load would call for each storage, are ignored: the host has all."""
-
-
-def rebuild_task(
-    kind: type[TaskType],
-    source: Path | Mapping[str, Any],
-    map_location: Location,
-    hparams_file: str | Path | None,
-    strict: bool | None,
-    replaced: Mapping[str, Any],
-) -> TaskType:
-    """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`.
-
-    source: the checkpoint, or its contents.
-    """
-    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
-    task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
-    task.configure_model()
-    if isinstance(source, Path) and source.is_file():
-        saved["state_dict"] = foreign.read_foreign(source, task.state_dict().keys())
-    else:
-        saved["state_dict"] = convert.averaged_weights(saved)
-    task.on_load_checkpoint(saved)
-    load_task_weights(task, saved, task.strict_loading if strict is None else strict)
-    return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
-
-
-def rebuild_data_module(
-    kind: type[DataModuleType],
-    source: Path | Mapping[str, Any],
-    hparams_file: str | Path | None,
-    replaced: Mapping[str, Any],
-) -> DataModuleType:
-    """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
-    made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
-    state = saved.get("datamodule") or saved.get(kind.__qualname__)  # the latter in a file of Lightning's
-    if state:
-        made.load_state_dict(state)
-    return made
-
-
-def _build_from_checkpoint(
-    kind: type[Built],
-    saved: Mapping[str, Any],
-    prefix: str,
-    hparams_file: str | Path | None,
-    replaced: Mapping[str, Any],
-) -> Built:
-    """Call `kind` with hyperparameters: the checkpoint's, updated with the file's, and with `replaced`.
-
-    Raises CheckpointError if an argument is missing.
-    """
-    known = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
-    for name in saved.get(prefix + BUILT) or ():
-        if name not in replaced and name in values:
-            values[name] = rebuild_targets(values[name], kind, name)
-    configs = saved.get(prefix + OMEGACONF) or ()
-    values = as_omegaconf(values, [name for name in configs if name])
-    require_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or (), replaced)
-    made: Built | None = kind.from_hyperparameters({**values, **replaced})
-    if made is not None:
-        return made
-    together: str | None = saved.get(f"{prefix}hparams_name")
-    if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
-        values |= {name: value for name, value in replaced.items() if name not in known}
-        replaced = {name: value for name, value in replaced.items() if name in known}
-        arguments: dict[str, Any] = {together: as_omegaconf(values, [name for name in configs if not name])}
-    else:
-        arguments = {name: value for name, value in values.items() if takes_any or name in known}
-    try:
-        return kind(**{name: _as_attributes(value) for name, value in arguments.items()} | dict(replaced))
-    except TypeError as error:
-        raise CheckpointError(
-            f"{kind.__name__} cannot be built from the checkpoint's hyperparameters {sorted(values)}: {error}. "
-            f"Call save_hyperparameters() in __init__, or hand over what is missing as keyword arguments."
-        ) from error
-
-
-def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    from omegaconf import OmegaConf
-
-    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a mapping of hyperparameters.")
-    return {str(name): value for name, value in loaded.items()}
-
-
-def _as_attributes(value: Any) -> Any:
-    """Convert nested mappings to dicts whose keys can also be read as attributes, as some originals' could."""
-    if isinstance(value, dict):
-        return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(_as_attributes(item) for item in value)
-    return value

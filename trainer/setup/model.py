@@ -15,7 +15,7 @@ from ..optimization.model_checks import require_dense_gradients, require_paramet
 from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization
 from ..processes.collectives import SINGLE
-from ..resume import contents, convert, fingerprint, restore
+from ..resume import contents, fingerprint, restore
 from ..run import Call, JoinedCall, Run
 from ..schedule import Schedule
 from .data import make_loaders, make_transfer, prepare_data
@@ -47,8 +47,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         show_checkpoint(call, saved)
-        if stage == "fit" and convert.is_lightning(saved):
-            convert.take_over(trainer, saved)
         other_dtypes = fingerprint.other_dtypes(task, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers

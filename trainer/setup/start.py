@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..processes import garbage
-from ..resume import convert, restore
+from ..resume import restore
 from ..run import Call, Request, Run
 from .join import join
 from .model import make_run
@@ -26,9 +26,7 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
     elif saved is not None and trainer.evaluates_with_states:
-        restore.load_saved_states(
-            trainer, convert.find_states(trainer, saved) if convert.is_lightning(saved) else saved
-        )
+        restore.load_saved_states(trainer, saved)
     open_loggers(run)
     run.membership.open_outputs = open_outputs
     if run.stage == "fit" and trainer.garbage_collection_seconds is not None:

@@ -222,6 +222,11 @@ class Interval(LightningEnum):
 class Timer(timer.Timer, Callback):
     """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
 
+    @property
+    def state_key(self) -> str:
+        """The class's name, as in Lightning."""
+        return type(self).__qualname__
+
     # --- private in Lightning, and read, set and overridden by programs ---------------------------------------------
     _duration, _verbose = alias("duration"), alias("verbose")
     _interval = property(lambda timer: Interval(timer.interval))

@@ -1,0 +1,40 @@
+"""`legato convert`: writes a checkpoint as a file that Lightning goes on from."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from ...base.errors import CheckpointError
+from ...cli.export import path_of
+from ...trainer.checkpoints import find, reading, storage
+from .checkpoint import to_file, write
+from .lightning_files import setting
+
+SUFFIX = ".ckpt"
+
+
+def run_convert(arguments: Namespace) -> None:
+    """Run `legato convert`."""
+    source, target = path_of(arguments.source), Path(arguments.target)
+    if source.is_file():
+        raise CheckpointError(
+            f"{source} is a file. `legato lightning SCRIPT` goes on from one of Lightning's, and load_from_checkpoint "
+            f"reads its weights."
+        )
+    epoch, step = convert_checkpoint(source, target)
+    print(f"epoch {epoch}, step {step}  {target}")
+
+
+def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
+    """Write the checkpoint at `source`, or the newest complete one in it, as Lightning's file; return epoch and step.
+
+    Raises CheckpointError if there is no checkpoint, and if `target` exists or has another suffix.
+    """
+    storage.require_new(target)
+    if target.suffix != SUFFIX:
+        raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
+    contents = reading.read_checkpoint(find.resolve(source))
+    state = contents.get("state")
+    if state is not None and not setting(contents, "training", "automatic_optimization", default=True):
+        contents["global_step"] = state["optimizer_steps"]  # as Lightning counts in manual optimization
+    write(target, to_file(contents))
+    return int(contents["epoch"]), int(contents["global_step"])
