@@ -1,10 +1,10 @@
-"""Compares two versions of the code bit for bit: ten configs are trained, with a digest of each result.
+"""Compares two versions of the code bit for bit: configs are trained, with a digest of each result.
 
     python -m benchmarks.same_results before.json --keep FOLDER      train, write the digests, keep the checkpoints
     python -m benchmarks.same_results after.json --against before.json --take FOLDER
                                                                      the same in another version; prints differences
 
-A digest covers the final weights, the optimizer's state, every logged value and the names of checkpoints. With `--take`
+Digests cover the final weights, the optimizer's state, each logged series and the names of checkpoints. With `--take`
 each run is also resumed from the other version's checkpoint of its middle. The exit code is the number of configs that
 differ. Only public names are used, so that one file runs in both versions.
 """
@@ -115,6 +115,16 @@ class Manual(Blocks):
         return torch.optim.SGD(half, lr=0.05, momentum=0.9), torch.optim.Adam(self.last.parameters(), lr=1e-2)
 
 
+class LineSearch(Blocks):
+    """A task whose optimizer evaluates the loss several times a step."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
 class Stream(IterableDataset[Any]):
     """An iterable dataset without length."""
 
@@ -158,6 +168,14 @@ CONFIGS: dict[str, tuple[Callable[[], lg.Task], Callable[[], Any], dict[str, Any
         loader,
         {"strategy": lg.strategies.DDPStrategy(elastic=True), "devices": 2, "precision": "bf16-mixed"},
     ),
+    "ddp, bitwise, 3 processes": (
+        BatchNorm,
+        loader,
+        {"strategy": "ddp", "devices": 3, "reproducible": "bitwise"},
+    ),
+    "LBFGS": (LineSearch, loader, {"strategy": "single", "accumulate_grad_batches": 2}),
+    # the checkpoint of step 6 is saved before the validation of that step
+    "resumed within a validation": (Blocks, loader, {"strategy": "ddp", "devices": 2, "val_check_interval": STEPS}),
 }
 
 
@@ -223,7 +241,10 @@ def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:
     saved = sorted((run_dir / "checkpoints").glob("step-*"))
     found = {"weights": digest(task.state_dict()), "checkpoint": digest(tensors_of(saved[-1]))}
     if resume is None:
-        found |= {"logged": digest(logged_values(run_dir)), "names": digest([path.name for path in saved])}
+        points = logged_values(run_dir)
+        for series in sorted({series for point in points for series in point} - {"step"}):
+            found[f"logged {series}"] = digest([(point["step"], point[series]) for point in points if series in point])
+        found["names"] = digest([path.name for path in saved])
     return found
 
 
@@ -255,7 +276,10 @@ def main() -> int:
     if options.against is None:
         return 0
     before = json.loads(options.against.read_text())
-    odd = {name: [key for key in found[name] if before[name].get(key) != found[name][key]] for name in found}
+    odd = {
+        name: [key for key in before[name] | found[name] if before[name].get(key) != found[name].get(key)]
+        for name in found
+    }
     odd = {name: keys for name, keys in odd.items() if keys}
     print(
         f"{len(found) - len(odd)} of {len(found)} configs are the same to the bit"
