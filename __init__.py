@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .trainer import strategies as strategies
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
-    from .trainer.processes.environment import rank_zero_only as rank_zero_only
+    from .trainer.processes.place import rank_zero_only as rank_zero_only
     from .trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
     from .trainer.trainer import Trainer as Trainer
 
@@ -54,7 +54,7 @@ _HOMES = {
     "DataModule": ".tasks.data_module",
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
-    "rank_zero_only": ".trainer.processes.environment",
+    "rank_zero_only": ".trainer.processes.place",
     "replay": ".lab.replay",
     "seed_everything": ".trainer.data.randomness",
 }

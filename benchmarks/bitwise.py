@@ -29,7 +29,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT
 from legato.trainer.data.sampling import Layout
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 from legato.trainer.strategies.bitwise import tree
 from legato.trainer.strategies.bitwise.tree import GradientTree
 
@@ -174,15 +176,15 @@ def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> No
 
 def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) -> dict[str, dict[str, Times]]:
     """Run the contestants in turn, in every process."""
-    place = environment.find_place()
+    place = find_place()
     assert place is not None
-    environment.join_process_group(place, "gloo", timedelta(minutes=5))
+    join_process_group(place, "gloo", timedelta(minutes=5))
     found: dict[str, dict[str, Times]] = {name: {one: [] for one in CONTESTANTS} for name in workloads}
     for _ in range(rounds):
         for name in workloads:
             for contestant in CONTESTANTS:
                 found[name][contestant] += train(contestant, *WORKLOADS[name], steps, strategy)
-    environment.leave_process_group()
+    leave_process_group()
     return found
 
 
@@ -191,9 +193,9 @@ def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) ->
 
 def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
     """Return the bytes sent between processes per step, on average, for each layout."""
-    place = environment.find_place()
+    place = find_place()
     assert place is not None
-    environment.join_process_group(place, "gloo", timedelta(minutes=1))
+    join_process_group(place, "gloo", timedelta(minutes=1))
     found = {}
     for replicas, width in LAYOUTS:
         if width == processes:
@@ -208,7 +210,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
             total = torch.tensor(float(sum(sent)))
             dist.all_reduce(total)
             found[replicas, processes] = total.item() / processes
-    environment.leave_process_group()
+    leave_process_group()
     return found
 
 
@@ -256,7 +258,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero1", "fsdp", "ddp_model_parallel"])
     options = parser.parse_args()
     work = partial(compare, options.rounds, options.steps, options.workloads, options.strategy)
-    for line in lines_of(environment.run_workers(work, PROCESSES, threads=1)):
+    for line in lines_of(run_workers(work, PROCESSES, threads=1)):
         print(line)
     if options.strategy != "ddp":
         return
@@ -264,7 +266,7 @@ def main() -> None:
     print("\nMB that a process sends for a step, for each million float32 numbers; a ring sends 2 V (W - 1) / W")
     print(f"{'replicas':>9}{'processes':>11}{'tree':>8}{'ring':>8}")
     for processes in sorted({processes for _, processes in LAYOUTS}):
-        counts = environment.run_workers(partial(count_bytes, numbers, processes), processes, threads=1)
+        counts = run_workers(partial(count_bytes, numbers, processes), processes, threads=1)
         for (replicas, _), sent in counts.items():
             ring = 2 * 4 * numbers * (processes - 1) / processes
             print(f"{replicas:9}{processes:11}{sent / 1e6:8.2f}{ring / 1e6:8.2f}")

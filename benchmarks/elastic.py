@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import warm_up
 
 Event = tuple[float, str, int, int]
 """Time (seconds of the machine's clock), "step" or "group", steps done, processes of the group."""
@@ -169,7 +169,7 @@ def main() -> None:
         parser.error(f"--processes: at most {REPLICAS}, a process for each replica")
     torch.set_num_threads(1)
     logging.getLogger("legato").setLevel(logging.ERROR)  # each death is a warning
-    environment.warm_up()
+    warm_up()
     print("seconds from death to the next finished step; seconds that a replacement stops the others")
     print(f"{'processes':>9}{'kills':>7}{'median':>9}{'max':>8}{'joined: median':>16}{'max':>8}{'lost':>6}  same bits")
     for processes in options.processes:

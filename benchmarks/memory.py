@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 from legato.trainer.strategies.mesh.dtensors import local_bytes
 
 LAYOUTS = {

@@ -31,13 +31,14 @@ def by_legato() -> None:
     import torch
     from torch import distributed
 
-    from legato.trainer.processes import environment
+    from legato.trainer.processes.place import find_place
+    from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
-    place = environment.find_place()
+    place = find_place()
     assert place is not None
-    environment.join_process_group(place, "gloo", timedelta(seconds=60))
+    join_process_group(place, "gloo", timedelta(seconds=60))
     distributed.all_reduce(torch.ones(1))
-    environment.leave_process_group()
+    leave_process_group()
 
 
 def by_fit(folder: Path) -> float:
@@ -131,10 +132,10 @@ def by_command(rounds: int) -> None:
 
 def measure(kind: str) -> list[float]:
     """Return the seconds of a fresh process's first start and of its next one."""
-    from legato.trainer.processes import environment
+    from legato.trainer.processes.launch import run_workers, warm_up
 
     if kind == "early":
-        environment.warm_up()  # as the command line does it, before it reads the config
+        warm_up()  # as the command line does it, before it reads the config
     import torch
     from torch import multiprocessing
 
@@ -149,7 +150,7 @@ def measure(kind: str) -> list[float]:
             if kind == "spawn":
                 multiprocessing.spawn(by_spawn, ((Path(folder) / "met").as_uri(),), nprocs=2)
             else:
-                environment.run_workers(by_legato, 2)
+                run_workers(by_legato, 2)
             seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -37,8 +37,9 @@ from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
 from ..trainer.optimization.kernels import NOTHING_COMPILED
-from ..trainer.processes.environment import find_place, leave_process_group
-from ..trainer.processes.layout_report import describe_layout
+from ..trainer.processes.layout import describe_layout
+from ..trainer.processes.place import find_place
+from ..trainer.processes.rendezvous import leave_process_group
 from .config.build import build_config
 from .config.read import read_strategy
 from .config.resumed import load_to_fit

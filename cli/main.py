@@ -202,7 +202,7 @@ def _find_modules_here() -> None:
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
     """Tell the other processes of a launcher of an error that came before this one met them."""
-    from ..trainer.processes.environment import tell_failure
+    from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
     with suppress(LegatoError):

@@ -11,7 +11,7 @@ import torch
 
 from ..base.torch_private import graph_breaks
 from ..callbacks.callback import Callback
-from ..trainer.processes.layout_report import entry_of
+from ..trainer.processes.layout import entry_of
 from ..trainer.strategies.strategy import trainable
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import ConfigError
 from ..base.messages import STDOUT, is_quiet, shown_options
 from ..base.quantities import time_taken
-from ..trainer.processes.environment import find_place, warm_up_for
+from ..trainer.processes.launch import warm_up_for
+from ..trainer.processes.place import find_place
 from ..trainer.processes.requeue import requeue_early
 from ..trainer.processes.signals import exit_at_once, handling_end_signals
 from .config.build import build_config

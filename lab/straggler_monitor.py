@@ -23,7 +23,7 @@ class StragglerMonitor(Callback):
     A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward; after that
     it waits for the others. `wait_seconds` is how much longer the slowest rank works per step than the others do on
     average, `wait_share` that time as a fraction of its work. The numbers travel with the ranks' regular agreement
-    (`processes/sync.py`), at no extra collective.
+    (`processes/agreement.py`), at no extra collective.
 
     Under sharded strategies ranks also wait for each other in forward, so there only loading counts as own work.
     """

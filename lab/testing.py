@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..base.errors import HangError
 from ..callbacks.callback import Callback
 from ..tasks.task import Task
-from ..trainer.processes.environment import find_place, leave_process_group, run_workers
+from ..trainer.processes.launch import run_workers
+from ..trainer.processes.place import find_place
+from ..trainer.processes.rendezvous import leave_process_group
 
 if TYPE_CHECKING:
     from ..trainer.strategies import Strategy

@@ -10,7 +10,7 @@ import torch
 from ..base.errors import ConfigError, LegatoError
 from ..cli.config.build import build_config
 from ..trainer.processes.devices import find_devices
-from ..trainer.processes.environment import Place
+from ..trainer.processes.place import Place
 from ..trainer.strategies.servers import build_remote_modules
 from ..trainer.trainer import Trainer
 

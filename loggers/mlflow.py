@@ -103,7 +103,7 @@ class MLFlowLogger(Logger):
     @property
     def experiment(self) -> Any:
         """The `MlflowClient`, with the run begun when it is first asked for on rank 0; a no-op object on the others."""
-        from ..trainer.processes.environment import current_rank
+        from ..trainer.processes.place import current_rank
 
         if current_rank() != 0:
             return NoExperiment()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..base.errors import ConfigError
 from ..base.run_names import require_local
-from ..trainer.processes.environment import current_rank, find_place
+from ..trainer.processes.place import current_rank, find_place
 from .folder import plain, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import legato as lg
 from legato.loggers import JSONLinesLogger
 from legato.tasks.characters import ALPHABET, CharacterGPT
-from legato.trainer.processes import environment
+from legato.trainer.processes.rendezvous import leave_process_group
 
 REPLICAS = 8
 SHARDED = ("zero1", "fsdp", "mesh")
@@ -246,4 +246,4 @@ def run_all(root, names, processes, **options):
         options = {"strategy": "ddp", "devices": processes, **options}
         return {name: run(CASES[name], root / name, **options) for name in names}
     finally:
-        environment.leave_process_group()
+        leave_process_group()

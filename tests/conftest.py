@@ -19,22 +19,22 @@ from tiny import Memory, Tiny, make_loader, make_trainer
 
 import legato as lg
 from legato.base.errors import LegatoError
-from legato.trainer.processes import workers
+from legato.trainer.processes import launch
 
 torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
 # only the slow part: when it is imported, it looks up which rank it is in.
-workers.PRELOAD += [
+launch.PRELOAD += [
     "legato.trainer.setup.start",
     "pytest",
     "scipy.signal",
     "sklearn.datasets",
     "tensorboard.summary.writer",
 ]
-workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
-workers.PRELOAD += ["torch._dynamo"]  # for tests that compile, or are bitwise
-workers.PRELOAD += ["hypothesis", "packaging.requirements", "tensorboard.backend.event_processing.event_accumulator"]
-workers.PRELOAD += ["torch.distributed.optim"]  # compiles ten optimizers
+launch.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
+launch.PRELOAD += ["torch._dynamo"]  # for tests that compile, or are bitwise
+launch.PRELOAD += ["hypothesis", "packaging.requirements", "tensorboard.backend.event_processing.event_accumulator"]
+launch.PRELOAD += ["torch.distributed.optim"]  # compiles ten optimizers
 
 
 FIRST = ("test_preemption", "test_pages", "test_sharded_checkpoints", "test_bitwise", "test_two_nodes", "test_sweep")

@@ -19,7 +19,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import warm_up
 from legato.trainer.processes.signals import END_SIGNALS
 
 
@@ -38,7 +38,7 @@ class Forked:
         stderr: str | None = None,
     ) -> None:
         """`stderr`: the name of a terminal in its place."""
-        environment.warm_up()
+        warm_up()
         self.folder = Path(tempfile.mkdtemp())
         streams = [str(self.folder / "stdout"), stderr or str(self.folder / "stderr")]
         given = function, arguments, streams, str(cwd or Path.cwd()), dict(env)

@@ -1,13 +1,17 @@
 """Accelerators: what a run asks of a device of any kind. Only this module names kinds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
+from ..base.environment import get_variable, set_default, unset_variable
 from ..base.errors import ConfigError, did_you_mean
 
 OTHER_NAMES = {"gpu": "cuda"}
+_CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def find_kinds() -> list[str]:
@@ -110,3 +114,24 @@ def set_generators(states: list[torch.Tensor]) -> None:
     if module is not None:
         for index, state in enumerate(states):
             module.set_rng_state(state, index)
+
+
+@contextmanager
+def deterministic_cublas(device_type: str) -> Iterator[None]:
+    """Have cuBLAS add up in a fixed order: set CUBLAS_WORKSPACE_CONFIG, before CUDA starts, and remove it on exit.
+
+    Raises ConfigError on CUDA where it is set to what leaves the order open.
+    https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    given = get_variable(_CUBLAS)
+    if given is not None and given not in _FIXED_WORKSPACES and device_type == "cuda":
+        raise ConfigError(
+            f"trainer.reproducible=bitwise and trainer.deterministic need {_CUBLAS} to be one of "
+            f"{' and '.join(_FIXED_WORKSPACES)}, but it is {given!r}. Unset it: Legato sets it by itself."
+        )
+    set_default(_CUBLAS, _FIXED_WORKSPACES[0])
+    try:
+        yield
+    finally:
+        if given is None:
+            unset_variable(_CUBLAS)

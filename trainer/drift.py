@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
 from ..base.errors import DisagreementError, first_names
-from .processes.collectives import Collectives
+from .processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
 """Seconds without a comparison at a logging point for each second that comparisons have taken: 0.4 % of the time."""
@@ -21,7 +21,7 @@ class DriftGuard:
     Parameters alone: ranks' buffers (running statistics of batch norm) differ between two steps, and rank 0's count.
     """
 
-    def __init__(self, task: nn.Module, ranks: Collectives) -> None:
+    def __init__(self, task: nn.Module, ranks: Ranks) -> None:
         self.task, self.ranks = task, ranks
         self.restart()
 

@@ -1,7 +1,7 @@
 """Preemption: a run that a signal asks to end saves a checkpoint and exits, to be resumed.
 
-The handler only records the signal. The ranks agree on it (processes/sync.py), so that all stop after the same step, or
-leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal ends the
+The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same step,
+or leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal ends the
 run at once.
 """
 
@@ -17,9 +17,9 @@ from ..base.run_names import CHECKPOINTS, REPLAY
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
 from .hooks import loop_part
+from .processes.agreement import Agreement
 from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
-from .processes.sync import Agreement
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer

@@ -18,7 +18,9 @@ from .elastic.launcher import find_elastic_worker
 from .elastic.membership import RunFinished
 from .hooks import loop_part
 from .metrics.torchmetrics import load_states, states_of
-from .processes import environment
+from .processes.launch import warm_up_for
+from .processes.place import Place, find_place
+from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
 from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal
 from .run import Call, Request, Run
@@ -68,7 +70,7 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
 
     Also true for a process of a launcher that only serves others: it takes no part in the loop.
     """
-    place = environment.find_place(trainer.cluster)
+    place = find_place(trainer.cluster)
     if place is not None:
         return trainer.strategy.servers.serves(place)
     if trainer.strategy.elastic.for_stage(request.stage).changes:
@@ -98,7 +100,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 def _run(trainer: "Trainer", request: Request) -> Any:
     check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
-    place = environment.find_place(trainer.cluster)
+    place = find_place(trainer.cluster)
     if place is not None:
         trainer.strategy.servers.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
@@ -114,13 +116,13 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
         if node > 0:  # node 0 decides and reports for all
-            trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
+            trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         elif not elastic.joins:
             trainer.run_dir, source = directory.decide_directory(trainer, request)
             if source is not None and request.source_is_chosen and not directory.is_elsewhere(trainer.run_dir, source):
                 source = source.parent  # the workers read it, and fall back to an older one where it is damaged
         trainer.given_dir = trainer.run_dir
-        environment.warm_up_for(trainer.strategy.name, vars(trainer))
+        warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
@@ -194,7 +196,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         log.warning("%s", error)
         return None
     finally:
-        environment.leave_process_group()
+        leave_process_group()
     if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
         return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only

@@ -35,10 +35,10 @@ from .optimization.optimization import Optimization
 from .optimization.outputs import as_outputs
 from .optimization.training_mode import set_training_mode
 from .preemption import Preemption
-from .processes.collectives import SINGLE
+from .processes.agreement import Agreement
 from .processes.hang import Watchdog
+from .processes.ranks import SINGLE
 from .processes.script_collectives import TrainingCollectives
-from .processes.sync import Agreement
 from .resume.fingerprint import record_groups
 from .runs.status import RunStatus
 from .schedule import Schedule

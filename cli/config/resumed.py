@@ -11,7 +11,7 @@ from ...base.messages import let_be_seen
 from ...base.run_names import CONFIG
 from ...base.targets import TARGET
 from ...base.values import Key, same
-from ...trainer.processes.environment import find_place
+from ...trainer.processes.place import find_place
 from ...trainer.runs.directory import newest_to_resume
 from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
 from .check import Config, load_config

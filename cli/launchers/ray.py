@@ -215,7 +215,7 @@ class RayNode:
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(config, encoding="utf-8")
-            # by `env`, because environment variables are set in processes/environment.py only
+            # by `env`, because environment variables are set in base/environment.py only
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
             words = ["env", *place, self.python, "-c", _COMMAND, *command, str(path)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -27,7 +27,7 @@ from ...trainer.checkpoints.commit import Owner
 from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
-from ...trainer.processes.collectives import Collectives
+from ...trainer.processes.ranks import Ranks
 from ...trainer.resume.checkpoint_format import DirectoryFormat
 from ...trainer.resume.left_out import BUILT, LEFT_OUT, plain_containers
 from ...trainer.resume.rebuild import averaged_weights, averaging_state
@@ -240,7 +240,7 @@ def run_of(path: Path) -> str | None:
     return None
 
 
-def in_one_piece(value: Any, ranks: Collectives) -> Any:
+def in_one_piece(value: Any, ranks: Ranks) -> Any:
     """Return nested values with every sharded tensor in one piece, on rank 0; every one of `ranks` calls it."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
@@ -267,7 +267,7 @@ class LightningFile:
         """Return the path of what a run saves when it is told to end, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Collectives, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
         """Write a file on rank 0, which gets all shards."""
         run, problem = self.trainer.current_run, None
         contents = in_one_piece(dict(contents), ranks)
@@ -282,7 +282,7 @@ class LightningFile:
         if problem is not None:
             raise problem
 
-    def read(self, path: Path, ranks: Collectives, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file."""
         if path.is_dir():
             return DirectoryFormat().read(path, ranks, names, in_parts)

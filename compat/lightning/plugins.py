@@ -12,7 +12,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...trainer.optimization.optimizers import optimizer_parameters
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
-from ...trainer.processes.environment import Place, find_place
+from ...trainer.processes.place import Place, find_place
 from .placeholders import UnsupportedError, refuse_overrides
 
 

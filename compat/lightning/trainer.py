@@ -23,7 +23,7 @@ from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
-from ...trainer.processes.environment import find_place
+from ...trainer.processes.place import find_place
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
 from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.rebuild import averaged_weights

@@ -12,7 +12,7 @@ from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
 from legato.cli.export import export_weights
 from legato.trainer.checkpoints import reading
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 def by_hand(task, loader, epochs, decay):

@@ -21,7 +21,7 @@ from legato.cli.main import main
 from legato.trainer.checkpoints import commit, reading
 from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.shards import ShardBlock
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from waiting import wait_until
 
 import legato as lg
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 class OneByOne(Tiny):

@@ -17,8 +17,8 @@ from torch.utils.data import (
 import legato as lg
 from legato.base.errors import ConfigError, DataError, LegatoError
 from legato.trainer.data.shares import are_shares, differ, hashes_of
-from legato.trainer.processes.collectives import Collectives
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -261,7 +261,7 @@ def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
     assert sorted(stopped[0] + rest) == undisturbed[0]
 
 
-class Told(Collectives):
+class Told(Ranks):
     """Two ranks, of which the other one has read other samples."""
 
     size = 2

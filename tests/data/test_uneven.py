@@ -15,7 +15,7 @@ from legato.callbacks import Checkpoint
 from legato.trainer.data.dealing import EvaluationData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.steps import Dealing
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from ddp_cases import QUIET, TWO, Net, fit, flat, loader
 
 import legato as lg
 from legato.callbacks import ExponentialMovingAverage
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from waiting import children, free_port, leave, runs, wait_until
 import legato as lg
 from legato.base.errors import ConfigError
 from legato.trainer.checkpoints import find
-from legato.trainer.processes import environment
-from legato.trainer.processes.collectives import SINGLE
-from legato.trainer.processes.sync import Agreement
+from legato.trainer.processes.agreement import Agreement
+from legato.trainer.processes.launch import warm_up
+from legato.trainer.processes.ranks import SINGLE
 from legato.trainer.strategies.ddp import DDPStrategy
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -34,7 +34,7 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture
 def folder(tmp_path):
     """Where processes tell what they do. In the end none of them is left, nor a file outside."""
-    environment.warm_up()
+    warm_up()
     path = tmp_path / "told"
     path.mkdir()
     yield path

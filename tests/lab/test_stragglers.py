@@ -13,9 +13,9 @@ import legato as lg
 from legato.base.errors import ConfigError, HangError
 from legato.lab import StragglerMonitor
 from legato.trainer import drift
-from legato.trainer.processes import sync
-from legato.trainer.processes.environment import run_workers
-from legato.trainer.processes.sync import Timeouts
+from legato.trainer.processes import agreement
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.ranks import Timeouts
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object")
 
@@ -102,7 +102,7 @@ def watch(slow, monitor=True, seconds=0.06, **options):
 def cases():
     """Everything that needs two processes, in the two of one start."""
     torch.set_num_threads(1)
-    sync.SECONDS_BETWEEN = 1e6  # so that ranks meet at logging steps only, and the counts can be compared
+    agreement.SECONDS_BETWEEN = 1e6  # so that ranks meet at logging steps only, and the counts can be compared
     drift.PAUSE_PER_SECOND = 1e9  # how often weights are compared depends on the time that it takes
     found = {}
     for name, slow, options in (
@@ -147,7 +147,7 @@ def test_it_costs_no_collective_of_its_own(found):
 @pytest.mark.slow
 def test_it_warns_with_the_ranks_name(capfd):
     def work():
-        sync.SECONDS_BETWEEN = 1e6
+        agreement.SECONDS_BETWEEN = 1e6
         watch(1)
 
     run_workers(work, 2, threads=1)

@@ -17,7 +17,7 @@ import torch
 
 import legato.compat.lightning as room
 from legato.compat.lightning import checkpoint
-from legato.trainer.processes.collectives import SINGLE
+from legato.trainer.processes.ranks import SINGLE
 
 MARK = "ran"
 

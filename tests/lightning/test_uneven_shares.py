@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato.compat.lightning.pytorch as pl
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.script_collectives import gathers
 
 pytestmark = pytest.mark.slow

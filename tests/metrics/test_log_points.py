@@ -7,7 +7,7 @@ from tiny import Tiny, make_loader
 
 import legato as lg
 from legato.base.errors import DisagreementError, NonFiniteError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

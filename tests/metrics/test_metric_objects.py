@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from legato.base.errors import DisagreementError, TaskError
 from legato.tasks.task import Task
 from legato.trainer.metrics.torchmetrics import MetricStates, gather_state, states_of
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.base.errors import ConfigError, TaskError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 from legato.trainer.strategies.bitwise.batch_norm import synchronize
 
 

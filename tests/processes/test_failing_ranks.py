@@ -15,7 +15,7 @@ from waiting import children, wait_until
 import legato as lg
 from legato.base.errors import WorkerError
 from legato.callbacks import Checkpoint
-from legato.trainer.processes.environment import warm_up
+from legato.trainer.processes.launch import warm_up
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import torch
 from tiny import Tiny, assert_same_bits, make_loader, make_trainer
 
 from legato.base.errors import ConfigError
-from legato.trainer.processes.environment import run_workers
 from legato.trainer.processes.garbage import WHOLE_SECONDS, GarbageCollector
+from legato.trainer.processes.launch import run_workers
 
 
 class Node:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato as lg
 from legato.base.errors import DisagreementError, TaskError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 ROWS = torch.randn(18, 5, generator=torch.Generator().manual_seed(6))
 

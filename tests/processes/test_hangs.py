@@ -17,7 +17,7 @@ from waiting import children, free_port, wait_until
 
 from legato.base.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
 from legato.trainer.processes import hang
-from legato.trainer.processes.environment import run_workers, warm_up
+from legato.trainer.processes.launch import run_workers, warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
 

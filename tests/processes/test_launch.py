@@ -11,8 +11,9 @@ from forked import Forked, completed, run_module, run_script
 from waiting import free_port, own_lines
 
 from legato.base.errors import ConfigError
-from legato.trainer.processes import environment
-from legato.trainer.processes.environment import Place, find_place
+from legato.trainer import accelerators
+from legato.trainer.processes.place import Place, find_place
+from legato.trainer.processes.rendezvous import find_store, first_host, join_process_group
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -90,7 +91,7 @@ def test_variables_that_do_not_fit_are_named(variables: str, message: str, monke
     ],
 )
 def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
-    assert environment.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 # --- joining what others have started -------------------------------------------------------------------------------
@@ -100,15 +101,16 @@ import json, os, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import environment
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
 for variables, init_method in json.loads(sys.argv[1]):
     os.environ.update(variables)
-    place = environment.find_place()
-    environment.join_process_group(place, "gloo", timedelta(seconds=30), init_method)
+    place = find_place()
+    join_process_group(place, "gloo", timedelta(seconds=30), init_method)
     total = torch.ones(1) * (place.rank + 1)
     distributed.all_reduce(total)
-    environment.leave_process_group()
+    leave_process_group()
     print(place.origin, place.rank, place.local_rank, place.world_size, place.nodes, total.item(), flush=True)
     for name in variables:
         del os.environ[name]
@@ -123,7 +125,7 @@ def test_the_steps_of_slurm_jobs_with_ids_in_a_row_meet_at_ports_of_their_own(mo
     for job, step in ((5000, 0), (5000, 1), (5000, 2), (5001, 0), (5001, 1)):
         monkeypatch.setenv("SLURM_JOB_ID", str(job))
         monkeypatch.setenv("SLURM_STEP_ID", str(step))
-        met.append(environment.find_store(Place(origin="slurm"), TIMEOUT))  # kept open
+        met.append(find_store(Place(origin="slurm"), TIMEOUT))  # kept open
     assert len({address for address, _ in met}) == 5
 
 
@@ -164,10 +166,11 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from legato.base.environment import restart_count
-from legato.trainer.processes import environment
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
-place = environment.find_place()
-environment.join_process_group(place, "gloo", timedelta(seconds=30))
+place = find_place()
+join_process_group(place, "gloo", timedelta(seconds=30))
 total = torch.ones(1)
 distributed.all_reduce(total)
 if restart_count() == 0 and place.rank == 1:
@@ -175,7 +178,7 @@ if restart_count() == 0 and place.rank == 1:
 distributed.all_reduce(total)
 line = f"{place.origin} {place.local_rank} {place.world_size} {restart_count()} {total.item()}"
 (pathlib.Path(sys.argv[1]) / f"rank-{place.rank}").write_text(line)
-environment.leave_process_group()
+leave_process_group()
 """
 
 
@@ -200,11 +203,11 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"Port {port} of 127.0.0.1.*in use.*init_method"):
-            environment.join_process_group(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
+            join_process_group(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigError, match=rf"Port {port} of localhost.*in use.*MASTER_PORT"):
-            environment.join_process_group(PAIR, "gloo", TIMEOUT)
+            join_process_group(PAIR, "gloo", TIMEOUT)
 
 
 @pytest.mark.slow
@@ -212,11 +215,11 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     short, port = timedelta(seconds=0.5), free_port()
     alone = Place(1, 1, 0, 2, 2, 1, "environment")
     with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no store at 127.0.0.1:{port} within 0.5 s"):
-        environment.join_process_group(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
+        join_process_group(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=rf"waited 0.5 s at 127.0.0.1:{port} for 2 ranks; missing: 1\."):
-        environment.join_process_group(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
+        join_process_group(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=r"waited 0.5 s at .*met for 2 ranks; missing: 1\."):
-        environment.join_process_group(PAIR, "gloo", short, (tmp_path / "met").as_uri())
+        join_process_group(PAIR, "gloo", short, (tmp_path / "met").as_uri())
     socket.create_server(("127.0.0.1", port)).close()  # the port is free again
 
 
@@ -226,7 +229,7 @@ def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
     earlier = FileStore(str(tmp_path / "met"), 2)
     earlier.set("legato/0/0/rank 0", "1")
     with pytest.raises(ConfigError, match=r"Rank 0 of 2 is at .*met already.*delete it"):
-        environment.join_process_group(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
+        join_process_group(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
 
 
 @pytest.mark.parametrize(
@@ -243,23 +246,23 @@ def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
 )
 def test_meeting_places_that_are_none(init_method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        environment.join_process_group(PAIR, "gloo", TIMEOUT, init_method)
+        join_process_group(PAIR, "gloo", TIMEOUT, init_method)
 
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="no process group backend 'nccc'"):
-        environment.join_process_group(PAIR, "nccc", TIMEOUT)
+        join_process_group(PAIR, "nccc", TIMEOUT)
 
 
 def test_a_workspace_of_cublas_that_leaves_the_order_open_is_refused(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     wanted = "need CUBLAS_WORKSPACE_CONFIG to be one of :4096:8 and :16:8, but it is ':0:0'"
-    with pytest.raises(ConfigError, match=wanted), environment.deterministic_cublas("cuda"):
+    with pytest.raises(ConfigError, match=wanted), accelerators.deterministic_cublas("cuda"):
         pass
-    with environment.deterministic_cublas("cpu"):
+    with accelerators.deterministic_cublas("cpu"):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with environment.deterministic_cublas("cuda"):
+    with accelerators.deterministic_cublas("cuda"):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
@@ -271,7 +274,7 @@ def test_workers_import_the_modules_beside_the_script_that_it_has_imported_for_t
         "import json\nimport sys\n\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "import patches\n"
-        "from legato.trainer.processes.environment import run_workers\n\n\n"
+        "from legato.trainer.processes.launch import run_workers\n\n\n"
         "def look():\n    import json\n\n    return json.patched\n\n\n"
         "print(run_workers(look, 2))\n"
     )

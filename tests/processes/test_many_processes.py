@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.base.errors import ConfigError
-from legato.trainer.processes.environment import allow_connections
-from legato.trainer.processes.sync import Agreement
+from legato.trainer.processes.agreement import Agreement
+from legato.trainer.processes.rendezvous import allow_connections
 
 scale = pytest.importorskip("benchmarks.scale")  # not part of an installed package
 

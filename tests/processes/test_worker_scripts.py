@@ -17,7 +17,7 @@ SCRIPT = """
 from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 print("script runs")
 
@@ -63,7 +63,7 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, pathlib, signal, sys, time
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 folder = pathlib.Path(sys.argv[1])
 
 def save():
@@ -110,19 +110,21 @@ import os, pathlib, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group
 folder = pathlib.Path(sys.argv[1])
 
 def work():
-    place = environment.find_place()
-    environment.join_process_group(place, "gloo", timedelta(seconds=60))
+    place = find_place()
+    join_process_group(place, "gloo", timedelta(seconds=60))
     (folder / ("ready-%d" % os.getpid())).touch()
     if place.rank == 0:
         distributed.all_reduce(torch.ones(1))
     while True:
         pass
 
-environment.run_workers(work, 2)
+run_workers(work, 2)
 """
 
 
@@ -146,16 +148,18 @@ import os
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group
 
 def work():
-    place = environment.find_place()
-    environment.join_process_group(place, "gloo", timedelta(seconds=30))
+    place = find_place()
+    join_process_group(place, "gloo", timedelta(seconds=30))
     total = torch.ones(1)
     distributed.all_reduce(total)
     return f"{place.rank} {place.local_rank} {place.node_rank} {place.world_size} {place.nodes} {total.item()}"
 
-print(environment.run_workers(work, 1, nodes=2))
+print(run_workers(work, 1, nodes=2))
 """
 
 

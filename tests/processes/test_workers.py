@@ -24,8 +24,10 @@ from waiting import children, wait_until
 
 from legato.base.environment import restart_count
 from legato.base.errors import ConfigError, TaskError, WorkerError
-from legato.trainer.processes import environment, workers
-from legato.trainer.processes.environment import Place, find_place, run_workers
+from legato.trainer.processes import launch
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import Place, find_place
+from legato.trainer.processes.rendezvous import join_process_group
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -47,7 +49,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """Run in a clean environment; after the test no process, file in the temporary folder or shared memory is left."""
     for name in ("RANK", "WORLD_SIZE", "LEGATO_WORKER", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
-    environment.warm_up()  # before the environment is this test's: the server keeps that which it began with
+    launch.warm_up()  # before the environment is this test's: the server keeps that which it began with
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -63,7 +65,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 def join() -> Place:
     place = find_place()
     assert place is not None
-    environment.join_process_group(place, "gloo", TIMEOUT)
+    join_process_group(place, "gloo", TIMEOUT)
     return place
 
 
@@ -160,7 +162,7 @@ def test_the_spawn_method_works_too(tmp_path: Path) -> None:
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print
 
-    assert workers.launch_workers(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
+    assert launch.launch_workers(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
 
 
 def test_a_task_that_cannot_travel_is_refused() -> None:

@@ -12,7 +12,7 @@ from legato.base.errors import CheckpointError, TaskError
 from legato.callbacks import EarlyStopping
 from legato.loggers.json_lines import JSONLinesLogger
 from legato.trainer.checkpoints import commit, find, reading
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 @pytest.fixture(scope="module")

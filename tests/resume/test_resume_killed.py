@@ -25,7 +25,7 @@ from torch import nn
 
 import legato as lg
 from legato.base.errors import ConfigError, WorkerError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import legato as lg
 from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
 from legato.trainer.checkpoints.shards import StoredTensor
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

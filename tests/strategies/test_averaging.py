@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.base.errors import TaskError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

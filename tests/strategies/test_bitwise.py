@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from legato.base.errors import ConfigError, TaskError, WorkerError
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import leave_process_group
 
 NAMES = list(CASES)
 UNUSED = {"name": "ddp", "find_unused_parameters": True}
@@ -32,7 +34,7 @@ def undisturbed(tmp_path_factory):
 
 def start(function, processes, *arguments, **options):
     """Call `function` in so many processes."""
-    return environment.run_workers(partial(function, *arguments, processes, **options), processes, threads=1)
+    return run_workers(partial(function, *arguments, processes, **options), processes, threads=1)
 
 
 def assert_same(found, expected):
@@ -160,14 +162,14 @@ def test_another_instruction_set_is_refused_on_resume(tmp_path):
 
 def unlike_ranks(root, processes):
     """Rank 1 alone has a fused optimizer."""
-    place = environment.find_place()
+    place = find_place()
     case = Case(partial(bitwise_cases.Convolutions, "fused adamw" if place.rank else "adamw"), Noisy(16, (2, 6, 6)))
     try:
         run(case, root, strategy="ddp", devices=processes)
     except ConfigError as error:
         return str(error)
     finally:
-        environment.leave_process_group()
+        leave_process_group()
 
 
 @pytest.mark.slow
@@ -227,7 +229,7 @@ def run_sharded(root, processes):
 
 def sent_by_fsdp(root, processes):
     """Return the bytes that a process sends to others for the gradients of a step, and those of a ring."""
-    rank, sent, real = environment.find_place().rank, [], dist.all_to_all_single
+    rank, sent, real = find_place().rank, [], dist.all_to_all_single
 
     def counted(output, source, to_receive, to_send, **options):
         sent.append((sum(to_send) - to_send[rank]) * source.element_size())
@@ -303,7 +305,7 @@ def refusals(root, processes):
             run(Case(make, images), root / name, strategy=strategy, devices=processes, replicas=processes, **options)
         except (ConfigError, TaskError) as error:
             messages[name] = str(error)
-    environment.leave_process_group()
+    leave_process_group()
     return messages
 
 

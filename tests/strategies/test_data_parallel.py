@@ -15,7 +15,7 @@ from legato.base.errors import ConfigError, DataError
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.transfer import to_device
 from legato.trainer.metrics.log import Metrics
-from legato.trainer.processes.environment import Place
+from legato.trainer.processes.place import Place
 from legato.trainer.strategies.data_parallel.data_parallel import DataParallelStrategy
 from legato.trainer.strategies.single import SingleStrategy
 

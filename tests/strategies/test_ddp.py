@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import legato as lg
 from legato.base.errors import ConfigError
 from legato.callbacks import Checkpoint, EarlyStopping
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from waiting import children, free_port, runs, wait_until
 import legato as lg
 from legato.base.errors import ConfigError, DisagreementError, TaskError
 from legato.trainer.checkpoints import reading
-from legato.trainer.processes.environment import run_workers, warm_up
+from legato.trainer.processes.launch import run_workers, warm_up
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from torch import nn
 import legato as lg
 from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
-from legato.trainer.processes.environment import Place
+from legato.trainer.processes.place import Place
 from legato.trainer.strategies import DDPRPCStrategy
 
 

@@ -23,7 +23,7 @@ from shared_processes import run_cases
 from torch.distributed.fsdp import FSDPModule
 
 from legato.base.errors import ConfigError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 TOLERANCE = 2e-6
 """Of weights and losses near 1: what another order of additions changes in a few steps. 5e-7 was the most seen."""

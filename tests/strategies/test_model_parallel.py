@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 import legato as lg
 from legato.base.errors import ConfigError, LegatoError, TaskError
 from legato.callbacks import Checkpoint
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, DeviceHooks
 from legato.trainer.strategies.model_parallel.parts import split_evenly
 
@@ -411,7 +411,7 @@ def test_a_task_may_call_something_of_its_own_devices():
 
 def test_too_many_processes_for_the_devices_of_a_machine():
     strategy = DDPModelParallelStrategy(devices_per_replica=2)
-    from legato.trainer.processes.environment import Place
+    from legato.trainer.processes.place import Place
 
     with pytest.raises(ConfigError, match="need 3 x 2 = 6 devices, but there are 4"):
         strategy.join(Place(0, 0, 0, 3, 3), [torch.device("cuda", index) for index in range(4)], 32)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 import legato as lg
 from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 
 class Text(type(text())):

@@ -7,7 +7,7 @@ import torch
 from tiny import Tiny, make_loader
 
 import legato as lg
-from legato.trainer.processes.collectives import SINGLE, Collectives
+from legato.trainer.processes.ranks import SINGLE, Ranks
 from legato.trainer.strategies import STRATEGIES
 from legato.trainer.strategies.reducers import Reducer
 from legato.trainer.strategies.strategy import Strategy
@@ -37,7 +37,7 @@ def test_a_strategy_adds_nothing_public(name):
 
 
 def test_the_collectives_of_one_process_return_what_they_are_given():
-    for ranks in (SINGLE, Collectives(0, 1)):
+    for ranks in (SINGLE, Ranks(0, 1)):
         value = torch.arange(3)
         assert (ranks.rank, ranks.size) == (0, 1)
         assert ranks.broadcast("text") == "text"

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from legato.base.errors import TaskError
 from legato.trainer.data.sampling import Layout
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 from legato.trainer.strategies.bitwise import tree as bitwise_tree
 from legato.trainer.strategies.bitwise.tree import (
     CarryStack,
@@ -175,8 +177,8 @@ CASES = [
 
 
 def reduce_all(processes):
-    place = environment.find_place()
-    environment.join_process_group(place, "gloo", timedelta(seconds=60))
+    place = find_place()
+    join_process_group(place, "gloo", timedelta(seconds=60))
     try:
         found = {}
         for replicas, last, elements, early in CASES:
@@ -190,7 +192,7 @@ def reduce_all(processes):
         messages = late_gradients(place.rank) if processes == 2 else []
         return found, messages, count_bytes(place.rank, processes)
     finally:
-        environment.leave_process_group()
+        leave_process_group()
 
 
 def count_bytes(process, processes):
@@ -256,7 +258,7 @@ def test_real_processes_give_the_bits_of_one():
         assert gradients[4] is None  # nobody used it: an optimizer leaves such a weight alone
         assert sum(gradient is None for gradient in gradients) == 1, case
     for processes in (2, 3, 5):
-        found, messages, sent = environment.run_workers(partial(reduce_all, processes), processes, threads=1)
+        found, messages, sent = run_workers(partial(reduce_all, processes), processes, threads=1)
         ring = 2 * 60_000 * 4 * (processes - 1) / processes
         assert ring <= sent < ring * 1.001
         assert len(found) == sum(case[0] >= processes for case in CASES)

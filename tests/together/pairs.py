@@ -32,7 +32,7 @@ from together.play import Result, Unexpected, differences, play
 from together.scene import Scene
 
 from legato.base.errors import LegatoError
-from legato.trainer.processes import environment, workers
+from legato.trainer.processes import launch
 
 BF16 = 2e-2
 WAITING: set[str] = set()
@@ -242,8 +242,8 @@ def prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.getLogger("legato").setLevel(logging.ERROR)
-    workers.PRELOAD += ["legato.trainer.setup.start", "tensorboard.summary.writer", "torchmetrics"]
-    environment.warm_up()
+    launch.PRELOAD += ["legato.trainer.setup.start", "tensorboard.summary.writer", "torchmetrics"]
+    launch.warm_up()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import legato as lg
 from legato.base.errors import LegatoError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 import way_out
 from way_out import LOGGER_POINTS, ON_ALL_RANKS, POINTS, differences, run, say, state_of_process
 
-from legato.trainer.processes import environment
+from legato.trainer.processes.launch import run_workers
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_one_process(tmp_path, point, fails):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """What came of every case on rank 0 of two, which fail alike."""
-    return environment.run_workers(functools.partial(way_out.run_all, tmp_path_factory.mktemp("two")), 2)
+    return run_workers(functools.partial(way_out.run_all, tmp_path_factory.mktemp("two")), 2)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["alone", "after the user's error"])

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 import legato as lg
 from legato.base.errors import ConfigError, DataError
-from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.launch import run_workers
 
 warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torch, in torchdata's loader
 warnings.filterwarnings("ignore", "Failed to load image Python extension")  # torchvision, without libjpeg

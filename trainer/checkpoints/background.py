@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ..accelerators import has_streams
-from ..processes.collectives import SINGLE, Collectives
+from ..processes.ranks import SINGLE, Ranks
 from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
 from .commit import NO_OWNER, Owner, commit
@@ -39,7 +39,7 @@ class Writer:
         directory: Path,
         contents: Mapping[str, Any],
         *,
-        ranks: Collectives = SINGLE,
+        ranks: Ranks = SINGLE,
         owner: Owner = NO_OWNER,
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
@@ -80,7 +80,7 @@ class Writer:
         finally:
             self.memory = None
 
-    def _write(self, flat: FlatState, ranks: Collectives, owner: Owner) -> None:
+    def _write(self, flat: FlatState, ranks: Ranks, owner: Owner) -> None:
         try:
             with SAVES.save():
                 commit(self._directory, flat, ranks, owner)

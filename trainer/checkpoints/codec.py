@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
@@ -106,7 +106,7 @@ class FlatState:
         tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
         return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
 
-    def assign_writers(self, ranks: Collectives) -> None:
+    def assign_writers(self, ranks: Ranks) -> None:
         """Assign a writer to every part, the first rank that has it, and to the rest rank 0; every rank calls it.
 
         The marks record the files of the parts.

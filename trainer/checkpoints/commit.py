@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ...base.errors import CheckpointError
 from ...base.quantities import format_bytes
 from ...base.run_names import require_local
-from ..processes.collectives import SINGLE, Collectives
+from ..processes.ranks import SINGLE, Ranks
 from .codec import MODEL, OTHERS, FlatState, flatten
 from .hashed import FileSum, write_bytes
 from .manifest import MODEL_FILE, STATE_FILE, TENSORS_FILE
@@ -36,9 +36,7 @@ class Owner:
 NO_OWNER = Owner()
 
 
-def write(
-    directory: Path, contents: Mapping[str, Any], *, ranks: Collectives = SINGLE, owner: Owner = NO_OWNER
-) -> None:
+def write(directory: Path, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, owner: Owner = NO_OWNER) -> None:
     """Write a checkpoint, replacing an existing one of this name atomically.
 
     Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
@@ -51,7 +49,7 @@ def write(
     commit(directory, flat, ranks, owner)
 
 
-def commit(directory: Path, flat: FlatState, ranks: Collectives = SINGLE, owner: Owner = NO_OWNER) -> None:
+def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner = NO_OWNER) -> None:
     """Write a checkpoint whose writers are assigned; see `write`.
 
     Raises CheckpointError, on every rank, if that fails; an existing checkpoint is kept then.
@@ -101,7 +99,7 @@ def _write_files(folder: Folder, name: str, flat: FlatState, rank: int) -> dict[
     return files
 
 
-def on_all_ranks(ranks: Collectives, action: Callable[[], T]) -> list[T]:
+def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return the results, by rank.
 
     Raises its exception here, or CheckpointError if it failed on other ranks only.

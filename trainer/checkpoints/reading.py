@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import CheckpointError
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 from .codec import MODEL, OTHERS, flatten, unflatten
 from .find import check_sizes, resolve
 from .foreign import read_contents
@@ -75,9 +75,7 @@ def _read_rest(
         raise CheckpointError(f"{directory}: {error}") from error
 
 
-def read_for_all(
-    ranks: Collectives, source: Path, names: Collection[str], in_parts: Collection[str] = ()
-) -> dict[str, Any]:
+def read_for_all(ranks: Ranks, source: Path, names: Collection[str], in_parts: Collection[str] = ()) -> dict[str, Any]:
     """Read a checkpoint, or a file in a foreign format; every rank calls it.
 
     `in_parts`: keys of the contents under which each rank reads only what it needs of sharded tensors. Raises
@@ -92,7 +90,7 @@ def read_for_all(
 
 
 def _read_share(
-    ranks: Collectives, source: Path, in_parts: Collection[str]
+    ranks: Ranks, source: Path, in_parts: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Read this rank's files; return the contents, on rank 0, and its files with shards.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...base.errors import ConfigError, DataError
-from ..processes.collectives import SINGLE, Collectives
+from ..processes.ranks import SINGLE, Ranks
 from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
@@ -37,7 +37,7 @@ class DealtData:
         dealing: Dealing,
         limit: int | float = 1.0,
         in_order: bool = False,
-        ranks: Collectives = SINGLE,
+        ranks: Ranks = SINGLE,
     ) -> None:
         """Wrap a loader for which `can_deal` is True; `ranks` compare what their samplers draw for an epoch."""
         self.loader = loader
@@ -186,7 +186,7 @@ class EvaluationData:
         shares: Collection[int] = (),
         in_order: bool = False,
         step_collectives: StepCollectives | None = None,
-        ranks: Collectives = SINGLE,
+        ranks: Ranks = SINGLE,
         expects_shares: bool = False,
         count: Callable[[Any], int] | None = None,
     ) -> None:
@@ -329,7 +329,7 @@ def training_data(
     dealing: Dealing,
     limit: int | float,
     in_order: bool,
-    ranks: Collectives = SINGLE,
+    ranks: Ranks = SINGLE,
     count: Callable[[Any], int] | None = None,
 ) -> TrainingData:
     """Deal `loader` out.

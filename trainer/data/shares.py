@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ...base.errors import DataError
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 from .loaders import copy_loader, is_dealable, iterate_loader, length_of, open_loader, samplers_in
 from .randomness import KeyedDataset, generator_states, set_generators
 from .sampling import KeyedIndices
@@ -111,7 +111,7 @@ def _sample_differs(samples: Sequence[Any]) -> bool:
     return any(None not in values and len(set(values)) > 1 for values in zip(*samples, strict=True))
 
 
-def are_shares(samples: Mapping[str, list[Sample]], ranks: Collectives, data_rank: int) -> bool:
+def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
     """Return whether processes read different data, by the samples that each has read; every rank calls it.
 
     samples: by the name of their loader, where several are combined.
@@ -139,7 +139,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Collectives, data_ran
     return bool(different)
 
 
-def tell_of_share(data: str, loader: Any, ranks: Collectives) -> None:
+def tell_of_share(data: str, loader: Any, ranks: Ranks) -> None:
     """Say on rank 0 that a loader is read as it is; data: "training" or "evaluation"."""
     dataset = getattr(loader, "dataset", None)
     over = "" if dataset is None else f" over {type(dataset).__name__}"
@@ -148,7 +148,7 @@ def tell_of_share(data: str, loader: Any, ranks: Collectives) -> None:
         log.info("Each process reads its own share of the %s data (%s%s)%s.", data, type(loader).__name__, over, stays)
 
 
-def reads_share(loader: Any, ranks: Collectives) -> bool:
+def reads_share(loader: Any, ranks: Ranks) -> bool:
     """Return whether samplers of torch's class DistributedSampler give this process its own share.
 
     ranks: those that samples are dealt out to.
@@ -191,13 +191,13 @@ def unpadded(loader: Any) -> Iterator[None]:
             sampler.num_samples, sampler.total_size = samples, total
 
 
-def have_same(content: Any, ranks: Collectives) -> bool:
+def have_same(content: Any, ranks: Ranks) -> bool:
     """Return whether all ranks have the same content; every rank calls it."""
     numbers = torch.tensor([hash(hashes_of(content)) >> 1])
     return len(set(ranks.all_gather(numbers).flatten().tolist())) == 1
 
 
-def require_same(content: Any, ranks: Collectives, where: str) -> None:
+def require_same(content: Any, ranks: Ranks, where: str) -> None:
     """Raise DataError where ranks that deal out one stream or order have read different content."""
     if not have_same(content, ranks):
         raise DataError(
@@ -207,7 +207,7 @@ def require_same(content: Any, ranks: Collectives, where: str) -> None:
         )
 
 
-def require_different(content: Any, ranks: Collectives, where: str) -> None:
+def require_different(content: Any, ranks: Ranks, where: str) -> None:
     """Raise DataError where ranks that bring shares of their own have read the same content."""
     if have_same(content, ranks) and content is not None:
         raise DataError(

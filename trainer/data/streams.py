@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...base.errors import DataError
-from ..processes.collectives import SINGLE, Collectives
+from ..processes.ranks import SINGLE, Ranks
 from .combined import CombinedLoader, batches_at_most, loaders_in, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import generator_states, seed_generators, set_generators
@@ -36,7 +36,7 @@ class StreamData:
         loader: Any,
         dealing: Dealing,
         limit: int | float = 1.0,
-        ranks: Collectives = SINGLE,
+        ranks: Ranks = SINGLE,
         count: Callable[[Any], int] | None = None,
     ) -> None:
         """Wrap a loader.
@@ -214,7 +214,7 @@ class OwnShares(StreamData):
         loader: Any,
         dealing: Dealing,
         limit: int | float,
-        ranks: Collectives,
+        ranks: Ranks,
         count: Callable[[Any], int] | None = None,
         compares: bool = True,
     ) -> None:
@@ -289,9 +289,7 @@ class OwnShares(StreamData):
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
-def own_shares(
-    data: Any, ranks: Collectives, count: Callable[[Any], int] | None = None, compares: bool = True
-) -> OwnShares:
+def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None, compares: bool = True) -> OwnShares:
     """Take the loader of dealt out data for each process's own share; see `OwnShares`."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count, compares)
     tell_of_share("training", data.loader, ranks)

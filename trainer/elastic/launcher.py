@@ -18,12 +18,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, set_variable
 from ...base.errors import ConfigError, WorkerError
-from ..processes import environment
-from ..processes.environment import Place
-from ..processes.rendezvous import host_store, is_loopback
+from ..processes.interfaces import is_loopback, keep_to_route
+from ..processes.launch import (
+    GRACE,
+    SignalRelay,
+    WorkerGroup,
+    _send_signal,
+    launch_workers,
+    set_worker_environment,
+    threads_of_worker,
+    warm_up,
+)
+from ..processes.place import Place
+from ..processes.rendezvous import host_store
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack
-from ..processes.workers import GRACE, SignalRelay, WorkerGroup, _send_signal, launch_workers, warm_up
 from .store import (
     ElasticOptions,
     ElasticWorker,
@@ -84,7 +93,7 @@ def run_elastic_workers(
         kind = HostWorkerGroup if options.join is None else GuestWorkerGroup
         return kind(folder, ranks, relay, store, address, options)
 
-    variables, threads = all_variables(), environment.threads_of_worker(processes)
+    variables, threads = all_variables(), threads_of_worker(processes)
 
     def enter(attempt: int, worker: ElasticWorker) -> Callable[[], None]:
         rank, world_size = (0, 1) if worker.joins else (worker.member.slot, processes)
@@ -99,9 +108,9 @@ def run_elastic_workers(
 
 def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attempt: int, threads: int) -> None:
     host, port = split_address(worker.address)
-    environment.set_worker_environment(place, variables, host, port, attempt, threads)
+    set_worker_environment(place, variables, host, port, attempt, threads)
     set_variable(VARIABLE, f"{os.getpid()} {worker.text()}")
-    environment.keep_to_route(host)
+    keep_to_route(host)
 
 
 class ElasticWorkerGroup(WorkerGroup):

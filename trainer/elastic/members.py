@@ -20,8 +20,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from ...base.errors import ConfigError, WorkerError
 from ...base.torch_private import reset_group_names, set_group_timeout
 from ..optimization.kernels import require_same_numerics
-from ..processes import connections, environment
-from ..processes.environment import Place, allow_connections
+from ..processes import connections
+from ..processes.place import Place
+from ..processes.rendezvous import allow_connections, leave_process_group
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
 from . import launcher, recovery
@@ -210,7 +211,7 @@ class ElasticMembership(Membership):
         run = self.trainer.current_run
         # all that holds the old group, then the group, then the new one: peers learn of the break when sockets close
         recovery.release(run.strategy)
-        environment.leave_process_group()
+        leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
         generation = self._next_generation()
         # gloo connects every pair: 64 processes on two cores need 6 s, and would time out again and again in 2

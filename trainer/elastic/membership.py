@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
-    from ..processes.environment import Place
+    from ..processes.place import Place
 
 T = TypeVar("T")
 
@@ -78,12 +78,12 @@ class Elasticity:
         self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
     ) -> T | None:
         """Call `function` in new processes, `processes` on each node; return what rank 0 returned."""
-        from ..processes.environment import run_workers
+        from ..processes.launch import run_workers
 
         return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes, grace=grace)
 
     def node_rank(self, nodes: int) -> int:
         """Return which of `nodes` machines this is."""
-        from ..processes.environment import node_rank
+        from ..processes.launch import node_rank
 
         return node_rank(nodes)

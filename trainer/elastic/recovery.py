@@ -10,7 +10,7 @@ from ...base.errors import WorkerError
 from ..checkpoints.reading import broadcast_contents
 from ..data.sampling import Layout
 from ..optimization.nonfinite import make_guard
-from ..processes.environment import Place
+from ..processes.place import Place
 from ..resume import contents, restore
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...base.errors import DisagreementError, NonFiniteError, TaskError
 from ...base.torch_private import is_computed, newest_value_of
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 from .reduce import (
     AVERAGED,
     LOADER_MARK,
@@ -72,7 +72,7 @@ NEVER = float("inf")
 class Metrics:
     """All values that the task and callbacks of a run log."""
 
-    def __init__(self, collectives: Collectives, processes: int, task: nn.Module) -> None:
+    def __init__(self, collectives: Ranks, processes: int, task: nn.Module) -> None:
         self.collectives, self.processes, self.task = collectives, processes, task
         self.shares = False
         """Whether every rank keeps the training values of all ranks, so that an elastic run loses none with a rank."""
@@ -682,7 +682,7 @@ class Metrics:
             metric.reset()
         self.open("train")
 
-    def join(self, collectives: Collectives, replicas: range, shares: bool) -> None:
+    def join(self, collectives: Ranks, replicas: range, shares: bool) -> None:
         """Reduce values with the other ranks from now on; `replicas` are those of this process, `shares` as above."""
         self.collectives, self.shares, self.exchange = collectives, shares, Exchange(collectives)
         self.set_layout(collectives.size, replicas)

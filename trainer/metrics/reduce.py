@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import TaskError, did_you_mean
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 
 KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
@@ -213,7 +213,7 @@ class Exchange:
     Every rank calls it at the same points. An error leaves its state unchanged.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Ranks) -> None:
         self.collectives = collectives
         self.descriptions: list[Description] = []
         self.numbers: dict[Description, int] = {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...base.errors import DisagreementError, TaskError
 from ...base.torch_private import reductions_of, set_synced, set_updates
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 
 REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")
@@ -45,7 +45,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
 
     Raises DisagreementError, on every rank, if states that are not empty differ in dtype or number of dimensions.
     """
-    ranks = Collectives(dist.get_rank(group), dist.get_world_size(group), group)
+    ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     layouts = ranks.gather_objects((state.numel(), state.dtype, tuple(state.shape)))
     updated = [(rank, dtype, shape) for rank, (size, dtype, shape) in enumerate(layouts) if size]
     if updated:
@@ -143,7 +143,7 @@ class MetricStates:
         for path, metric in self.with_states.items():
             load_states(metric, snapshot[path][0])
 
-    def merge(self, metrics: Iterable[Any], collectives: "Collectives") -> None:
+    def merge(self, metrics: Iterable[Any], collectives: "Ranks") -> None:
         """Load the states of all replicas of all ranks, merged in order, into these metrics. Collective."""
         gathered = {path: parts for path, parts in self.gather(metrics, collectives).items() if parts}
         updated = [path for path, parts in gathered.items() if any(states[COUNT] for states in parts.values())]
@@ -152,7 +152,7 @@ class MetricStates:
         for path in updated:
             load_states(self.by_path[path], merged_in_order(self.by_path[path], gathered[path]))
 
-    def load_merged(self, collectives: "Collectives") -> None:
+    def load_merged(self, collectives: "Ranks") -> None:
         """Load merged states into every metric until the next batch, so that hooks can compute them. Collective."""
         self.merge(self.with_states.values(), collectives)
         for path, metric in self.with_states.items():
@@ -191,7 +191,7 @@ class MetricStates:
                     load_states(metric, merged_in_order(metric, self.kept[path]))
                     self.kept[path] = {}
 
-    def gather(self, metrics: Iterable[Any], collectives: "Collectives") -> dict[str, dict[int, States]]:
+    def gather(self, metrics: Iterable[Any], collectives: "Ranks") -> dict[str, dict[int, States]]:
         """Return the states of these metrics over all ranks, by path and replica. Collective.
 
         Without states per replica, a rank's states are those of its first replica.
@@ -336,7 +336,7 @@ def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -
     return total
 
 
-def read_values(metrics: list[Any], collectives: "Collectives", world: int, keep: bool = False) -> list[float]:
+def read_values(metrics: list[Any], collectives: "Ranks", world: int, keep: bool = False) -> list[float]:
     """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
 
     States that are summed, averaged, min'ed or max'ed take one collective per operation and dtype; list states and
@@ -369,9 +369,7 @@ def read_values(metrics: list[Any], collectives: "Collectives", world: int, keep
     return values
 
 
-def _reduce_together(
-    states: list[tuple[Any, str]], operation: str, wide: torch.dtype, collectives: "Collectives"
-) -> None:
+def _reduce_together(states: list[tuple[Any, str]], operation: str, wide: torch.dtype, collectives: "Ranks") -> None:
     tensors = [getattr(metric, name) for metric, name in states]
     parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
     if operation == "mean":
@@ -392,7 +390,7 @@ def _reduce_together(
         setattr(metric, name, part.reshape(tensor.shape).to(tensor.device, tensor.dtype))
 
 
-def _gather_together(states: list[tuple[Any, str]], collectives: "Collectives") -> None:
+def _gather_together(states: list[tuple[Any, str]], collectives: "Ranks") -> None:
     own = [(_on_host(getattr(metric, name)), metric.update_count) for metric, name in states]
     ranks = collectives.gather_objects(own)
     for index, (metric, name) in enumerate(states):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...base.errors import TaskError
 from ..accelerators import has_float64
 from ..data.steps import ReplicaBatch, StepInput
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 from ..state import State
 
 FIRST_SCALE = 2.0**-10
@@ -38,7 +38,7 @@ class DividedGradients(Protocol):
 class WeighingStrategy(Protocol):
     """Attributes of a strategy that the weights of batches use."""
 
-    data_ranks: Collectives
+    data_ranks: Ranks
 
     @property
     def device(self) -> torch.device:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...base.errors import DisagreementError, TaskError
 from ..data.transfer import map_tensors
-from .collectives import Collectives
-from .own_group import serves_host
+from .ranks import Ranks, serves_host
 
 if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
@@ -103,11 +102,11 @@ def _joined(parts: list[Tensor]) -> Any:
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
-def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
+def _ranks_of(strategy: "Strategy", group: Any) -> Ranks:
     if group is None or strategy.place.world_size == 1:
         ranks = strategy.data_ranks
         if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
-            return Collectives(ranks.rank, ranks.size)
+            return Ranks(ranks.rank, ranks.size)
         return ranks
     size = dist.get_world_size(group)
     if size < 1:
@@ -115,7 +114,7 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
             f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group: call it on "
             f"the ranks that torch.distributed.new_group was given."
         )
-    return Collectives(dist.get_rank(group), size, group)
+    return Ranks(dist.get_rank(group), size, group)
 
 
 # --- what must agree --------------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ def _require_same(every: Sequence[Sequence[_Description]]) -> None:
 
 
 # --- how they travel --------------------------------------------------------------------------------------------------
-def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Collectives) -> list[list[Tensor]]:
+def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Ranks) -> list[list[Tensor]]:
     """Return each tensor of every rank, given their shapes, in one collective for each kind of device, as bytes."""
     found: list[list[Tensor]] = [[] for _ in tensors]
     for device in dict.fromkeys(tensor.device for tensor in tensors):

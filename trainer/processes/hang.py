@@ -24,15 +24,16 @@ from ...base.errors import DisagreementError, HangError, LegatoError, WorkerErro
 from ...base.torch_private import default_store
 from ..state import State
 from . import connections
-from .environment import Place, leave_process_group
 from .failures import end_process
+from .place import Place
+from .rendezvous import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME
 from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks
 from .timed_store import TimedStore
 from .transport import is_communication
 
 if TYPE_CHECKING:
-    from .sync import Timeouts
+    from .ranks import Timeouts
 
 log = logging.getLogger("legato")
 

@@ -1,17 +1,28 @@
 """Network interfaces: which one leads to the other ranks, where this machine's name resolves to a loopback address."""
 
+import ipaddress
 import socket
 import struct
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .rendezvous import is_loopback
+from ...base.environment import set_default
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address, by its name alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def has_public_name() -> bool:
@@ -64,3 +75,24 @@ def interface_to_ranks(store: "Store", host: str, rank: int, world_size: int) ->
         other = next(filter(None, addresses), "")
         own = address_towards(other) if other else ""
     return interface_of(own)
+
+
+def keep_to_route(host: str) -> None:
+    """Restrict gloo and NCCL to the network interface that leads to `host`, unless the user has chosen another."""
+    if is_loopback(host):
+        keep_to_loopback()
+    elif not has_public_name():
+        keep_to_interface(interface_of(address_towards(host)))
+
+
+def keep_to_loopback() -> None:
+    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another."""
+    keep_to_interface(next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""))
+
+
+def keep_to_interface(name: str) -> None:
+    """Restrict gloo and NCCL to a network interface, if there is one, unless the user has chosen another."""
+    if name:
+        set_default("GLOO_SOCKET_IFNAME", name)
+        set_default("NCCL_SOCKET_IFNAME", name)
+        set_default("TP_SOCKET_IFNAME", name)

@@ -2,24 +2,32 @@
 
 import atexit
 import errno
-import ipaddress
 import itertools
 import json
+import re
 import socket
+import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from ...base.environment import get_variable, read_int, restart_count
 from ...base.errors import ConfigError, WorkerError
+from . import connections, fork_safety
 from .failures import end_process
+from .interfaces import has_public_name, interface_to_ranks, is_loopback, keep_to_interface, keep_to_loopback
+from .place import Place, find_place, note_made_here
 from .transport import is_communication
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
@@ -38,16 +46,6 @@ class Rendezvous:
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, by its name alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # Kept until exit: other ranks may still use a store when this rank is done, and the next group (of a second `fit`)
@@ -248,3 +246,176 @@ def _await_complete(store: "Store", timeout: timedelta) -> str:
         pause = min(0.5, 1.2 * pause)  # many ranks may ask, for minutes
     store.wait(["complete"], timedelta(milliseconds=1))
     return ""
+
+
+# --- the process group -----------------------------------------------------------------------------------------------
+def join_process_group(
+    place: Place,
+    backend: str,
+    timeout: timedelta,
+    init_method: str | None = None,
+    device: "torch.device | None" = None,
+) -> str:
+    """Create the default process group of `place`, unless it exists.
+
+    Returns the address of the rendezvous, "" if the group existed.
+
+    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI), "tcp://host:port" or
+    "file:///path". By default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
+    the address is taken or cannot be reached, or if ranks are missing after `timeout`.
+
+    device: the only device of this process, if there is one; NCCL then connects at once, and a rank without its
+    device fails here and not in the first step.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        fork_safety.install()
+        have = (distributed.get_rank(), distributed.get_world_size())
+        if have != (place.rank, place.world_size):
+            raise ConfigError(
+                f"The process group that exists already has rank {have[0]} of {have[1]}; this run expects rank "
+                f"{place.rank} of {place.world_size}. End it by torch.distributed.destroy_process_group()."
+            )
+        return ""
+    for name in backend.split(","):
+        if not distributed.is_backend_available(name.split(":")[-1]):
+            raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
+    if backend == "mpi":  # MPI assigns ranks itself
+        distributed.init_process_group("mpi", timeout=timeout)
+        note_made_here()
+        return "MPI's own place"
+    if "gloo" in backend:
+        allow_connections(place.world_size)
+    where, store = find_store(place, timeout, init_method)
+    bound = device if ":" in backend else None  # of gloo and MPI only the host takes part
+    # torchrun's agents end each other's ranks
+    several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
+    telling = telling_failure(store, place.rank, place.world_size) if several else nullcontext()
+    with connections.noting(), telling:
+        distributed.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
+        )
+    note_made_here()
+    fork_safety.install()
+    atexit.register(leave_process_group)
+    return where
+
+
+LEAST_GROUPS, MOST_GROUPS = 2, 4
+"""Process groups of a run: the script's and Legato's, and besides them those of sharded saves and batch norm."""
+
+
+def allow_connections(ranks: int) -> None:
+    """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group.
+
+    Raises ConfigError where the system does not allow as many.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least, wanted = 64 + LEAST_GROUPS * ranks, 256 + MOST_GROUPS * ranks
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < least:
+        raise ConfigError(
+            f"{ranks} processes need about {least} open files each, for their connections, and this machine allows "
+            f"{hard}. Raise the limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf), or start fewer processes."
+        )
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
+
+
+def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
+    """Return the address of the rendezvous and the store there, once all ranks of `place` have joined it."""
+    where = _find_rendezvous(place, init_method)
+    if where.one_node:
+        keep_to_loopback()
+    store = join_store(where, place.rank, place.world_size, timeout)
+    if not where.one_node:
+        name = interface_to_ranks(store, where.host, place.rank, place.world_size)
+        if not has_public_name():
+            keep_to_interface(name)
+    return str(where), store
+
+
+def tell_failure(text: str, by_user: bool) -> None:
+    """Tell the other ranks of a launcher that this process failed before it met them; they would wait for minutes.
+
+    `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself.
+    """
+    place = find_place()
+    if place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
+        return
+    post_failure(_find_rendezvous(place, None), place.rank, place.world_size, text, by_user)
+
+
+def leave_process_group() -> None:
+    """Destroy the process group, if there is one."""
+    from torch import distributed
+
+    atexit.unregister(leave_process_group)
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
+    parts = urlsplit(init_method or "env://")
+    known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
+    if parts.scheme == "file" and parts.path and not parts.query:
+        return Rendezvous(path=parts.netloc + parts.path, one_node=known, attempt=restart_count())
+    if parts.scheme == "tcp" and parts.hostname and not parts.query and (port := _port_of(parts)):
+        remedy = f"Choose another port in init_method={init_method!r}."
+        one_node = known or is_loopback(parts.hostname)
+        return Rendezvous(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
+    if parts.scheme != "env" or parts.netloc or parts.path or parts.query:
+        raise ConfigError(
+            f"init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got {init_method!r}. Rank and "
+            "world size come from the launcher or from RANK and WORLD_SIZE."
+        )
+    host, port = _rendezvous_address(place)
+    agent = place.origin == "torchrun" and get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    elsewhere = agent or place.origin == "legato"
+    one_node = known or is_loopback(host)
+    # Each of several agents counts only its own restarts, so that the count is the same on all ranks only with one
+    # agent.
+    attempt = restart_count() if one_node else 0
+    return Rendezvous(
+        host, port, "", elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
+    )
+
+
+def _port_of(parts: Any) -> int | None:
+    try:
+        return parts.port or None
+    except ValueError:
+        return None
+
+
+def _rendezvous_address(place: Place) -> tuple[str, int]:
+    host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
+    if place.origin in ("slurm", "mpi") and place.nodes == 1:
+        host = host or "127.0.0.1"
+    if place.origin == "slurm":
+        host = host or first_host(get_variable("SLURM_STEP_NODELIST") or (get_variable("SLURM_JOB_NODELIST") or ""))
+        # Jobs of one node often have ids in a row, and steps of a job always: a job's next step must not meet at the
+        # port of the next job. Below the ephemeral ports.
+        number, step = read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
+        port = port or 15000 + (number + 7919 * step) % 16000
+    if place.origin == "mpi":
+        job = get_variable("PMIX_NAMESPACE")
+        port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
+    if not host or not port or port > 65535:
+        raise ConfigError(
+            "Ranks meet by env:// at MASTER_ADDR and MASTER_PORT, "
+            f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both, the same on all ranks "
+            "(127.0.0.1 and a free port on one machine), or set init_method to tcp://HOST:PORT or file:///PATH."
+        )
+    return host, port
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's node list: "gpu003" for "gpu[003-005,7],cpu1"."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 from ...base.environment import slurm_job
-from .environment import leads_job
+from .place import current_rank
 
 log = logging.getLogger("legato")
 
@@ -42,7 +42,7 @@ def requeue_job(number: int) -> None:
 
 def requeue_early(number: int, wanted: bool) -> None:
     """Requeue the job, on rank 0 and if `wanted`, for a signal that comes before there is anything to save."""
-    if wanted and number != signal.SIGINT and leads_job():
+    if wanted and number != signal.SIGINT and current_rank() == 0:
         requeue_job(number)
 
 

@@ -1,6 +1,6 @@
 """Collectives that the script itself calls on the default process group, which not every step may call.
 
-Legato's are in a group of their own (`own_group.legatos_group`), so that the default group counts the script's alone.
+Legato's are in a group of their own (`ranks.legatos_group`), so that the default group counts the script's alone.
 """
 
 from collections.abc import Callable, Sequence

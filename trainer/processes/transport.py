@@ -235,7 +235,7 @@ class Settings:
 
 def _outer_frames(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
     """Yield frames and lines of a traceback, without those of the machinery that calls the function."""
-    ours = str(Path(__file__).with_name("workers.py"))
+    ours = str(Path(__file__).with_name("launch.py"))
     return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
 
 

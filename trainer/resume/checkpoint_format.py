@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..checkpoints import commit, find, storage
 from ..checkpoints.commit import Owner
 from ..checkpoints.reading import read_for_all
-from ..processes.collectives import Collectives
+from ..processes.ranks import Ranks
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class CheckpointFormat(Protocol):
         """Return the name of the checkpoint of a step that nobody named; an absolute path puts it elsewhere."""
         ...
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Collectives, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
         """Write a checkpoint, completely or not at all, in place of an older one of this name.
 
         Args:
@@ -36,7 +36,7 @@ class CheckpointFormat(Protocol):
         """
         ...
 
-    def read(self, path: Path, ranks: Collectives, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Return the contents of a checkpoint, tensors on the host; every one of `ranks` calls it.
 
         Args:
@@ -61,11 +61,11 @@ class DirectoryFormat:
         """Return `step-00001200`."""
         return find.directory_name(step)
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Collectives, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
         """Write the shards of each of `ranks`, and the manifest last."""
         commit.write(path, contents, ranks=ranks, owner=owner)
 
-    def read(self, path: Path, ranks: Collectives, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
         return read_for_all(ranks, path, names, in_parts)
 

@@ -22,7 +22,7 @@ from ..data.steps import Dealing
 from ..data.streams import StreamData, own_shares
 from ..data.transfer import to_device, with_allocated_memory
 from ..hooks import counter_of, overrides
-from ..processes.collectives import SINGLE
+from ..processes.ranks import SINGLE
 from ..processes.script_collectives import StepCollectives, gathers
 from ..resume import fingerprint
 from ..run import Call, JoinedCall

@@ -6,14 +6,14 @@ from typing import Any
 
 from ...base.messages import mark_output
 from ...callbacks.callback import Callback
+from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators
 from ..data.sampling import Layout, mix
 from ..hooks import CALLBACK_HOOKS, Hooks, check_names, loop_part
 from ..optimization import kernels
-from ..processes.environment import Place, deterministic_cublas, find_place
-from ..processes.layout_report import check_place, report_layout
-from ..processes.own_group import located
+from ..processes.layout import check_place, report_layout
+from ..processes.place import Place, find_place, located
 from ..resume import restore
 from ..run import Call, JoinedCall, Request
 from ..runs import places

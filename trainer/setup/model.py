@@ -14,7 +14,7 @@ from ..optimization import kernels
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization
-from ..processes.collectives import SINGLE
+from ..processes.ranks import SINGLE
 from ..resume import contents, fingerprint, restore
 from ..run import Call, JoinedCall, Run
 from ..schedule import Schedule

@@ -10,7 +10,7 @@ from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...callbacks.progress_bar import ProgressDisplay
 from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ..processes.environment import Place, find_place
+from ..processes.place import Place, find_place
 from ..strategies import STRATEGIES
 from ..strategies.strategy import Strategy
 

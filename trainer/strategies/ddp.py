@@ -17,8 +17,7 @@ from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..optimization.precision import nothing
-from ..processes.collectives import Collectives
-from ..processes.sync import Phase
+from ..processes.ranks import Phase, Ranks
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
@@ -223,7 +222,7 @@ class DDPReducer(Reducer):
         self,
         task: "Task",
         module: DistributedDataParallel,
-        collectives: Collectives,
+        collectives: Ranks,
         is_scaled: bool,
     ) -> None:
         """`is_scaled`: losses are multiplied by the factor of 16-mixed."""

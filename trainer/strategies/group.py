@@ -7,10 +7,9 @@ import torch
 from ...base.errors import ConfigError
 from ..accelerators import backend_for, make_current
 from ..optimization.precision import Precision
-from ..processes import own_group
-from ..processes.collectives import Collectives
-from ..processes.environment import Place, join_process_group
-from ..processes.sync import DEFAULT, Timeout, Timeouts
+from ..processes.place import Place, find_group
+from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
+from ..processes.rendezvous import join_process_group
 from .strategy import Strategy
 
 
@@ -23,7 +22,7 @@ class GroupStrategy(Strategy):
         init_method: str | None = None,
         timeout: Timeout = DEFAULT,
     ) -> None:
-        """`timeout`: see `processes.sync.Timeouts`; without a backend, torch's for the kind of device."""
+        """`timeout`: see `processes.ranks.Timeouts`; without a backend, torch's for the kind of device."""
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
@@ -48,16 +47,16 @@ class GroupStrategy(Strategy):
         if place.world_size > 1:
             limit, only = self.timeouts["startup"], self._only_device()
             self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
-            if own_group.find_group() is not None:
-                own_group.require_backend(self.device, self.process_group_backend)
+            if find_group() is not None:
+                require_backend(self.device, self.process_group_backend)
             # elastic groups come and go with their members; elsewhere the default group is left to the script, so that
             # a collective that the script calls once too often cannot pair with one of ours
             if not self.elastic.changes:
-                group = own_group.legatos_group(self.timeouts["startup"])
+                group = legatos_group(self.timeouts["startup"])
             self.timeouts.enter("startup")
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
-        self.collectives = self.data_ranks = Collectives(rank, place.world_size, group)
+        self.collectives = self.data_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
         """Return the one device of this process; None if it has several, or if its groups come and go."""

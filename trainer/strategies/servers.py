@@ -9,7 +9,7 @@ from torch import nn
 
 from ...base.errors import TaskError
 from ..data.sampling import mix
-from ..processes.environment import Place
+from ..processes.place import Place
 
 if TYPE_CHECKING:
     from ...tasks.task import Task

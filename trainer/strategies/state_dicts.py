@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..processes.collectives import SINGLE, Collectives
+from ..processes.ranks import SINGLE, Ranks
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
@@ -20,7 +20,7 @@ class StateDicts:
     """The keys of a checkpoint under which a rank reads only what it needs of the stored tensors."""
 
     def __init__(self) -> None:
-        self.writers: Collectives = SINGLE
+        self.writers: Ranks = SINGLE
         """The ranks that write a checkpoint together, where each has a part of the state; alone: rank 0 has it all."""
 
     def model(self, task: "Task") -> dict[str, Tensor]:
@@ -64,5 +64,5 @@ class ShardedStateDicts(StateDicts):
         """
         # gloo, whatever trains: what is written is on the host, and NCCL could not carry it
         if size > 1 and self._default_group is not dist.group.WORLD:
-            self.writers = Collectives(rank, size, dist.new_group(backend="gloo"))
+            self.writers = Ranks(rank, size, dist.new_group(backend="gloo"))
             self._default_group = dist.group.WORLD

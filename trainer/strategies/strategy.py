@@ -17,9 +17,8 @@ from ..elastic.membership import Elasticity
 from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
-from ..processes.collectives import SINGLE, Collectives
-from ..processes.environment import Place
-from ..processes.sync import DEFAULT, Timeouts
+from ..processes.place import Place
+from ..processes.ranks import DEFAULT, SINGLE, Ranks, Timeouts
 from .bitwise.buffers import ReplicaBuffers
 from .reducers import Reducer, TreeReducer
 from .servers import Servers, build_remote_modules
@@ -67,11 +66,11 @@ class Strategy:
 
     def __init__(self) -> None:
         self.place = Place()
-        self.collectives: Collectives = SINGLE
+        self.collectives: Ranks = SINGLE
         """All ranks of the run."""
-        self.data_ranks: Collectives = SINGLE
+        self.data_ranks: Ranks = SINGLE
         """The ranks that share out the replicas: together they have every batch once."""
-        self.weight_ranks: Collectives = SINGLE
+        self.weight_ranks: Ranks = SINGLE
         """The ranks that must hold the same weights as this one, bit for bit; none by default."""
         self.reducer = Reducer()
         self.state_dicts = StateDicts()

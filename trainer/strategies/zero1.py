@@ -19,8 +19,8 @@ from ..checkpoints.shards import load_stored, with_placeholders, without_placeho
 from ..data.randomness import generator_states, same_states
 from ..elastic.store import ElasticOptions
 from ..optimization.optimizers import may_draw, needs_closure
-from ..processes.collectives import SINGLE
-from ..processes.environment import Place
+from ..processes.place import Place
+from ..processes.ranks import SINGLE
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts
 from .strategy import StateParts

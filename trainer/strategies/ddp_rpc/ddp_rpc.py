@@ -23,10 +23,10 @@ from ....base.errors import ConfigError, TaskError
 from ...data.sampling import Layout
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
-from ...processes.collectives import Collectives
-from ...processes.environment import Place, find_store
+from ...processes.place import Place
+from ...processes.ranks import Phase, Ranks, Timeouts
+from ...processes.rendezvous import find_store
 from ...processes.signals import handling_end_signals
-from ...processes.sync import Phase, Timeouts
 from ..ddp import DDPStrategy
 from ..servers import Servers
 from ..state_dicts import StateDicts
@@ -358,7 +358,7 @@ def servers_of(remotes: Mapping[str, Remote]) -> list[str]:
 class RemoteStateDicts(StateDicts):
     """State dicts of a task whose remote modules, and their optimizers' states, are on servers."""
 
-    def __init__(self, task: "Task", remotes: Mapping[str, Remote], collectives: Collectives) -> None:
+    def __init__(self, task: "Task", remotes: Mapping[str, Remote], collectives: Ranks) -> None:
         super().__init__()
         self.task, self.remotes, self.collectives = task, remotes, collectives
 

@@ -17,10 +17,9 @@ from ... import masked
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...optimization.model_checks import require_dense_gradients, require_dimensions
-from ...processes import connections, own_group
-from ...processes.collectives import SINGLE, Collectives
-from ...processes.environment import Place
-from ...processes.sync import Phase
+from ...processes import connections
+from ...processes.place import Place
+from ...processes.ranks import SINGLE, Phase, Ranks, serves_host
 from ..bitwise.buffers import ReplicaBuffers
 from ..group import GroupStrategy
 from ..reducers import Reducer
@@ -47,14 +46,14 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
         return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
 
 
-def data_ranks(sizes: Sizes, rank: int) -> Collectives:
+def data_ranks(sizes: Sizes, rank: int) -> Ranks:
     """Return the ranks that together have every batch once: those that differ from `rank` on the axes data and shard.
 
     Every rank calls it, since making a group takes them all.
     """
     world, index = prod(sizes), sizes.data_rank(rank)
     if sizes.replicating in (1, world):
-        return Collectives(index, sizes.replicating)
+        return Ranks(index, sizes.replicating)
     # new_group is collective over the whole world: every rank must make every group, in the same order, also those that
     # it is not in
     together: dict[tuple[int, int], list[int]] = {}
@@ -67,7 +66,7 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
             group = dist.new_group(ranks, backend="gloo")  # small values on the host
             if rank in ranks:
                 mine = group
-    return Collectives(index, sizes.replicating, mine)
+    return Ranks(index, sizes.replicating, mine)
 
 
 def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
@@ -198,7 +197,7 @@ class MeshStrategy(GroupStrategy):
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
-        if not own_group.serves_host():
+        if not serves_host():
             raise ConfigError(
                 f"strategy {self.name!r} also moves tensors on the host, which the process group that exists already "
                 f"does not serve: make it by init_process_group() without a backend."
@@ -209,7 +208,7 @@ class MeshStrategy(GroupStrategy):
             self.state_dicts.open_writers(place.rank, place.world_size)
         self.data_ranks = self.among
         where, on_host = self.sizes.place_of(place.rank), self.device.type == "cpu"
-        self.weight_ranks = Collectives(where["data"], self.sizes.data, self.mesh["data"].get_group())
+        self.weight_ranks = Ranks(where["data"], self.sizes.data, self.mesh["data"].get_group())
         # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
         self.shard = where["pipeline"] + (self.sizes.pipeline * where["shard"] if on_host else 0)
         # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ....base.errors import TaskError
 from ...data.sampling import Layout
-from ...processes.collectives import Collectives
+from ...processes.ranks import Ranks
 from ..bitwise.tree import GradientStack, ShareStack, TreeNode, partial_nodes
 from ..reducers import Reducer
 from .sharding import sharded
@@ -29,7 +29,7 @@ class MeshReducer(Reducer):
         parameters: Iterable[nn.Parameter],
         root: FSDPModule | None,
         cut: TensorGradients | None,
-        ranks: Collectives,
+        ranks: Ranks,
     ) -> None:
         """`root`: the outermost sharded module. `cut`: the gradients beside cut layers, where there are any."""
         super().__init__(parameters)
@@ -72,7 +72,7 @@ class TreeMeshReducer(MeshReducer):
     within the process.
     """
 
-    def __init__(self, task: "Task", root: FSDPModule, layout: Layout, ranks: Collectives) -> None:
+    def __init__(self, task: "Task", root: FSDPModule, layout: Layout, ranks: Ranks) -> None:
         super().__init__(task.parameters(), root, None, ranks)
         self.task, self.layout = task, layout
         self.replica, self.last = -1, False

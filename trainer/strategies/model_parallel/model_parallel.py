@@ -17,7 +17,7 @@ from ...accelerators import find_kinds
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...optimization.precision import Precision
-from ...processes.environment import Place
+from ...processes.place import Place
 from ..data_parallel.chunks import chunk_sizes, combine_losses, split
 from ..ddp import DDPSteps, DDPStrategy
 from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared

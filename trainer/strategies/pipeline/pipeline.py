@@ -26,7 +26,7 @@ from ...data.transfer import map_tensors
 from ...metrics.reduce import to_floats
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
-from ...processes.environment import Place
+from ...processes.place import Place
 from ..data_parallel.chunks import combine_losses
 from ..mesh import dtensors, weight_broadcast
 from ..mesh.mesh import MeshStrategy

@@ -1,75 +1,11 @@
-"""Agreement between ranks: timeouts of collectives by phase, and when to stop."""
+"""Agreement between ranks: when to stop."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ...base.errors import ConfigError, did_you_mean
-from .collectives import Collectives
-
-Phase = Literal["startup", "step", "checkpoint"]
-Timeout = float | Mapping[Phase, float]
-"""Seconds, for all phases or for each."""
-PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
-DEFAULT = 1800.0
-"""Seconds for a phase without a setting; torch's own default."""
-
-
-class Timeouts:
-    """Timeouts of collectives for each phase, and the current phase.
-
-    `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` is training
-    with its validations; `checkpoint` is a save, during which other ranks wait for rank 0.
-    """
-
-    def __init__(self, wanted: Timeout) -> None:
-        """Raises ConfigError for an unknown phase, and for anything but positive numbers."""
-        given: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
-        for phase, seconds in given.items():
-            if phase not in PHASES:
-                raise ConfigError(
-                    f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
-                    f"{did_you_mean(str(phase), PHASES)}"
-                )
-            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
-                place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
-                raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")
-        self.limits = {phase: timedelta(seconds=given.get(phase, DEFAULT)) for phase in PHASES}
-        self.phase: Phase = "startup"
-
-    def __getitem__(self, phase: Phase) -> timedelta:
-        return self.limits[phase]
-
-    def enter(self, phase: Phase) -> None:
-        """Set the timeout of `phase` on every process group, from the next collective on."""
-        from torch import distributed
-
-        from ...base.torch_private import set_group_timeouts
-
-        # set on each process group, so only where it changes
-        changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
-        if changes and distributed.is_initialized():
-            set_group_timeouts(self.limits[phase])
-
-    def end_startup(self) -> None:
-        """Enter `step` if the phase is `startup`; a save keeps its own."""
-        if self.phase == "startup":
-            self.enter("step")
-
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Enter `phase` for the duration of this context."""
-        before = self.phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(before)
-
+from .ranks import Ranks
 
 SECONDS_BETWEEN = 1.0
 """About the longest time in seconds until a request to stop is seen, by up to a hundred processes."""
@@ -82,14 +18,14 @@ class Agreement:
     in the last rounds continues to take part until all are done.
     """
 
-    def __init__(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
+    def __init__(self, collectives: Ranks, processes: int, step: int, elapsed: float) -> None:
         self.newest: Callable[[], int] = int
         """Returns the newest generation of an elastic run that this rank knows of."""
         self.collect_garbage: Callable[[float], object] = float
         """Called with the agreed seconds of the run, each time that the ranks have agreed."""
         self.join(collectives, processes, step, elapsed)
 
-    def join(self, collectives: Collectives, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
+    def join(self, collectives: Ranks, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
         """Agree with these ranks from now on."""
         self.collectives = collectives
         self.restart(processes, step, elapsed, generation)

@@ -2,7 +2,7 @@
 
 The function travels by cloudpickle through a file in a private folder, and its result or exception comes back the same
 way, so lambdas, notebooks and classes of the caller's script work, and the script itself runs once. Ranks of a process
-group and environment variables are set in environment.py.
+group and environment variables are set last, by `set_worker_environment`.
 """
 
 import faulthandler
@@ -17,22 +17,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from ...base.environment import all_variables, get_variable, read_int, replace_variables
 from ...base.errors import ConfigError, TaskError, WorkerError
 from .failures import alive_file, failure_of, set_report_file, write_atomically
+from .place import Place
+from .rendezvous import host_store
 from .signals import END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
 from .stacks import DUMP
 from .transport import Failure, Settings, pack, pickled_by_value, unpack
 
 log = logging.getLogger("legato")
+T = TypeVar("T")
 
 # Imports that every worker needs, made once in the server that forks them. Legato's own last: 0.2 s for each worker, of
 # which there may be many for a core.
@@ -55,6 +59,16 @@ def warm_up(more: Sequence[str] = ()) -> None:
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
             forkserver.ensure_running()
+
+
+def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
+    """Start the fork server for a run of this strategy with these arguments of the Trainer.
+
+    It imports torch's compiler, too, if otherwise every worker would, which takes as long as torch's own import.
+    """
+    compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
+    spared = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
+    warm_up([] if spared else ["torch._dynamo"])
 
 
 def _start_method() -> str:
@@ -497,3 +511,97 @@ def _exit_with_caller(folder: Path) -> None:
     if os.name == "posix" and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
+
+
+# --- a run's own workers ----------------------------------------------------------------------------------------------
+def run_workers(
+    function: Callable[[], T],
+    processes: int,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    nodes: int = 1,
+    grace: float = GRACE,
+) -> T:
+    """Call `function` in `processes` new processes of this machine and return what the first of them returned.
+
+    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores; at most the caller's).
+    After a failure all are stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes
+    the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. `grace`, errors: see `launch_workers`.
+    """
+    if processes < 1:
+        raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
+    if nodes > 1 and max_restarts:
+        raise ConfigError("max_restarts restarts one node's workers only; with num_nodes > 1 use torchrun's.")
+    warm_up()
+    node_rank, host, port = _node(nodes) if nodes > 1 else (0, "127.0.0.1", 0)
+    store: Any = None
+    if node_rank == 0:
+        # Here and not in rank 0, which may die: the workers of a restart meet at the same store. No worker is forked
+        # from this process, since a child of the process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
+        store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
+        port = store.port
+    environment = all_variables()
+    threads = threads or threads_of_worker(processes)
+    ranks = range(node_rank * processes, (node_rank + 1) * processes)
+
+    def enter(attempt: int, rank: int) -> Callable[[], None]:
+        place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
+        return functools.partial(set_worker_environment, place, environment, host, port, attempt, threads)
+
+    result: T = launch_workers(function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace)
+    return result
+
+
+def node_rank(nodes: int) -> int:
+    """Return the rank of this machine among `nodes`. Raises ConfigError where no variable has it."""
+    return _node(nodes)[0] if nodes > 1 else 0
+
+
+def _node(nodes: int) -> tuple[int, str, int]:
+    node_rank = read_int("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+    host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
+    if node_rank is None or not host or not port:
+        raise ConfigError(
+            f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
+            "and MASTER_PORT (a free port of it) in its environment; or start the processes with torchrun or srun."
+        )
+    if node_rank >= nodes:
+        raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")
+    return node_rank, host, port
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_worker(processes: int) -> int:
+    """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
+    import torch
+
+    return min(read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
+
+
+def set_worker_environment(
+    place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
+) -> None:
+    """Set the environment of a worker: the caller's current one (the fork server's is older), with the variables of
+    `place`."""
+    import torch
+
+    variables = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "GROUP_RANK": str(place.node_rank),
+        "NODE_RANK": str(place.node_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "LEGATO_WORKER": f"{os.getpid()}:{attempt}",
+    }
+    replace_variables(environment | variables)
+    # OpenMP has read its variable already, in the fork server, when torch was imported
+    torch.set_num_threads(threads)

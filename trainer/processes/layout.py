@@ -9,8 +9,8 @@ from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
 from ..accelerators import name_of
-from .collectives import Collectives
-from .environment import Place
+from .place import Place
+from .ranks import Ranks
 
 ProcessEntry = tuple[int, int, str, str]
 """Rank, node index, host name and device of a process."""
@@ -48,7 +48,7 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     )
 
 
-def report_layout(place: Place, device: torch.device, ranks: Collectives, meeting: str) -> None:
+def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str) -> None:
     """Print on rank 0, once, the layout of the ranks and the address of their meeting; every rank calls it.
 
     meeting: empty for a group that existed before, one process, or an elastic run, which logs its generations.

@@ -1,0 +1,236 @@
+"""The place of this process among others, as its launcher or the script gave it.
+
+torch is not imported here: the command line asks before it imports torch.
+"""
+
+import functools
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...base.environment import get_variable, read_int
+from ...base.errors import ConfigError
+
+CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank, local rank and node of this process, and the sizes that they count up to."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    nodes: int = 1
+    origin: str = "alone"
+    """Origin of the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
+    "script" (init_process_group; a local rank of -1 is not known yet)."""
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Environment variables in which a launcher gives a process its place. Of several the first that is set counts."""
+
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...] = ()
+    node_rank: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+TORCH = Variables(
+    ("RANK",),
+    ("WORLD_SIZE",),
+    ("LOCAL_RANK",),
+    ("LOCAL_WORLD_SIZE",),
+    ("GROUP_RANK", "NODE_RANK"),
+    ("GROUP_WORLD_SIZE",),
+)
+SLURM = Variables(
+    ("SLURM_PROCID",),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    ("SLURM_LOCALID",),
+    ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    ("SLURM_NODEID",),
+    ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+)
+# OMPI_COMM_WORLD_NODE_RANK is a process's rank on its node, not the node's
+OPEN_MPI = Variables(
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+PMI = Variables(("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",))
+
+
+def find_place(cluster: str = "auto") -> Place | None:
+    """Return this process's place in a launcher's or the script's process group; None where there is none.
+
+    With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables contradict each
+    other.
+    """
+    worker = get_variable("LEGATO_WORKER")
+    # with its process id: what a worker starts (a loader's worker, a program) inherits the variable and is no member
+    if worker is not None and worker.split(":")[0] == str(os.getpid()):
+        return _read(TORCH, "legato")
+    if cluster == "off":
+        return None
+    group = find_group()
+    return _launched() if group is None else _in_group(*group)
+
+
+def _launched() -> Place | None:
+    # before SLURM's and MPI's: torchrun in such a job has their variables, too, but its own processes are the members
+    if get_variable("TORCHELASTIC_RUN_ID") is not None:
+        return _read(TORCH, "torchrun")
+    # a process that a worker of Legato has started inherits RANK without being a member of the group
+    if get_variable("LEGATO_WORKER") is None and (place := _read(TORCH, "environment")) is not None:
+        return place
+    # an interactive shell is a step of one task; so is a script that srun starts once: there is nothing to join
+    if read_int(*SLURM.world_size) != 1 and (place := _read(SLURM, "slurm")) is not None:
+        return place
+    return _read(OPEN_MPI, "mpi") or _read(PMI, "mpi")
+
+
+def _read(names: Variables, origin: str) -> Place | None:
+    """Return the place that the variables tell; None where they are not set. Raises ConfigError for contradictions."""
+    rank, world_size = read_int(*names.rank), read_int(*names.world_size)
+    if rank is None or world_size is None:
+        if names is TORCH and rank != world_size:
+            there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+            raise ConfigError(
+                f"The environment variable {there} is set and {missing} is not. Set both, with MASTER_ADDR and "
+                f"MASTER_PORT, to join a group. {CLUSTER_OFF}"
+            )
+        return None
+    nodes, node_rank, local_rank = read_int(*names.nodes), read_int(*names.node_rank), read_int(*names.local_rank)
+    if names is SLURM:
+        nodes = nodes or 1
+        tasks = _expand_tasks(next(filter(None, map(get_variable, names.local_world_size)), ""))
+        local_world_size = tasks[node_rank or 0] if (node_rank or 0) < len(tasks) else -(-world_size // nodes)
+    else:
+        local_world_size = read_int(*names.local_world_size) or world_size
+    local_world_size = max(local_world_size, 1)
+    nodes = nodes or -(-world_size // local_world_size)
+    if node_rank is None:
+        # ranks are counted node by node
+        node_rank = min(rank // local_world_size, nodes - 1) if origin == "mpi" else 0
+    local_rank = rank % local_world_size if local_rank is None else local_rank
+    for number, left, size, right, most in (
+        (rank, names.rank, world_size, names.world_size, world_size - 1),
+        (local_rank, names.local_rank, local_world_size, names.local_world_size, local_world_size - 1),
+        (node_rank, names.node_rank, nodes, names.nodes, nodes - 1),
+        (local_world_size, names.local_world_size, world_size, names.world_size, world_size),
+    ):
+        if number > most:
+            fits = "at most" if most == size else "less than"
+            raise ConfigError(
+                f"The environment contradicts itself: {_name(left)}={number} must be {fits} {_name(right)}={size}. "
+                f"Unset what is left over from another launch. {CLUSTER_OFF}"
+            )
+    return Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
+
+
+def _name(names: tuple[str, ...]) -> str:
+    """Return the variable that counts; where none is set, the last, which is set outside of a step of SLURM's too."""
+    return next((name for name in names if get_variable(name)), names[-1])
+
+
+def _expand_tasks(text: str) -> list[int]:
+    """Return SLURM's tasks per node: "2(x3),1" is [2, 2, 2, 1]."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+
+
+# --- groups that the script has made ----------------------------------------------------------------------------------
+_made_here: Any = None
+"""The default group, if Legato made it."""
+
+
+def note_made_here() -> None:
+    """Remember that Legato made the default group, so that `find_group` ignores it."""
+    global _made_here
+    from torch import distributed
+
+    _made_here = distributed.group.WORLD
+
+
+def _distributed() -> Any:
+    """Return torch.distributed if there is a default process group, which nobody has made without importing it."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
+def find_group() -> tuple[int, int] | None:
+    """Return rank and world size of the script's own process group; None if it has none.
+
+    Legato joins such a group as it joins a launcher's processes: it starts no others, and does not destroy the group.
+    """
+    distributed = _distributed()
+    if distributed is None or distributed.group.WORLD is _made_here:
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _in_group(rank: int, world_size: int) -> Place:
+    """Return the place in the script's own process group: the launcher's, if that has the same rank and size."""
+    try:
+        launched = _launched()
+    except ConfigError:  # variables that the script set for itself, such as WORLD_SIZE alone
+        launched = None
+    if launched is not None and (
+        (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
+    ):
+        return launched
+    local_rank = read_int("LOCAL_RANK")
+    return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
+
+
+def located(place: Place) -> Place:
+    """Return a place in the script's own group with node and local rank, from all ranks' host names; every rank calls
+    it.
+
+    A local rank from LOCAL_RANK, 0 or more, is kept. Any other kind of place is returned as it is.
+    """
+    if place.origin != "script":
+        return place
+    from .ranks import Ranks, legatos_group
+
+    group = legatos_group() if place.world_size > 1 else None
+    hosts = Ranks(place.rank, place.world_size, group).gather_objects(socket.gethostname())
+    host, names = hosts[place.rank], list(dict.fromkeys(hosts))
+    return replace(
+        place,
+        local_rank=hosts[: place.rank].count(host) if place.local_rank < 0 else place.local_rank,
+        node_rank=names.index(host),
+        local_world_size=hosts.count(host),
+        nodes=len(names),
+    )
+
+
+# --- rank 0 -----------------------------------------------------------------------------------------------------------
+def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function or method run on rank 0 only; on other ranks it returns None."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if current_rank() == 0 else None
+
+    return on_rank_zero
+
+
+def current_rank() -> int:
+    """Return this process's rank, of the process group or as the launcher gave it; 0 where there is none."""
+    distributed = _distributed()
+    if distributed is not None:
+        return int(distributed.get_rank())
+    place = find_place()
+    return 0 if place is None else place.rank

@@ -1,0 +1,197 @@
+"""Ranks: the processes of a group, and the collectives that all of them call in the same order; their timeouts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base.errors import ConfigError, did_you_mean
+from ...base.torch_private import set_group_timeout, set_group_timeouts
+from . import connections
+
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Ranks:
+    """The ranks of a group; without arguments one process, in which nothing is sent."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: None is the default process group; with one rank it need not exist."""
+        self.rank, self.size, self.group = rank, size, group
+
+    def move(self, rank: int, size: int) -> None:
+        """Go on with another default group, in which this process has another rank."""
+        self.rank, self.size = rank, size
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.all_reduce(torch.zeros(1), "sum")
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank; anything that pickles."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group_src=0, device=torch.device("cpu"), group=self.group)
+        return values[0]
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors of every rank with those of rank 0, in one collective for each device."""
+        if self.size == 1:
+            return
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+        for some in by_device.values():
+            parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in some]  # every backend knows bytes
+            flat = torch.cat(parts)
+            dist.broadcast(flat, group_src=0, group=self.group)
+            for tensor, part in zip(some, flat.split([part.numel() for part in parts]), strict=True):
+                tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank; anything that pickles."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """Reduce `tensor` over ranks in place by "sum", "max", "min" or "product", and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor, OPERATIONS[operation], group=self.group)
+        return tensor
+
+
+SINGLE = Ranks()
+"""One process by itself."""
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+_groups: dict[Any, Any] = {}
+"""Process groups of Legato's collectives, by default group."""
+
+
+def legatos_group(limit: timedelta | None = None) -> Any:
+    """Return the process group of Legato's own collectives, with all ranks; every rank calls it.
+
+    The script has the default group to itself, so that a collective which one rank calls too often there is never
+    matched with one of Legato's. The group serves host tensors too, unlike one of `init_process_group("nccl")`.
+    `limit`: timeout of its collectives.
+    """
+    world = dist.group.WORLD
+    # a new default group has new ranks: those of an earlier run are closed with the last reference
+    if world not in _groups:
+        _groups.clear()
+        backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())
+        backend = None if serves_host() else f"cpu:gloo,{backends}"
+        with connections.noting(more=True):
+            _groups[world] = dist.new_group(timeout=limit, backend=backend)
+    elif limit is not None and dist.get_backend() != "mpi":
+        set_group_timeout(limit, _groups[world])
+    return _groups[world]
+
+
+def serves_host() -> bool:
+    """Return whether the default group serves tensors on the host."""
+    return "cpu" in devices_of_group() or dist.get_backend() == "mpi"
+
+
+def devices_of_group() -> dict[str, str]:
+    """Return the backend of the default group for each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    config = dist.get_backend_config()
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def require_backend(device: "torch.device", wanted: str | None) -> None:
+    """Raise ConfigError if the default group has no backend for `device`, or another one than `wanted`."""
+    backends = devices_of_group()
+    if dist.get_backend() == "mpi":
+        return
+    have = backends.get(device.type)
+    described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
+    if have is None:
+        raise ConfigError(
+            f"The process group that exists already has {described}, but this run is on {device.type}. Make it by "
+            f"init_process_group() without a backend, or set trainer.accelerator."
+        )
+    if wanted is not None and wanted != have:
+        raise ConfigError(
+            f"strategy.process_group_backend={wanted!r}, but the process group that exists already has {described}. "
+            f"Leave process_group_backend out, or make the group with it."
+        )
+
+
+# --- timeouts --------------------------------------------------------------------------------------------------------
+Phase = Literal["startup", "step", "checkpoint"]
+Timeout = float | Mapping[Phase, float]
+"""Seconds, for all phases or for each."""
+PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
+DEFAULT = 1800.0
+"""Seconds for a phase without a setting; torch's own default."""
+
+
+class Timeouts:
+    """Timeouts of collectives for each phase, and the current phase.
+
+    `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` is training
+    with its validations; `checkpoint` is a save, during which other ranks wait for rank 0.
+    """
+
+    def __init__(self, wanted: Timeout) -> None:
+        """Raises ConfigError for an unknown phase, and for anything but positive numbers."""
+        given: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
+        for phase, seconds in given.items():
+            if phase not in PHASES:
+                raise ConfigError(
+                    f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
+                    f"{did_you_mean(str(phase), PHASES)}"
+                )
+            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+                place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
+                raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")
+        self.limits = {phase: timedelta(seconds=given.get(phase, DEFAULT)) for phase in PHASES}
+        self.phase: Phase = "startup"
+
+    def __getitem__(self, phase: Phase) -> timedelta:
+        return self.limits[phase]
+
+    def enter(self, phase: Phase) -> None:
+        """Set the timeout of `phase` on every process group, from the next collective on."""
+        # set on each process group, so only where it changes
+        changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
+        if changes and dist.is_initialized():
+            set_group_timeouts(self.limits[phase])
+
+    def end_startup(self) -> None:
+        """Enter `step` if the phase is `startup`; a save keeps its own."""
+        if self.phase == "startup":
+            self.enter("step")
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Enter `phase` for the duration of this context."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
