@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted, format_bytes
+from ..base.tensors import map_tensors
 from ..base.torch_private import faking_tensors
 from ..lab.unstarted import UnstartedRun
 from ..trainer.data.combined import combined
@@ -21,7 +22,6 @@ from ..trainer.data.dealing import DealtData, training_data
 from ..trainer.data.loaders import MapLoader, is_dealable
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
-from ..trainer.data.transfer import map_tensors
 from ..trainer.hooks import count_arguments, counter_of
 from ..trainer.optimization.kernels import Recomputing, modules_named
 from ..trainer.strategies.mesh.dtensors import replace

@@ -131,7 +131,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         sync_grads: propagate the gradients of all ranks' losses to this rank's tensor, each weighted as its loss is;
         every rank's loss must depend on the gathered data.
 
-        Raises DisagreementError if ranks differ in structure, TaskError in a step in which not all ranks take part.
+        Raises DisagreementError if ranks give tensors of other dtypes or shapes, TaskError in a step in which not all
+        ranks take part.
         """
         from ..trainer.processes.gather import gather
 

@@ -1,8 +1,8 @@
 """Preemption: a run that a signal asks to end saves a checkpoint and exits, to be resumed.
 
-The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same step,
-or leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal ends the
-run at once.
+The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same
+step, or leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal
+ends the run at once.
 """
 
 import logging

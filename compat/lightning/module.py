@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError
+from ...base.tensors import map_tensors
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
-from ...trainer.data.transfer import map_tensors
 from ...trainer.resume.rebuild import rebuild_data_module, rebuild_task
 from .checkpoint import is_omegaconf, read
 from .exceptions import MisconfigurationException, require_checkpoint

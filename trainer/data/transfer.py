@@ -1,13 +1,13 @@
 """Moving batches to a device, mapping over their tensors and counting their samples."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...base.errors import DataError
+from ...base.tensors import map_tensors
 from ..accelerators import has_streams
 
 ALIGNMENT = 64
@@ -85,40 +85,6 @@ def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
         # through .data, so that the parameter stays the same object for optimizers and hooks
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
-
-
-def map_tensors(
-    batch: Any,
-    change: Callable[[torch.Tensor], Any],
-    move: Callable[[Any], Any] | None = None,
-    number: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Return `batch` with `change` applied to each tensor; tuples, named tuples, lists, dicts and dataclasses keep
-    their type.
-
-    move: applied to other objects that have a `.to` method.
-    number: applied to numbers and NumPy arrays.
-    """
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if number is not None and isinstance(batch, (int, float, np.ndarray, np.number)):
-        return number(batch)
-    if isinstance(batch, (str, bytes, int, float, bool)) or batch is None:
-        return batch
-    if move is not None and callable(getattr(batch, "to", None)):
-        return move(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(item, change, move, number) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(item, change, move, number) for item in batch)
-    if isinstance(batch, dict):
-        changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
-        return changed if type(batch) is dict else type(batch)(changed)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        own = (field for field in fields(batch) if field.init)
-        values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in own}
-        return replace(batch, **values)
-    return batch
 
 
 def count_samples(batch: Any) -> int:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.tensors import map_tensors
 from ...base.torch_private import mark_stepped
 from ..accelerators import has_bfloat16, has_float64
-from ..data.transfer import map_tensors
 
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

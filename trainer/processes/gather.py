@@ -5,24 +5,29 @@ Only the first dimension may differ: evaluation counts every sample once, so sha
 raises on every rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import DisagreementError, TaskError
-from ..data.transfer import map_tensors
+from ...base.tensors import map_tensors
+from .place import Place
 from .ranks import Ranks, serves_host
-
-if TYPE_CHECKING:
-    from ..strategies.strategy import Strategy
 
 MESSAGE_ALIGNMENT = 16
 """Bytes to which each row of a message is padded, so that every dtype is aligned."""
+
+
+class Spread(Protocol):
+    """Attributes of a strategy that a gather reads."""
+
+    place: Place
+    device: torch.device
+    data_ranks: Ranks
+    leaves_default_group: bool
 
 
 class UnevenTensors(list[Tensor]):
@@ -36,64 +41,54 @@ class UnevenTensors(list[Tensor]):
         )
 
 
-class _Description(NamedTuple):
-    """Properties of a tensor that must be equal on all ranks."""
+class Description(NamedTuple):
+    """A tensor of one rank, as all ranks compare it."""
 
-    name: str
-    kind: str
+    dtype: str
+    device: str
     shape: tuple[int, ...]
     with_gradient: bool
 
-    def __str__(self) -> str:
-        gradient = " with a gradient" if self.with_gradient else ""
-        return f"{self.name} ({self.kind}, shape {self.shape}{gradient})"
-
-    @property
-    def without_rows(self) -> tuple[Any, ...]:
-        """What must be the same on every rank."""
-        return self.name, self.kind, len(self.shape), self.shape[1:], self.with_gradient
-
 
 def gather(
-    strategy: "Strategy", data: Any, group: Any, sync_grads: bool, refuse_in_step: Callable[[int, bool], object] | None
+    strategy: Spread, data: Any, group: Any, sync_grads: bool, refuse_in_step: Callable[[int, bool], object] | None
 ) -> Any:
     """Return `data` with every tensor gathered; see `Task.all_gather`.
 
     `refuse_in_step`: raises TaskError where not all of so many ranks run the step at the same time.
     """
     ranks = _ranks_of(strategy, group)
-    size = ranks.size
     if refuse_in_step is not None:
-        refuse_in_step(size, sync_grads)
-    data = map_tensors(data, lambda tensor: tensor, number=lambda value: torch.as_tensor(value, device=strategy.device))
+        refuse_in_step(ranks.size, sync_grads)
     tensors: list[Tensor] = []
-    map_tensors(data, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    if size == 1:
-        whole = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
-        return map_tensors(data, lambda _: next(whole))
-    own = [
-        _Description(
-            name, f"{tensor.dtype} on {tensor.device.type}", tuple(tensor.shape), _has_gradient(tensor, sync_grads)
-        )
-        for name, tensor in zip(_names_in(data, "data"), tensors, strict=True)
-    ]
-    every: list[list[_Description]] = ranks.gather_objects(own)
-    _require_same(every)
-    shapes = [[described[index].shape for described in every] for index in range(len(own))]
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    data = map_tensors(data, note, number=lambda value: note(torch.as_tensor(value, device=strategy.device)))
+    if ranks.size == 1:
+        results = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
+        return map_tensors(data, lambda _: next(results))
+    with_gradient = [sync_grads and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
+    described: list[list[Description]] = ranks.gather_objects(
+        [
+            Description(str(tensor.dtype), tensor.device.type, tuple(tensor.shape), gradient)
+            for tensor, gradient in zip(tensors, with_gradient, strict=True)
+        ]
+    )
+    _require_same(described)
+    shapes = [[row[index].shape for row in described] for index in range(len(tensors))]
     gathered = _exchange([tensor.detach() for tensor in tensors], shapes, ranks)
-    if any(one.with_gradient for one in own):
+    if any(with_gradient):
         # made on every rank, before any backward: a new group is collective, too
         channel = _channel(strategy, group)
-        for index, (tensor, one) in enumerate(zip(tensors, own, strict=True)):
-            if one.with_gradient:
+        for index, tensor in enumerate(tensors):
+            if with_gradient[index]:
                 parts: Any = _WithGradient.apply(tensor, channel, gathered[index])  # type: ignore[no-untyped-call]
                 gathered[index] = list(parts)
-    found = iter([_joined(parts) for parts in gathered])
-    return map_tensors(data, lambda _: next(found))
-
-
-def _has_gradient(tensor: Tensor, sync_grads: bool) -> bool:
-    return sync_grads and tensor.requires_grad and torch.is_grad_enabled()
+    joined = iter([_joined(parts) for parts in gathered])
+    return map_tensors(data, lambda _: next(joined))
 
 
 def _joined(parts: list[Tensor]) -> Any:
@@ -101,8 +96,7 @@ def _joined(parts: list[Tensor]) -> Any:
     return torch.stack(parts) if even else UnevenTensors(parts)
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
-def _ranks_of(strategy: "Strategy", group: Any) -> Ranks:
+def _ranks_of(strategy: Spread, group: Any) -> Ranks:
     if group is None or strategy.place.world_size == 1:
         ranks = strategy.data_ranks
         if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
@@ -117,36 +111,26 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Ranks:
     return Ranks(dist.get_rank(group), size, group)
 
 
-# --- what must agree --------------------------------------------------------------------------------------------------
-def _names_in(data: Any, name: str) -> Iterator[str]:
-    """Yield a name for each tensor, in the order of `map_tensors`."""
-    if isinstance(data, Tensor):
-        yield name
-    elif isinstance(data, tuple) and hasattr(data, "_fields"):
-        for field in data._fields:
-            yield from _names_in(getattr(data, field), f"{name}.{field}")
-    elif isinstance(data, (list, tuple)):
-        for index, item in enumerate(data):
-            yield from _names_in(item, f"{name}[{index}]")
-    elif isinstance(data, dict):
-        for key, item in data.items():
-            yield from _names_in(item, f"{name}[{key!r}]")
-    elif is_dataclass(data) and not isinstance(data, type):
-        for own in (field for field in fields(data) if field.init):
-            yield from _names_in(getattr(data, own.name), f"{name}.{own.name}")
+def _require_same(described: list[list[Description]]) -> None:
+    """Raise DisagreementError, on every rank, if the ranks' tensors differ by more than their rows."""
+    comparable = [
+        [tensor._replace(shape=(len(tensor.shape), *tensor.shape[1:])) for tensor in row] for row in described
+    ]
+    other = next((rank for rank, row in enumerate(comparable) if row != comparable[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"all_gather takes {_words(described[0])} on rank 0, and {_words(described[other])} on rank {other}. All "
+            f"ranks must give the same tensors, of one dtype and one kind of device, that differ in their first "
+            f"dimension only; with sync_grads=True all or none need a gradient. Join what each rank has collected by "
+            f"torch.cat(outputs)."
+        )
 
 
-def _require_same(every: Sequence[Sequence[_Description]]) -> None:
-    """Raise DisagreementError, on every rank, if the descriptions differ by more than the first dimension."""
-    for rank, described in enumerate(every):
-        for first, other in zip_longest(every[0], described):
-            if first is None or other is None or first.without_rows != other.without_rows:
-                raise DisagreementError(
-                    f"all_gather takes {first or 'no further tensor'} on rank 0, and {other or 'no further tensor'} on "
-                    f"rank {rank}. All ranks must give the same tensors, of one dtype and one kind of device, that "
-                    f"differ in their first dimension only; with sync_grads=True all or none need a gradient. Join "
-                    f"what each rank has collected by torch.cat(outputs)."
-                )
+def _words(row: list[Description]) -> str:
+    words = [
+        f"{tensor.dtype} {tensor.shape} on {tensor.device}{' with a gradient' * tensor.with_gradient}" for tensor in row
+    ]
+    return f"[{', '.join(words)}]" if words else "no tensor"
 
 
 # --- how they travel --------------------------------------------------------------------------------------------------
@@ -179,7 +163,7 @@ _channels: dict[Any, Any] = {}
 """Process groups for gradients of gathers, so that they do not mix with the collectives of DDP's backward."""
 
 
-def _channel(strategy: "Strategy", group: Any) -> Any:
+def _channel(strategy: Spread, group: Any) -> Any:
     """Return the process group for gradients of gathers; every rank calls it."""
     if group is not None:
         return group

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ....base.errors import ConfigError
+from ....base.tensors import map_tensors
 from ....base.torch_private import is_view
-from ...data.transfer import map_tensors
 from ...optimization.kernels import modules_named
 from ...optimization.precision import Precision
 from .dtensors import tensor_slots

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
+from ....base.tensors import map_tensors
 from ....base.torch_private import set_local_data
 from ...data.sampling import Layout
-from ...data.transfer import map_tensors
 from ...metrics.reduce import to_floats
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
