@@ -55,8 +55,6 @@ SKIPPED = (CheckpointCallback, EarlyStopping, ProgressDisplay, ModelSummary)
 LOCAL_LOGGERS = (TensorBoardLogger, JSONLinesLogger, CSVLogger)
 """Loggers to try: they write to the run directory, and to nobody's server."""
 OVERLAY = {
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
     "fast_dev_run": False,
     "log_every_n_steps": 1,
     "val_check_interval": 1,

@@ -16,7 +16,6 @@ from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted, format_bytes
 from ..base.tensors import map_tensors
 from ..base.torch_private import faking_tensors
-from ..lab.unstarted import UnstartedRun
 from ..trainer.data.combined import combined
 from ..trainer.data.dealing import DealtData, training_data
 from ..trainer.data.loaders import MapLoader, is_dealable
@@ -26,6 +25,7 @@ from ..trainer.hooks import count_arguments, counter_of
 from ..trainer.optimization.kernels import Recomputing, modules_named
 from ..trainer.strategies.mesh.dtensors import replace
 from .config.check import load_config
+from .unstarted import UnstartedRun
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

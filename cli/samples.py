@@ -4,9 +4,9 @@ from argparse import Namespace
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..lab.history import RunHistory
 from ..lab.samples import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
 from .arguments import read_words
+from .history import ConfigHistory
 
 
 def run_samples(options: Namespace) -> None:
@@ -15,8 +15,8 @@ def run_samples(options: Namespace) -> None:
     if ("step" in values) == ("index" in values):
         raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
-    history = RunHistory.at(options.run)
-    lookup = SampleLookup(history, overrides)
+    history = ConfigHistory.at(options.run, overrides)
+    lookup = SampleLookup(history, history.unstarted)
     if step is None:
         index: Any = values["index"]
         index = int(index) if index.lstrip("-").isdecimal() else index
@@ -26,5 +26,5 @@ def run_samples(options: Namespace) -> None:
     batches = lookup.loaded(step) if options.show else lookup.at(step)
     lines = list(shown_samples(history.directory, place, batches, replica))
     if options.show:
-        lines += shown_batches(lookup.source(step).run.task, chosen_batches(batches, replica))
+        lines += shown_batches(history.unstarted(step).task, chosen_batches(batches, replica))
     print("\n".join(lines))

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from ..trainer.checkpoints import find, reading
 from ..trainer.checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
 from ..trainer.optimization.optimizers import optimizer_parameters
 from .history import CheckpointRecord, RunHistory
-from .replay import replay_steps
+from .replay import Make, read_lines, replay_steps
 from .watchers import StopAfterStep
 
 if TYPE_CHECKING:
@@ -133,9 +133,13 @@ class FirstDifference:
         yield from self.notes
 
 
-def first_difference(one: RunHistory, other: RunHistory) -> FirstDifference:
+def first_difference(
+    one: RunHistory, other: RunHistory, makes: Sequence[Callable[[int, int], Make]]
+) -> FirstDifference:
     """Return the first difference of two runs: the checkpoints that both have are searched by bisection, and only the
     steps between the last same and the first different one are computed again.
+
+    makes: of each run, returns what makes trainer, task and data to replay some steps, the first and the last.
 
     Raises ConfigError where a run has no step yet.
     """
@@ -146,22 +150,19 @@ def first_difference(one: RunHistory, other: RunHistory) -> FirstDifference:
     begin, end = bracket(one, other, last, compared)
     if begin == last:
         return FirstDifference(None, last, {}, compared)
-    with TemporaryDirectory() as folder:
-        records, notes = [], list[str]()
-        for number, history in enumerate((one, other)):
-            directory = Path(folder) / str(number)
-            directory.mkdir()
+    records, notes = [], list[str]()
+    for history, make in zip((one, other), makes, strict=True):
+        with TemporaryDirectory() as folder:
             watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
-            replayed = replay_steps(history, begin + 1, end, directory, watchers)
-            comparison = replayed.comparison()
+            made = make(begin + 1, end)()
+            comparison = replay_steps(history, made, (begin + 1, end), Path(folder), watchers).comparison()
             if not comparison.holds:
                 notes.append(f"{history.directory} is not what its config gives today: {comparison.describe()}.")
-            lines = (directory / DIGESTS).read_text().splitlines()
-            records.append({record["step"]: record for record in map(json.loads, lines)})
+            records.append({record["step"]: record for record in read_lines(Path(folder) / DIGESTS)})
     for step in range(begin + 1, end + 1):
-        found = differing(records[0].get(step, {}), records[1].get(step, {}))
-        if found:
-            return FirstDifference(step, end, found, [*compared, *notes])
+        tensors = differing(records[0].get(step, {}), records[1].get(step, {}))
+        if tensors:
+            return FirstDifference(step, end, tensors, [*compared, *notes])
     if not notes:
         notes.append(f"Computed again, both have the same bits up to step {end:,}.")
     return FirstDifference(None, end, {}, [*compared, *notes])
@@ -239,11 +240,3 @@ def same_tensors(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same_tensors, one, other))
     return bool(one == other)
-
-
-def show_bits(directories: Sequence[Path]) -> str:
-    """Return the first difference of two runs as text. Raises ConfigError for more than two."""
-    if len(directories) != 2:
-        raise ConfigError(f"--bits compares two runs, got {len(directories)}.")
-    one, other = map(RunHistory, directories)
-    return "\n".join(first_difference(one, other).describe())

@@ -1,14 +1,15 @@
-"""`legato replay`: computes steps of a run again, from the newest checkpoint before them, and proves that it did."""
+"""Replays: steps of a run computed again, from the newest checkpoint before them, with a proof that they are the same.
+
+A replay takes a function that makes the run's trainer, task and data anew; so it cannot change those of the caller.
+"""
 
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import ConfigError, DataError, LegatoError
 from ..base.messages import STDOUT
@@ -17,34 +18,25 @@ from ..base.run_names import REPLAY
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..callbacks.device_stats_monitor import DeviceStatsMonitor
+from ..callbacks.model_summary import ModelSummary
 from ..callbacks.progress_bar import ProgressDisplay
 from ..callbacks.throughput_monitor import ThroughputMonitor
 from ..callbacks.timer import Timer
-from ..cli.config.build import build_config
-from ..cli.config.read import read_strategy
 from ..loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ..loggers.tensorboard import TensorBoardLogger
-from ..trainer.runs.directory import is_run
-from .history import RunHistory
+from .history import CheckpointRecord, RunHistory
 from .straggler_monitor import StragglerMonitor
-from .unstarted import processes_of
-from .watchers import STEPS_FILE, ReplayBar, StepReport, StopAfterStep
-
-if TYPE_CHECKING:
-    from ..cli.config.check import Config
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
-    from .history import CheckpointRecord
+from .watchers import STEPS_FILE, LeaveOutValidations, StepReport, StopAfterStep
 
 log = logging.getLogger("legato")
 
-NOT_REPLAYED = (CheckpointCallback, ProgressDisplay, ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer)
-"""Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
-REPLACED = (
-    *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
-    *("min_steps", "min_epochs", "max_time"),
+Make = Callable[[], Sequence[Any]]
+"""Makes a new trainer, the task and the data, in the order in which `trainer.fit` takes them."""
+NOT_REPLAYED = (
+    *(CheckpointCallback, ProgressDisplay, ModelSummary),
+    *(ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer),
 )
-"""Arguments of Trainer that a replay, on one process and with an end of its own, replaces."""
+"""Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
 SAME_BUT_ROUNDING = 1e-3
 """Relative difference up to which two values are called the same but for rounding."""
 
@@ -54,9 +46,9 @@ def new_directory(run: Path) -> Path:
 
     Raises ConfigError if that cannot be written to.
     """
-    number = 0
+    run, number = run.absolute(), 0
     while True:
-        path = run.absolute().with_name(f"{run.absolute().name}{REPLAY}{number}")
+        path = run.with_name(f"{run.name}{REPLAY}{number}")
         try:
             path.mkdir()
         except FileExistsError:
@@ -67,25 +59,13 @@ def new_directory(run: Path) -> Path:
             return path
 
 
-def require_outside(folder: Path) -> None:
-    """Raise ConfigError for a folder inside of a run directory, whose files a replay would replace."""
-    inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
-    if inside is not None:
-        raise ConfigError(
-            f"save={folder} is inside of the run directory {inside}, which a replay does not change. Name a folder "
-            f"elsewhere, or leave save= out."
-        )
-
-
 @dataclass(frozen=True)
 class Replayed:
     """A replay that was done."""
 
     history: RunHistory
-    source: "CheckpointRecord | None"
+    source: CheckpointRecord | None
     """The checkpoint that it began from; None: the start of the run."""
-    first: int
-    """The first step that was computed, which may be before those asked for."""
     last: int
     """The last step that is what the run did."""
     directory: Path
@@ -94,16 +74,29 @@ class Replayed:
     why: str
     """Why, or why not."""
 
+    @property
+    def first(self) -> int:
+        """The first step that was computed, which may be before those asked for."""
+        return 1 if self.source is None else self.source.step + 1
+
     def steps(self) -> list[dict[str, Any]]:
         """Return what each step that was asked for came to."""
-        path = self.directory / STEPS_FILE
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(self.directory / STEPS_FILE)
 
     def comparison(self) -> "Comparison":
-        """Compare the points of the replay with those of the run."""
-        path = self.directory / POINTS_FILE
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return compare_points(self, {record["step"]: record for record in found})
+        """Compare the points of the replay with those of the run, under the names that both have."""
+        result = Comparison(self)
+        for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
+            step = point["step"]
+            was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
+            names = [name for name in point if name in was and name not in ("step", "time")]
+            result.steps += bool(names)
+            result.values += len(names)
+            for name in (name for name in names if was[name] != point[name]):
+                result.differing += 1
+                result.first = result.first or (step, name, was[name], point[name])
+                result.largest = max(result.largest, relative_difference(float(was[name]), float(point[name])))
+        return result
 
 
 @dataclass
@@ -113,7 +106,7 @@ class Comparison:
     replayed: Replayed
     steps: int = 0
     values: int = 0
-    equal: int = 0
+    differing: int = 0
     largest: float = 0.0
     """The largest relative difference."""
     first: tuple[int, str, Any, Any] | None = None
@@ -121,54 +114,40 @@ class Comparison:
 
     def describe(self) -> str:
         """Return the comparison as a sentence."""
-        what = f"{counted(self.values, 'value')} of {counted(self.steps, 'step')}"
-        why = self.replayed.why
+        compared = f"{counted(self.values, 'value')} of {counted(self.steps, 'step')}"
         if not self.values:
             return "Proof       none: the run has logged nothing in these steps"
         if self.first is None:
-            return f"Proof       {what} in metrics.jsonl are equal to the bit"
+            return f"Proof       {compared} in metrics.jsonl are equal to the bit"
+        if self.holds:
+            rounding = f"largest relative difference {self.largest:.1e}; {self.replayed.why}"
+            return f"Proof       {compared} in metrics.jsonl are equal but for rounding ({rounding})"
         step, name, was, now = self.first
         told = f"the first that differs is {name!r} of step {step}: {was!r} in the run, {now!r} now"
-        if self.largest <= SAME_BUT_ROUNDING and not self.replayed.to_the_bit:
-            rounding = f"largest relative difference {self.largest:.1e}"
-            return f"Proof       {what} in metrics.jsonl are equal but for rounding ({rounding}; {why})"
-        return f"{self.values - self.equal} of {what} differ by up to {self.largest:.1e}; {told}"
+        return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {told}"
 
     @property
     def holds(self) -> bool:
         """Whether the replay is what the run did."""
         return self.first is None or (not self.replayed.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
 
+    def conclude(self) -> None:
+        """Print the proof, or raise LegatoError where the replay is not what the run did."""
+        if self.holds:
+            print(self.describe(), file=STDOUT, flush=True)
+            return
+        said = f"The replay is not what the run did: {self.describe()}"
+        raise LegatoError(
+            f"{said}. They must have the same bits ({self.replayed.why}); code, data, versions or hardware have "
+            f"changed since."
+            if self.replayed.to_the_bit
+            else f"{said}, which is more than rounding."
+        )
 
-def conclude(comparison: Comparison) -> None:
-    """Print the proof, or raise LegatoError where the replay is not what the run did."""
-    if comparison.holds:
-        print(comparison.describe(), file=STDOUT, flush=True)
-        return
-    raise LegatoError(
-        f"The replay is not what the run did: {comparison.describe()}. The bits were to be the same "
-        f"({comparison.replayed.why}); code, data, versions or hardware have changed since."
-        if comparison.replayed.to_the_bit
-        else f"The replay is not what the run did: {comparison.describe()}, which is more than rounding."
-    )
 
-
-def compare_points(replayed: Replayed, points: Mapping[int, Mapping[str, Any]]) -> Comparison:
-    """Compare points with those of the run, under the names that both have."""
-    found = Comparison(replayed)
-    for step in sorted(points):
-        was = replayed.history.points.get(step, {}) if replayed.first <= step <= replayed.last else {}
-        names = [name for name in points[step] if name in was and name not in ("step", "time")]
-        found.steps += bool(names)
-        for name in names:
-            one, other = was[name], points[step][name]
-            found.values += 1
-            if one == other:
-                found.equal += 1
-                continue
-            found.first = found.first or (step, name, one, other)
-            found.largest = max(found.largest, relative_difference(float(one), float(other)))
-    return found
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file with a line of JSON each; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def relative_difference(one: float, other: float) -> float:
@@ -178,92 +157,21 @@ def relative_difference(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
 
 
-def replay_steps(
-    history: RunHistory,
-    first: int,
-    last: int,
-    directory: Path,
-    watchers: Sequence[Callback],
-    overrides: Sequence[str] = (),
-    every_step: bool = False,
-) -> Replayed:
-    """Compute the steps up to `last` again, from the newest checkpoint before `first`, and write to `directory` alone.
-
-    every_step: log every step, and not only those that the run has logged.
-
-    Raises ConfigError where the run was resumed with another config between the two.
-    """
-    source = history.before(first)
-    begun = source.step if source else 0
-    require_same_config(history, begun, last)
-    config = replay_config(history, first, overrides, every_step)
-    run = build_config(config)
-    tell_length(history, begun, last, source is not None)
-    resume: Any = config.values["resume"]
-    fit = partial(run.trainer.fit, run.task, datamodule=run.data, resume=None if resume == "auto" else resume)
-    fit_again(history, run.trainer, run.task, fit, (first, last), directory, [ReplayBar(begun, last), *watchers])
-    return Replayed(history, source, begun + 1, last, directory, *sameness(history, (first, last), config))
-
-
-def require_same_config(history: RunHistory, begun: int, last: int) -> None:
-    """Raise ConfigError where a start within these steps had a config by which they come to something else."""
-    ends = {one.step for one in history.checkpoints} | {int(one.get("step", 0)) for one in history.starts}
-    changed = next((step for step in sorted(ends) if begun < step < last and differs_after(history, step)), None)
-    if changed is None:
-        return
-    kept = next((one.step for one in history.checkpoints if one.step >= changed), None)
-    onwards = "" if kept is None else f", and step={kept + 1}"
-    raise ConfigError(
-        f"The run was resumed with another config after step {changed}. Replay up to there, and from there on: "
-        f"until={changed}{onwards}."
-    )
-
-
-def tell_length(history: RunHistory, begun: int, last: int, has_source: bool) -> None:
-    """Log where a replay begins, how many steps it takes, and about how long, as the run has logged them."""
-    times = [(step, float(point["time"])) for step, point in sorted(history.points.items()) if "time" in point]
-    steps, seconds = last - begun, None
-    if len(times) > 1 and times[-1][0] > times[0][0]:
-        seconds = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0]) * steps
-    about = "" if seconds is None else f", for which the run took about {time_taken(seconds)}"
-    where = f"the checkpoint of step {begun:,}" if has_source else "the start of the run: no checkpoint before is left"
-    log.info("The replay begins at %s; %s%s.", where, counted(steps, "step"), about)
-
-
-def fit_again(
-    history: RunHistory,
-    trainer: "Trainer",
-    task: "Task",
-    fit: Callable[..., None],
-    steps: tuple[int, int],
-    directory: Path,
-    callbacks: Sequence[Callback],
-) -> None:
-    """Train from the newest checkpoint before the first of some steps, where the callbacks stop it at the last.
-
-    Raises DataError where the run has no such step.
-    """
-    source = history.before(steps[0])
-    trainer.given_dir = directory
-    trainer.min_steps = trainer.min_epochs = None
-    trainer.max_time = None
-    trainer.callbacks = [*without_recorders(trainer.callbacks), *callbacks]
-    configure = task.configure_callbacks
-    task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
-    fit(**({} if source is None else {"resume": source.path}))
-    if trainer.global_step < steps[1]:
-        raise DataError(f"The replay ended after step {trainer.global_step}, before step {steps[1]}: the run has none.")
-
-
-def replay(run: str | Path, make: Callable[[], Sequence[Any]], *, step: int, until: int | None = None) -> Replayed:
+def replay(run: str | Path, make: Make, *, step: int, until: int | None = None) -> Replayed:
     """Compute steps of a run of one's own script again; the run itself stays as it is.
 
-    `make` makes trainer, task and data as the script made them for the run, and returns them as `trainer.fit` takes
-    them: `(trainer, task, loader)`, with a validation loader and a data module after it. They are the replay's own; one
-    process will do (`devices=1`), whatever the run had. Training begins at the newest checkpoint before `step`, without
-    loggers and callbacks that write, and stops after `until`, by default `step`. What is logged is compared with the
-    run's metrics.jsonl, and the result printed. Returns the replay, whose `steps()` has loss, gradient norms by module
-    and learning rates of each step.
+    Training begins at the newest checkpoint before `step`, without loggers and callbacks that write, and stops after
+    `until`. What is logged is compared with the run's metrics.jsonl, and the result printed.
+
+    Args:
+        run: the run directory.
+        make: makes trainer, task and data as the script made them for the run, and returns them as `trainer.fit` takes
+            them: `(trainer, task, loader)`, with a validation loader and a data module after it. They are the replay's
+            own; one process will do (`devices=1`), whatever the run had.
+        step: the first step, counted from 1.
+        until: the last one; `step` by default.
+
+    Returns the replay, whose `steps()` has loss, gradient norms by module and learning rates of each step.
 
     Raises ConfigError where `make` does not return a new trainer and a task, and LegatoError where the replay is not
     what the run did.
@@ -275,111 +183,78 @@ def replay(run: str | Path, make: Callable[[], Sequence[Any]], *, step: int, unt
             f"legato.replay takes a function that makes a new trainer, the task and the data; got {came}. Write "
             f"legato.replay(run, make, step=N), where make() returns (trainer, task, loader)."
         )
-    trainer, task, *data = made
     last = step if until is None else until
-    folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath is not None]
+    folders = [Path(callback.dirpath) for callback in made[0].checkpoint_callbacks if callback.dirpath is not None]
     history = RunHistory(Path(run), folders)
     if not 1 <= step <= last <= history.last_step:
         raise ConfigError(
             f"Steps {step} to {last} of {run}: they count from 1, the last one is not before the first, and the newest "
             f"that is known of this run is {history.last_step}."
         )
-    source, directory = history.before(step), new_directory(history.directory)
-    if source is None and trainer.replicas is None and history.checkpoints:
-        trainer.replicas = history.checkpoints[0].state.replicas
-    trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
-    trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
-    trainer.max_restarts, trainer.requeue = 0, False
     watchers: list[Callback] = [StepReport(step, last), StopAfterStep(last)]
-    fit = partial(trainer.fit, task, *data)
-    fit_again(history, trainer, task, fit, (step, last), directory, watchers)
-    bitwise, begun = trainer.reproducible == "bitwise", source.step if source else 0
-    why = f"reproducible: {trainer.reproducible}"
-    replayed = Replayed(history, source, begun + 1, last, directory, bitwise, why)
-    conclude(replayed.comparison())
+    replayed = replay_steps(history, made, (step, last), new_directory(history.directory), watchers)
+    replayed.comparison().conclude()
     return replayed
 
 
-def differs_after(history: RunHistory, step: int) -> bool:
-    """Return whether the step after this one was done with a config by which it comes to something else."""
-    before, after = step, step + 1
-    if history.config_text(before) == history.config_text(after):
-        return False
-    return bool(deciding_values(history, before) != deciding_values(history, after))
+def replay_steps(
+    history: RunHistory, made: Sequence[Any], steps: tuple[int, int], directory: Path, watchers: Sequence[Callback]
+) -> Replayed:
+    """Train from the newest checkpoint before the first of some steps, where a watcher stops it at the last.
+
+    made: a new trainer, task and data. All that is written goes to `directory`.
+
+    Raises DataError where the run has no such step.
+    """
+    trainer, task, *data = made
+    first, last = steps
+    source = history.before(first)
+    if source is None and trainer.replicas is None:
+        trainer.replicas = history.replicas_in(first)
+    tell_length(history, source, last)
+    trainer.given_dir = directory
+    trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
+    trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
+    trainer.max_restarts, trainer.requeue = 0, False
+    trainer.min_steps = trainer.min_epochs = trainer.max_time = None
+    trainer.callbacks = [*without_recorders(trainer.callbacks), LeaveOutValidations(), *watchers]
+    configure = task.configure_callbacks
+    task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
+    if source is None:
+        trainer.fit(task, *data)
+    else:
+        trainer.fit(task, *data[:3], resume=source.path)  # without a checkpoint to begin from, which may follow them
+    if trainer.global_step < last:
+        raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
+    return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
 
 
-def deciding_values(history: RunHistory, step: int) -> dict[str, Any]:
-    """Return what decides in the config of a step: not where the run is, nor on how many processes."""
-    values = history.config_of(step).values
-    found = {name: values.get(name) for name in ("seed", "task", "data", "callbacks")}
-    names = () if values["trainer"]["sync_batchnorm"] else REPLACED
-    return found | {"trainer": {name: one for name, one in values["trainer"].items() if name not in names}}
+def tell_length(history: RunHistory, source: CheckpointRecord | None, last: int) -> None:
+    """Log where a replay begins, how many steps it takes, and about how long, as the run has logged them."""
+    times = [(step, float(point["time"])) for step, point in sorted(history.points.items()) if "time" in point]
+    steps, about = last - (source.step if source else 0), ""
+    if len(times) > 1:
+        seconds = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0]) * steps
+        about = f", for which the run took about {time_taken(seconds)}"
+    begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
+    log.info("The replay begins at the %s; %s%s.", begin, counted(steps, "step"), about)
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:
     """Return the callbacks that may have a part in what a step comes to."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    return [one for one in given if not isinstance(one, NOT_REPLAYED)]
+    callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    return [callback for callback in callbacks if not isinstance(callback, NOT_REPLAYED)]
 
 
-def replay_config(history: RunHistory, step: int, overrides: Sequence[str], every_step: bool) -> "Config":
-    """Return the config of a step, for one process that writes nothing but points of its own."""
-    config = history.config_of(step, overrides)
-    values, record = deepcopy(config.values), history.before(step)
-    trainer, known = values["trainer"], history.after(step) or record
-    settings: dict[str, Any] = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "max_restarts": 0,
-        "requeue": False,
-        "replicas": replicas_of(history, step) if record is None else None,
-    }
-    if not trainer["sync_batchnorm"]:  # takes a process for each replica, as manual optimization does
-        settings |= one_process(trainer)
-    threads = known.numerics.get("threads") if known is not None else None
-    if trainer["threads"] is None and isinstance(threads, int):
-        settings["threads"] = threads
-    if every_step:
-        settings["log_every_n_steps"] = 1
-    words = [key for key, origin in config.origins.items() if origin.startswith("override")]
-    set_now = {key[1] for key in words if len(key) > 1 and key[0] == "trainer"}
-    trainer |= {name: one for name, one in settings.items() if name not in set_now}
-    values.pop("loggers", None)
-    values.pop("launcher", None)
-    return replace(config, values=values)
-
-
-def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Trainer for one process that computes what those of the run have computed."""
-    name, options = read_strategy(trainer)
-    found = {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
-    if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
-        return found
-    # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
-    count, own = options.get("devices_per_replica"), options.get("part_devices")
-    if own:
-        options["part_devices"] = own[:count]
-    return {**found, "devices": count or 2, "strategy": {"name": name, **options}}
-
-
-def replicas_of(history: RunHistory, step: int) -> int:
-    """Return the replicas of a run, by its checkpoints or, where there is none, by its config."""
-    record, config = history.after(step) or history.before(step), history.config_of(step)
-    if record is not None:
-        return record.state.replicas
-    asked: int | None = config.values["trainer"]["replicas"]
-    return processes_of(config.values["trainer"])[1].batches if asked is None else asked
-
-
-def sameness(history: RunHistory, steps: tuple[int, int], config: "Config") -> tuple[bool, str]:
+def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
     """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
-    ran = [history.config_of(step).values["trainer"] for step in steps]
-    was, now = max(ran, key=lambda trainer: processes_of(trainer)[0]), config.values["trainer"]
-    if was["reproducible"] == "bitwise" == now["reproducible"]:
+    starts: list[Mapping[str, Any]] = [history.start_of(step) for step in steps]
+    reproducible = {start.get("reproducible") for start in starts}
+    before = max(start.get("processes") or 0 for start in starts)
+    after = trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes
+    if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
-    before, after = processes_of(was)[0], processes_of(now)[0]
-    if was["reproducible"] == "off":
+    if "off" in reproducible:
         return False, "reproducible: off, whose random numbers depend on the processes"
     if before == after == 1:
         return True, "the run had one process, too"

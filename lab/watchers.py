@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
-from ..base.messages import STDERR, is_quiet, is_terminal
 from ..base.torch_private import local_part
 from ..callbacks.callback import Callback
 from ..trainer.optimization.optimizers import optimizer_parameters
@@ -37,15 +35,9 @@ class StepReport(Callback):
         self._losses: list[tuple[torch.Tensor, Any]] = []
         self._gradients: dict[str, list[torch.Tensor]] = {}
         self._rates: list[float] = []
-        self._file: Any = None
 
     def _is_asked(self, trainer: "Trainer") -> bool:
         return self.first <= trainer.global_step + 1 <= self.last
-
-    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Open the file."""
-        if trainer.is_global_zero and trainer.run_dir is not None:
-            self._file = (trainer.run_dir / STEPS_FILE).open("w", encoding="utf-8")
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
         """Keep the loss of a batch."""
@@ -57,9 +49,9 @@ class StepReport(Callback):
         """Keep the norms of the gradients, and the rates."""
         if not self._is_asked(trainer):
             return
-        own = set(map(id, optimizer_parameters(optimizer)))
+        stepped = set(map(id, optimizer_parameters(optimizer)))
         for name, parameter in task.named_parameters():
-            if id(parameter) in own and parameter.grad is not None:
+            if id(parameter) in stepped and parameter.grad is not None:
                 norm = torch.linalg.vector_norm(local_part(parameter.grad).detach().float())
                 self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
@@ -71,44 +63,13 @@ class StepReport(Callback):
             return
         total = sum(float(weight) for _, weight in self._losses)
         loss = sum(float(loss) * float(weight) for loss, weight in self._losses) / total if total else None
-        norms = {name: float(torch.stack(found).norm()) for name, found in self._gradients.items()}
-        total = sum(norm * norm for norm in norms.values()) ** 0.5
-        record = {"step": step, "loss": loss, "gradient_norm": total, "learning_rates": self._rates, "modules": norms}
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        norms = {name: float(torch.stack(parts).norm()) for name, parts in self._gradients.items()}
+        norm = sum(norm * norm for norm in norms.values()) ** 0.5
+        record = {"step": step, "loss": loss, "gradient_norm": norm, "learning_rates": self._rates, "modules": norms}
+        if trainer.is_global_zero and trainer.run_dir is not None:
+            with (trainer.run_dir / STEPS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
         self._losses, self._gradients, self._rates = [], {}, []
-
-    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class ReplayBar(Callback):
-    """Shows on a terminal how many steps of a replay are done."""
-
-    after_every_step = True
-
-    def __init__(self, begun: int, last: int) -> None:
-        self.begun, self.last = begun, last
-        self._bar: Any = None
-
-    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Open the bar."""
-        shown = trainer.is_global_zero and is_terminal(STDERR) and not is_quiet()
-        self._bar = tqdm(total=self.last - self.begun, file=STDERR, disable=not shown, leave=False, unit="step")
-
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Draw the steps that are done."""
-        self._bar.update(trainer.global_step - self.begun - self._bar.n)
-
-    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 class StopAfterStep(Callback):
@@ -127,6 +88,19 @@ class StopAfterStep(Callback):
         if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
             trainer.save_checkpoint(self.save)
         trainer.should_stop = True
+
+
+class LeaveOutValidations(Callback):
+    """Leaves out validations that have no part in what a step comes to: no schedule goes by them, no hook sees them."""
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Forget the validation data."""
+        run = trainer.current_run
+        hooks = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+        is_seen = any(run.hooks[f"on_validation_{hook}"] for hook in hooks)
+        if not is_seen and not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+            run.data.evaluations.pop("validation", None)
+            run.data.validation_rounds = run.data.validation_seconds = None
 
 
 class DebugStep(Callback):

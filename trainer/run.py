@@ -40,6 +40,7 @@ from .processes.hang import Watchdog
 from .processes.ranks import SINGLE
 from .processes.script_collectives import TrainingCollectives
 from .resume.fingerprint import record_groups
+from .runs.record import note_epoch
 from .runs.status import RunStatus
 from .schedule import Schedule
 from .state import State
@@ -556,6 +557,9 @@ class Run(JoinedCall):
 
     def call_epoch_start(self) -> None:
         """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""
+        trainer, state = self.trainer, self.state
+        if trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
+            note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
         self.metrics.muted = self.state.epoch_steps > 0
         self.hooks.call("on_train_epoch_start")
         self.metrics.muted = False

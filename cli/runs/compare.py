@@ -18,9 +18,7 @@ def run_compare(arguments: Namespace) -> None:
         raise ConfigError("legato compare needs two runs at least.")
     print(fitting("\n\n".join((states(runs), configs(runs), metrics(runs)))))
     if arguments.bits:
-        from ...lab.bits import show_bits  # which loads torch
-
-        print(f"\n{show_bits([run.path for run in runs])}")
+        print(f"\n{bits(runs)}")
 
 
 def states(runs: Sequence[RunDirectory]) -> str:
@@ -56,3 +54,14 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
             cells.append(told)
         rows.append([name, *cells])
     return table(rows)
+
+
+def bits(runs: Sequence[RunDirectory]) -> str:
+    """Return the first step and tensor at which two runs differ. Raises ConfigError for more than two."""
+    from ...lab.bits import first_difference  # which loads torch
+    from ..history import ConfigHistory
+
+    if len(runs) != 2:
+        raise ConfigError(f"--bits compares two runs, got {len(runs)}.")
+    one, other = (ConfigHistory(run.path) for run in runs)
+    return "\n".join(first_difference(one, other, (one.make, other.make)).describe())

@@ -8,7 +8,7 @@ import pytest
 from forked import completed, run_module
 
 from legato.base.errors import DataError
-from legato.lab.history import RunHistory
+from legato.cli.history import ConfigHistory
 from legato.lab.samples import SampleLookup
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,8 @@ def recorded(folder: Path) -> dict[int, list[tuple[int, int, object]]]:
 
 
 def looked_up(run: Path, steps: int) -> dict[int, list[tuple[int, int, object]]]:
-    lookup, found = SampleLookup(RunHistory.at(str(run))), {}
+    history, found = ConfigHistory.at(str(run)), {}
+    lookup = SampleLookup(history, history.unstarted)
     for step in range(1, steps + 1):
         rows = [(item.replica, item.batch_idx, item.indices_by_loader) for item in lookup.at(step).batches]
         found[step] = sorted((one, two, three.get("", three)) for one, two, three in rows)
@@ -196,8 +197,9 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
 
 def test_what_cannot_be_known_is_said(folder: Path) -> None:
     run = trained("task.kind=moody")
+    history = ConfigHistory.at(str(run))
     with pytest.raises(DataError, match="Moody draws another order each time"):
-        SampleLookup(RunHistory.at(str(run))).at(3)
+        SampleLookup(history, history.unstarted).at(3)
     done = legato("samples", str(run), "step=0")
     assert (done.returncode, "steps count from 1" in done.stderr) == (2, True)
     done = legato("samples", str(run), "stpe=1")

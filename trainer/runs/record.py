@@ -5,6 +5,7 @@ uncommitted.diff     what was not committed, as `git apply` takes it; a resume w
 config.yaml          the config that trained the newest weights
 config_given.yaml    the same without defaults
 starts/N.yaml        the config of start N, counted from 0 as in environment.json
+epochs.jsonl         the step after which each epoch began; of two lines for an epoch the later one counts
 README.txt           a line for each file that a run directory may hold
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, parse_small
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
+EPOCHS = "epochs.jsonl"
 STARTS = "starts"
 """Folder of the configs of all starts of a run, in its directory."""
 LARGEST_DIFF = 1_000_000
@@ -39,6 +41,7 @@ FILES = {
     CONFIG: "the config that trained the newest weights, every default included; `legato fit` and `legato validate` "
     "take it as it is",
     GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
+    EPOCHS: "the step after which each epoch began: in which epoch a step was",
     f"{STARTS}/": "the config of each start, as N.yaml in the order of environment.json",
     RECORD: "for each start of the run: command line, versions, host and git commit",
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
@@ -121,6 +124,25 @@ def start_before(directory: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Return number and record of the start of a run that did a step; (-1, {}) where that is not recorded."""
     fits = [(number, one) for number, one in enumerate(read_starts(directory)) if one.get("stage", "fit") == "fit"]
     return next(((number, one) for number, one in reversed(fits) if one.get("step", 0) < step), (-1, {}))
+
+
+def note_epoch(directory: Path, epoch: int, step: int) -> None:
+    """Record that an epoch begins after a step."""
+    # a full disk must not end the training; without the line `legato samples` refuses to tell
+    with suppress(OSError), (directory / EPOCHS).open("a", encoding="ascii") as file:
+        file.write(f'{{"epoch": {epoch}, "step": {step}}}\n')
+
+
+def epochs_begun(directory: Path) -> dict[int, int]:
+    """Return the steps done before each epoch that was begun, by epoch, without what a resume has voided."""
+    begun: dict[int, int] = {}
+    if (directory / EPOCHS).is_file():
+        for line in (directory / EPOCHS).read_text(encoding="ascii").splitlines():
+            with suppress(ValueError):  # a kill may have torn the line
+                entry = json.loads(line)
+                begun = {epoch: step for epoch, step in begun.items() if epoch < entry["epoch"]}
+                begun[entry["epoch"]] = entry["step"]
+    return begun
 
 
 def last_replicas(directory: Path) -> int | None:
@@ -219,8 +241,8 @@ def installed_packages() -> dict[str, str]:
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
-def code_of(folder: Path) -> dict[str, Any] | None:
-    """Return the git repository of a folder: root, commit, branch, and what is not committed; None if there is none.
+def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
+    """Return the git repository of a folder: root, commit, branch, and what differs from `base`; None if there is none.
 
     "diff" holds changed files and new .py files, as `git apply` takes them; None where there is nothing, where it has
     over LARGEST_DIFF bytes, or where git took too long. "changed" holds the names of these files.
@@ -231,7 +253,7 @@ def code_of(folder: Path) -> dict[str, Any] | None:
     if head is None:
         return None
     root, index, objects, commit, branch = os.fsdecode(head).splitlines()
-    diff = _uncommitted(Path(root), folder / index, folder / objects, deadline)
+    diff = _difference(Path(root), folder / index, folder / objects, base, deadline)
     changed = re.findall(rb"(?m)^diff --git a/(.*?) b/", diff or b"")
     return {
         "root": root,
@@ -243,8 +265,8 @@ def code_of(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _uncommitted(root: Path, index: Path, objects: Path, deadline: float) -> bytes | None:
-    """Return what differs from the commit, new .py files included; None where git does not tell."""
+def _difference(root: Path, index: Path, objects: Path, base: str, deadline: float) -> bytes | None:
+    """Return what differs from a commit, new .py files included; None where git does not tell."""
     # Git itself writes new files into the diff, links as links, once it means to add them. It does so in a copy of its
     # index, with a place of its own for objects: the repository is not touched.
     with tempfile.TemporaryDirectory() as scratch:
@@ -257,7 +279,7 @@ def _uncommitted(root: Path, index: Path, objects: Path, deadline: float) -> byt
             # with its time: a file as old as the index is compared by its content, which a later copy would spare
             shutil.copy2(index, variables["GIT_INDEX_FILE"])
         _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails where there is none
-        return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", variables=variables)
+        return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base, variables=variables)
 
 
 def _git(folder: Path, deadline: float, *words: str, variables: Mapping[str, str] | None = None) -> bytes | None:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError, LegatoError
-from ..cli.config.build import build_config
 from ..trainer.processes.devices import find_devices
 from ..trainer.processes.place import Place
 from ..trainer.strategies.servers import build_remote_modules
 from ..trainer.trainer import Trainer
+from .config.build import build_config
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..cli.config.check import Config
     from ..tasks.data_module import DataModule
     from ..tasks.task import Task
     from ..trainer.strategies.strategy import StateParts
+    from .config.check import Config
 
 AUTOMATIC = ("auto", -1, "-1")
 WIDTHS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.bfloat16, "bf16-true": torch.bfloat16}
@@ -55,8 +55,7 @@ class UnstartedRun:
         self.seed: int = config.values["seed"]
         self.precision = str(asked["precision"])
         alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
-        quiet = {"cluster": "off", "fast_dev_run": False, "enable_progress_bar": False, "enable_model_summary": False}
-        sections = {"trainer": {**asked, **alone, **quiet}, "callbacks": {}, "loggers": {}}
+        sections = {"trainer": {**asked, **alone, "cluster": "off", "fast_dev_run": False}, "loggers": {}}
         self.config = replace(config, values={**config.values, **sections})
 
     @cached_property
