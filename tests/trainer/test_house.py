@@ -29,3 +29,9 @@ def test_each_room_is_on_the_map():
     text = (PACKAGE / "docs" / "architecture.md").read_text()
     rooms = {f"{path.parent.relative_to(PACKAGE)}/" for path in MODULES if path.parent.parent.name != "strategies"}
     assert [room for room in sorted(rooms) if room not in text and not room.startswith(("cli/", "compat/"))] == []
+
+
+def test_the_tests_that_hold_the_promises_are_there():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (PACKAGE / "docs" / "dev" / "promises.md").read_text())
+    assert len(named) > 40
+    assert [f"{path}::{name}" for path, name in named if f"def {name}(" not in (PACKAGE / path).read_text()] == []
