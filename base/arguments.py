@@ -232,7 +232,7 @@ INSTEAD = {
     "gpus": 'Say accelerator="gpu", devices=...',
     "optimizer_kernels": "Give fused=True or foreach=True to the optimizer in configure_optimizers.",
     "plugins": "Give options or an object to `strategy`, a word to `precision`.",
-    "profiler": "Say callbacks=[Profiling(SimpleProfiler())], of legato.trainer.profiling.",
+    "profiler": "Say callbacks=[legato.callbacks.Profile()], a trace by torch.profiler.",
     "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
 }
 """What to write instead of arguments that Lightning's Trainer has, or that this one had."""

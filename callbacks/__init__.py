@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .model_summary import ModelSummary as ModelSummary
     from .on_exception import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .prediction_writer import PredictionWriter as PredictionWriter
+    from .profile import Profile as Profile
     from .progress_bar import ProgressBar as ProgressBar
     from .progress_bar import ProgressDisplay as ProgressDisplay
     from .swa import StochasticWeightAveraging as StochasticWeightAveraging
@@ -41,6 +42,7 @@ _HOMES = {
     "ModelSummary": ".model_summary",
     "OnExceptionCheckpoint": ".on_exception",
     "PredictionWriter": ".prediction_writer",
+    "Profile": ".profile",
     "ProgressBar": ".progress_bar",
     "ProgressDisplay": ".progress_bar",
     "StochasticWeightAveraging": ".swa",

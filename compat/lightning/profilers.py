@@ -1,14 +1,59 @@
-"""Profilers under Lightning's names."""
+"""Profilers with Lightning's names: where the time of a run goes, by action, by Python function, by operator of torch.
 
+`Profiling`, which `Trainer(profiler=)` adds to the callbacks, wraps what the loop calls for as long as a run lasts, so
+that a run without a profiler has no trace of one.
+"""
+
+import cProfile
+import io
+import logging
+import math
+import pstats
+import re
+import time
 from abc import ABC, abstractmethod
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ...trainer import profiling
-from ...trainer.profiling import AdvancedProfiler, ModuleMarks, PyTorchProfiler, SimpleProfiler
+import torch
+from torch.profiler import ProfilerActivity, record_function, tensorboard_trace_handler
+
+from ...base.errors import ConfigError, did_you_mean
+from ...base.run_names import require_local
+from ...callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
+    from ...trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class Profiler(profiling.Profiler, ABC):
-    """Base class of profilers: `start` and `stop` are called around each action, `summary` is the report."""
+class Profiler(ABC):
+    """Base class of profilers: `start` and `stop` are called around each action, `summary` is the report.
+
+    Args:
+        dirpath: the folder of files; None: the run directory.
+        filename: the beginning of their names; None: the report is logged.
+    """
+
+    # on the class, for profilers of programs that do not call this constructor
+    dirpath: str | Path | None = None
+    filename: str | None = None
+    stage: str | None = None
+    """The profiled stage: "fit", "validate", "test" or "predict"."""
+    rank: int | None = None
+    """The local rank of this process; None where it is the only one."""
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        require_local(dirpath, "A profiler's dirpath")
+        self.dirpath, self.filename = dirpath, filename
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -18,10 +63,50 @@ class Profiler(profiling.Profiler, ABC):
     def stop(self, action_name: str) -> None:
         """End recording an action."""
 
+    def summary(self) -> str:
+        """Return the report."""
+        return ""
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Record what happens in the context."""
+        try:
+            self.start(action_name)
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Called when a run begins."""
+        self.stage, self.rank, self.dirpath = stage, local_rank, self.dirpath or log_dir
+
+    def teardown(self, stage: str | None) -> None:  # noqa: B027 (a hook, not an abstract method)
+        """Called when a run has ended, after `describe`."""
+
+    def describe(self) -> None:
+        """Write the report to the file, or log it on local rank 0."""
+        report = self.summary()
+        if report and self.filename and self.dirpath:
+            Path(self.dirpath).mkdir(parents=True, exist_ok=True)
+            with Path(self.dirpath, self.file_name()).open("a") as file:
+                file.write(report)
+        elif report and not self.rank:
+            log.info("%s", report)
+
     @property
     def local_rank(self) -> int:
         """The local rank of this process."""
         return self.rank or 0
+
+    def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
+        """Return the name of a file: stage, `filename`, local rank and action, as far as there are any."""
+        parts = (self.stage, self.filename, None if self.rank is None else str(self.rank), action_name)
+        name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(part for part in parts if part)).strip()
+        return (name or "profile") + extension
+
+    def title(self) -> str:
+        """Return the first line of the report."""
+        return f"{self.stage.upper()} Profiler Report" if self.stage else "Profiler Report"
 
 
 class PassThroughProfiler(Profiler):
@@ -34,20 +119,383 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
 
-for kind in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler):
-    Profiler.register(kind)
+class SimpleProfiler(Profiler):
+    """Measures the seconds of each action: mean, calls, total, and share of the time since it was made.
+
+    `extended=False` leaves calls and share out. Raises ValueError for an action that is started twice, or stopped
+    without a start.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: dict[str, list[float]] = defaultdict(list)
+        self.start_time = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        """Start the clock of an action."""
+        if action_name in self.current_actions:
+            raise ValueError(f"Attempted to start {action_name} which has already started.")
+        self.current_actions[action_name] = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        """Stop the clock of an action."""
+        now = time.perf_counter()
+        if action_name not in self.current_actions:
+            raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
+        self.recorded_durations[action_name].append(now - self.current_actions.pop(action_name))
+
+    def summary(self) -> str:
+        """Return a table of actions, those that took most first."""
+        elapsed = time.perf_counter() - self.start_time
+        durations = sorted(((math.fsum(times), len(times), name) for name, times in self.recorded_durations.items()))
+        rows = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
+        if self.extended:
+            rows.append(("Total", "-", str(sum(count for _, count, _ in durations)), f"{elapsed:.5}", "100 %"))
+        for total, count, action in reversed(durations):
+            rows.append((action, f"{total / count:.5}", str(count), f"{total:.5}", f"{100 * total / elapsed:.5}"))
+        columns = [
+            column for number, column in enumerate(zip(*rows, strict=True)) if self.extended or number not in (2, 4)
+        ]
+        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+        lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([self.title(), rule, lines[0], rule, *lines[1:], rule, ""])
+
+
+class AdvancedProfiler(Profiler):
+    """Measures with cProfile which Python functions each action spends its time in.
+
+    Args:
+        line_count_restriction: how many functions to show of each action, or (0.0 to 1.0) which share of them.
+        dump_stats: write each action's statistics to a `.prof` file, which pstats and snakeviz read.
+
+    Raises ValueError for an action that is stopped without a start.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: float = 1.0,
+        dump_stats: bool = False,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self.profiled_actions: dict[str, cProfile.Profile] = {}
+        self._running: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        """Begin to record an action; the one around it waits, since Python runs one profile at a time."""
+        if self._running:
+            self.profiled_actions[self._running[-1]].disable()
+        self._running.append(action_name)
+        self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
+
+    def stop(self, action_name: str) -> None:
+        """End recording an action, and go on with the one around it."""
+        if action_name not in self.profiled_actions:
+            raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
+        self.profiled_actions[action_name].disable()
+        if action_name in self._running:
+            self._running.remove(action_name)
+        if self._running:
+            self.profiled_actions[self._running[-1]].enable()
+
+    def summary(self) -> str:
+        """Return each action's functions, those with the most time first."""
+        lines = [self.title()]
+        for action, profile in self.profiled_actions.items():
+            text = io.StringIO()
+            statistics = pstats.Stats(profile, stream=text)
+            if self.dump_stats and self.dirpath:
+                Path(self.dirpath).mkdir(parents=True, exist_ok=True)
+                statistics.dump_stats(Path(self.dirpath, self.file_name(action, ".prof")))
+            statistics.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
+            rank = "" if self.rank is None else f" rank: {self.rank}"
+            lines += [f"Profile stats for: {action}{rank}", text.getvalue()]
+        return "\n".join(lines)
+
+    def teardown(self, stage: str | None) -> None:
+        """Forget what was recorded."""
+        self.profiled_actions, self._running = {}, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out profiles, which cannot be pickled."""
+        return {**self.__dict__, "profiled_actions": {}, "_running": []}
+
+
+class PyTorchProfiler(Profiler):
+    """Records torch's operators, and writes traces `*.pt.trace.json` that TensorBoard and Perfetto open.
+
+    Args:
+        group_by_input_shapes: show calls with other shapes in rows of their own; needs `record_shapes=True`.
+        emit_nvtx: mark operators for Nsight instead; run under `nsys profile`.
+        export_to_chrome: write the trace.
+        row_limit: rows of the table; -1: all.
+        sort_by_key: column by which it is sorted; None: the total time on the GPU, or on the CPU.
+        record_module_names: name each module in the trace.
+        table_kwargs: further arguments of the table.
+        profiler_kwargs: arguments of `torch.profiler.profile`. Without `schedule`, steps 3 to 5 of each stage are
+            recorded, after one to wait and one to warm up; all steps, where there are fewer than 5.
+
+    Raises ConfigError for an unknown `sort_by_key` or a `schedule` that cannot be called, KeyError for unknown
+    `table_kwargs`.
+    """
+
+    SORT_KEYS = (
+        *("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "cpu_memory_usage", "cuda_memory_usage"),
+        *("self_cpu_memory_usage", "self_cuda_memory_usage", "count"),
+    )
+    TABLE_ARGUMENTS = (
+        *("max_src_column_width", "max_name_column_width", "max_shapes_column_width"),
+        *("header", "top_level_events_only", "time_unit"),
+    )
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: Mapping[str, Any] | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self._group, self._nvtx, self._export = group_by_input_shapes, emit_nvtx, export_to_chrome
+        self._row_limit, self._names, self._table = row_limit, record_module_names, dict(table_kwargs or {})
+        self._sort = sort_by_key or ("cuda_time_total" if torch.cuda.is_available() else "cpu_time_total")
+        self._options = profiler_kwargs
+        if self._sort not in self.SORT_KEYS:
+            hint = did_you_mean(self._sort, self.SORT_KEYS)
+            raise ConfigError(f"sort_by_key={self._sort!r}: expected one of {', '.join(self.SORT_KEYS)}.{hint}")
+        for name in self._table.keys() - set(self.TABLE_ARGUMENTS):
+            raise KeyError(f"Found invalid table_kwargs key: {name}.")
+        if not callable(profiler_kwargs.get("schedule") or callable):
+            raise ConfigError(f"schedule must be a function of the step, got {profiler_kwargs['schedule']!r}.")
+        self.module: torch.nn.Module | None = None
+        """The module whose parts are named."""
+        self.steps: float = math.inf
+        """Number of steps that there will be."""
+        self.profiler: Any = None
+        self._actions: dict[str, record_function] = {}
+        self._marks: RegisterRecordFunction | None = None
+
+    def start(self, action_name: str) -> None:
+        """Begin to record, with the first action, and mark the action."""
+        if self.profiler is None:
+            self.profiler = self._make()
+            self.profiler.__enter__()
+            if self._names and self.module is not None:
+                self._marks = RegisterRecordFunction(self.module)
+                self._marks.__enter__()
+        if action_name not in self._actions:
+            self._actions[action_name] = record_function(f"[profile]{action_name}")
+            self._actions[action_name].__enter__()
+
+    def stop(self, action_name: str) -> None:
+        """End the mark; after a step go on in the schedule."""
+        mark = self._actions.pop(action_name, None)
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if self.profiler is not None and not self._nvtx and action_name.endswith(STEPS):
+            self.profiler.step()
+
+    def _make(self) -> Any:
+        if self._nvtx:
+            return torch.autograd.profiler.emit_nvtx()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        schedule = None if self.steps < 5 else torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+        # without acc_events torch forgets a cycle of the schedule when the next one begins, and the table would be of
+        # the last
+        options = {"activities": activities, "schedule": schedule, "acc_events": True, **self._options}
+        if "on_trace_ready" not in options and self._export and self.dirpath:
+            options["on_trace_ready"] = tensorboard_trace_handler(str(self.dirpath), self.file_name(extension=""))
+        return torch.profiler.profile(**options)
+
+    def summary(self) -> str:
+        """End recording, and return the table of operators."""
+        profiler = self._end()
+        events = None if profiler is None or self._nvtx else profiler.key_averages(group_by_input_shape=self._group)
+        if not events:
+            return ""
+        table = events.table(sort_by=self._sort, row_limit=self._row_limit, **self._table)
+        return f"{self.title()}\nProfile stats for: records\n{table}\n"
+
+    def _end(self) -> Any:
+        finished, self.profiler = self.profiler, None
+        for context in (*self._actions.values(), self._marks, finished):
+            if context is not None:
+                context.__exit__(None, None, None)
+        self._actions, self._marks = {}, None
+        return finished
+
+    def teardown(self, stage: str | None) -> None:
+        """End recording, if it has not ended."""
+        self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what cannot be pickled."""
+        return {**self.__dict__, "module": None, "profiler": None, "_actions": {}, "_marks": None}
 
 
 class RegisterRecordFunction:
-    """Marks each call of a model's parts in a trace of torch, within a context."""
+    """Marks each call of a module's parts in a trace of torch, by their names, within a context."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._marks: ModuleMarks | None = None
+        self._running: dict[str, record_function] = {}
+        self._handles: list[Any] = []
 
     def __enter__(self) -> None:
-        self._marks = ModuleMarks(self._model)
+        for name, module in self._model.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                label = f"{type(module).__module__}.{type(module).__name__}: {name}"
+                self._handles.append(module.register_forward_pre_hook(partial(self._start, label)))
+                # always: a module that raises would leave its mark open, and all later ones would seem to be within it
+                self._handles.append(module.register_forward_hook(partial(self._stop, label), always_call=True))
+
+    def _start(self, label: str, *_: Any) -> None:
+        self._running[label] = record_function(label)
+        self._running[label].__enter__()
+
+    def _stop(self, label: str, *_: Any) -> None:
+        mark = self._running.pop(label, None)
+        if mark is not None:
+            mark.__exit__(None, None, None)
 
     def __exit__(self, *error: object) -> None:
-        if self._marks is not None:
-            self._marks.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+"""Profilers by the word that names them."""
+
+
+def make_profiler(wanted: str | Profiler | None) -> Profiler:
+    """Return the profiler that a word asks for, the given one, or for None one that measures nothing.
+
+    Raises ConfigError for an unknown word.
+    """
+    if not isinstance(wanted, str):
+        return wanted or PassThroughProfiler()
+    if wanted not in PROFILERS:
+        raise ConfigError(f"There is no profiler {wanted!r}: {', '.join(PROFILERS)}.{did_you_mean(wanted, PROFILERS)}")
+    return PROFILERS[wanted]()
+
+
+class Profiling(Callback):
+    """Measures runs with a profiler: loading, steps, backward, optimizers, and every hook.
+
+    The report of a stage is written when it ends.
+    """
+
+    def __init__(self, profiler: Profiler) -> None:
+        self.profiler = profiler
+        self._undo = ExitStack()
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Tell the profiler what begins."""
+        rank = trainer.local_rank if trainer.world_size > 1 else None
+        self.profiler.setup(stage, rank, trainer.log_dir)
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin to measure."""
+        self._begin(trainer, task, trainer.num_training_batches)
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin to measure, where the validation is a run of its own; within a fit it is measured with it."""
+        if trainer.stage == "validate":
+            self._begin(trainer, task, sum(trainer.num_val_batches))
+
+    def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin to measure."""
+        self._begin(trainer, task, sum(trainer.num_test_batches))
+
+    def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin to measure."""
+        self._begin(trainer, task, sum(trainer.num_predict_batches))
+
+    def _begin(self, trainer: "Trainer", task: "Task", steps: float) -> None:
+        if isinstance(self.profiler, PyTorchProfiler):
+            self.profiler.module, self.profiler.steps = task, steps
+        run, strategy = trainer.current_run, trainer.strategy
+        kind = type(strategy).__name__
+        for name in ("training_step", "backward", "optimizer_step", "align_buffers"):
+            self._replace(strategy, name, self._timed(f"{kind}.{name}", getattr(strategy, name)))
+        evaluation_step = strategy.evaluation_step
+
+        def timed_evaluation_step(step: str, arguments: Any) -> Any:
+            with self.profiler.profile(f"{kind}.{step}"):
+                return evaluation_step(step, arguments)
+
+        self._replace(strategy, "evaluation_step", timed_evaluation_step)
+        if run.data.training is not None:
+            training = run.data.training
+            self._replace(training, "epoch", self._timed_items("train_dataloader_next", training.epoch))
+        for word, data in run.data.evaluations.items():
+            self._replace(data, "batches", self._timed_items(f"{word}_dataloader_next", data.batches))
+        self._undo.callback(run.hooks.update, dict(run.hooks))
+        for name, calls in run.hooks.items():
+            run.hooks[name] = tuple(self._timed(f"{owner_of(call)}.{name}", call) for call in calls)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        # on the object, which hides the method of its class until it is taken off
+        setattr(owner, name, value)
+        self._undo.callback(delattr, owner, name)
+
+    def _timed(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.profiler.profile(action):
+                return function(*arguments, **options)
+
+        return timed
+
+    def _timed_items(self, action: str, function: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def items(*arguments: Any, **options: Any) -> Iterator[Any]:
+            source, end = iter(function(*arguments, **options)), object()
+            while True:
+                with self.profiler.profile(action):
+                    item = next(source, end)
+                if item is end:
+                    return
+                yield item
+
+        return items
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Stop measuring, and write the report."""
+        self._undo.close()
+        try:
+            self.profiler.describe()
+        finally:
+            self.profiler.teardown(stage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a run has to undo, when the callback is sent to another process."""
+        return {**self.__dict__, "_undo": ExitStack()}
+
+
+def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Profiler:
+    """Return the profiler that `make_profiler` makes, and add a callback that measures runs with it."""
+    profiler = make_profiler(wanted)
+    if wanted is not None:
+        callbacks.append(Profiling(profiler))
+    return profiler
+
+
+def owner_of(call: Any) -> str:
+    """Return the name of the class whose hook a call is."""
+    function = call.func if isinstance(call, partial) else call
+    return type(getattr(function, "__self__", function)).__name__

@@ -24,7 +24,6 @@ from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.place import find_place
-from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
 from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.rebuild import averaged_weights
 from ...trainer.resume.saver import Saver
@@ -60,7 +59,7 @@ from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .optimizers import LightningOptimizer, SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
-from .profilers import PassThroughProfiler, Profiler
+from .profilers import Profiler, add_profiler
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
@@ -116,7 +115,6 @@ AnyCallback = CallbackOfLightning | Callback
 AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
 AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
 AnyStrategy = str | Strategy | StrategyOfLegato
-AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
 """Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
 
 OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
@@ -234,7 +232,7 @@ class Trainer(TrainerAttributes):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: AnyProfiler | str | None = None,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: AnyPlugin | list[AnyPlugin] | None = None,
@@ -257,7 +255,7 @@ class Trainer(TrainerAttributes):
         self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
-        self.take_profiler(make_profiler(profiler))
+        self.profiler = add_profiler(profiler, self.callbacks)
         self.untrained, self.modes_before, self._made = set(), {}, True
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
@@ -333,12 +331,6 @@ class Trainer(TrainerAttributes):
     def enable_autolog_hparams(self) -> bool:
         """Whether hyperparameters are logged when a run begins."""
         return self.logs_hyperparameters
-
-    def take_profiler(self, profiler: Any) -> None:
-        """Measure runs with a profiler, or with None not at all."""
-        self.profiler = profiler or PassThroughProfiler()
-        if profiler is not None:
-            self.callbacks.append(Profiling(profiler))
 
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:

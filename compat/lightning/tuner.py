@@ -1,12 +1,151 @@
-"""Tuner: searches for a learning rate and for a batch size, with Lightning's arguments."""
+"""Tuner: searches before a run for a learning rate, by a sweep, and for the largest batch size that memory holds.
 
-from typing import Any
+Each search trains a copy of the module with a copy of the trainer, so that nothing of it is left in either of them, in
+random number generators, or on the disk.
+"""
 
-from ...base.errors import ConfigError
-from ...trainer.tuning import LearningRateSweep, find_batch_size, holders_of, set_attribute, sweep_learning_rates
+import copy
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...base.errors import ConfigError, DataError, WorkerError
+from ...callbacks.callback import Callback
+from ...tasks.data_module import DataModule
+from ...tasks.task import Task
+from ...trainer.data.randomness import generator_states, set_generators
+from ...trainer.elastic.membership import Elasticity
+from ...trainer.resume.saver import Saver
 from .rank_zero import rank_zero_warn
 
+if TYPE_CHECKING:
+    from ...trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
 METHODS = ("fit", "validate", "test", "predict")
+SMOOTHING = 0.98
+"""Weight of the losses so far in the average that a sweep goes by."""
+
+
+class LearningRateSweep(Callback):
+    """Raises the learning rate from `lr_min` to `lr_max` step by step and records the smoothed loss of each step.
+
+    mode: "exponential" or "linear".
+    diverges_at: end when the smoothed loss is this many times the best one; None: never.
+
+    After Smith, https://arxiv.org/abs/1506.01186. Raises ConfigError for another mode, fewer than 2 steps, or rates
+    that do not rise from above 0.
+    """
+
+    def __init__(
+        self, mode: str, lr_min: float, lr_max: float, num_training: int, diverges_at: float | None = None
+    ) -> None:
+        if mode not in ("exponential", "linear"):
+            raise ConfigError(f"mode must be 'exponential' or 'linear', got {mode!r}.")
+        if not 0 < lr_min < lr_max or num_training < 2:
+            raise ConfigError(
+                f"A sweep of learning rates needs 0 < lr_min < lr_max and at least 2 steps; got {lr_min}, {lr_max} and "
+                f"{num_training} steps."
+            )
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.diverges_at = diverges_at
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        """The learning rate and the smoothed loss of each step."""
+        self._average, self._best, self._losses = 0.0, math.inf, list[float]()
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        share = (step + 1) / self.num_training if step else 0.0
+        if self.mode == "linear":
+            return self.lr_min + share * (self.lr_max - self.lr_min)
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: "Trainer", task: Task) -> None:
+        """Take the learning rate over from the task's schedulers. Raises ConfigError for several optimizers."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(f"A sweep of learning rates needs one optimizer; the task has {len(trainer.optimizers)}.")
+        trainer.lr_scheduler_configs.clear()
+        self._set_rate(trainer, self.rate(0))
+
+    def on_before_backward(self, trainer: "Trainer", task: Task, loss: torch.Tensor) -> None:
+        """Keep the loss of a batch."""
+        self._losses.append(float(loss.detach()))
+
+    def on_step_end(self, trainer: "Trainer", task: Task) -> None:
+        """Record the loss of the step, and set the next learning rate."""
+        rates, losses = self.results["lr"], self.results["loss"]
+        if len(losses) >= self.num_training or trainer.should_stop:
+            return
+        values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
+        self._losses = []
+        loss = sum(values) / len(values) if values else math.nan
+        if not math.isnan(loss):
+            self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
+        rates.append(self.rate(len(losses)))
+        # the average begins at 0: the division takes that off, with Lightning's exponent
+        losses.append(loss if math.isnan(loss) else self._average / (1 - SMOOTHING ** (len(losses) + 2)))
+        if self.diverges_at is not None and len(losses) > 1 and losses[-1] > self.diverges_at * self._best:
+            trainer.should_stop = True
+        self._best = min(self._best, losses[-1])
+        self._set_rate(trainer, self.rate(len(losses)))
+
+    def _set_rate(self, trainer: "Trainer", rate: float) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the results, for the process that started the workers."""
+        return {"results": {name: list(values) for name, values in self.results.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the results."""
+        self.results = {name: list(values) for name, values in state_dict["results"].items()}
+
+    # --- results ----------------------------------------------------------------------------------------------------
+    def best_step(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
+        """Return the step at which the loss falls fastest with the learning rate; None with fewer than 2 points."""
+        chosen = range(len(self.results["loss"]))[skip_begin : len(self.results["loss"]) - skip_end]
+        finite = [index for index in chosen if math.isfinite(self.results["loss"][index])]
+        if len(finite) < 2:
+            return None
+        losses = torch.tensor([self.results["loss"][index] for index in finite])
+        rates = torch.tensor([self.results["lr"][index] for index in finite])
+        return finite[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the learning rate at which the loss falls fastest; None, with a message, with too few points."""
+        step = self.best_step(skip_begin, skip_end)
+        if step is None:
+            log.error("The sweep has too few points to suggest a learning rate: give it more steps, or more data.")
+            return None
+        return self.results["lr"][step]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Return a matplotlib figure of loss against learning rate; `suggest` marks the suggestion.
+
+        Raises ConfigError where matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ModuleNotFoundError:
+            raise ConfigError("A plot needs matplotlib: pip install matplotlib.") from None
+        if ax is None:
+            _, ax = pyplot.subplots()
+        ax.plot(self.results["lr"], self.results["loss"])
+        ax.set(xlabel="Learning rate", ylabel="Loss", xscale="log" if self.mode == "exponential" else "linear")
+        step = self.best_step() if suggest else None
+        if step is not None:
+            ax.plot(self.results["lr"][step], self.results["loss"][step], markersize=10, marker="o", color="red")
+        if show:
+            pyplot.show()
+        return ax.figure
 
 
 class Tuner:
@@ -31,12 +170,19 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Return the largest batch size that memory holds, and set it where it was found: see `find_batch_size`.
+        """Return the largest batch size that memory holds, and set `batch_arg_name` where it is found.
 
-        Raises MisconfigurationException for loaders, whose batch size is fixed.
+        mode: "power" doubles from `init_val` until memory runs out; "binsearch" then halves the gap between the last
+        size that fitted and the first that did not, and takes off the share `margin`. The search ends, too, at a size
+        that holds all of the data.
+
+        Raises MisconfigurationException for loaders, whose batch size is fixed, for another mode, where no attribute
+        of that name is found, or where the smallest size does not fit.
         """
         data = _data_of(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        if any(hasattr(one, "__iter__") for one in data.values()):
+        if mode not in ("power", "binsearch"):
+            raise ConfigError(f"mode must be 'power' or 'binsearch', got {mode!r}.")
+        if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
                 "The batch size cannot be searched for with loaders that were made already: give a data module, or "
                 "give the module a train_dataloader that reads its batch size."
@@ -44,19 +190,23 @@ class Tuner:
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
             return None
-        return find_batch_size(
-            self._trainer,
-            model,
-            stage=method,
-            attribute=batch_arg_name,
-            mode=mode,
-            steps=steps_per_trial,
-            start=init_val,
-            trials=max_trials,
-            margin=margin,
-            largest=max_val,
-            **data,
-        )
+        holders_of(batch_arg_name, model, *data.values())
+        with trial_of(self._trainer, model, *data.values()) as (trial, copied):
+            trial.callbacks, trial.max_steps, trial.limit_train_batches = [], steps_per_trial, 1.0
+            trial.limit_val_batches = trial.limit_test_batches = trial.limit_predict_batches = steps_per_trial
+
+            def all_in_one(size: int) -> bool:
+                trial.state = type(trial.state)()  # a trainer may go on counting where its last fit ended
+                set_attribute(batch_arg_name, size, copied, *data.values())
+                getattr(trial, method)(copied, **data)
+                return method == "fit" and trial.num_training_batches <= 1
+
+            size = _largest_size(all_in_one, mode, init_val, max_trials, max_val)
+        if mode == "binsearch":
+            size = max(1, int(size * (1 - margin)))
+        set_attribute(batch_arg_name, size, model, *data.values())
+        log.info("Batch size %d", size)
+        return size
 
     def lr_find(  # noqa: PLR0913
         self,
@@ -74,7 +224,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateSweep | None:
-        """Return the losses of rising learning rates, and set the suggested one where it was found.
+        """Return the losses of rising learning rates, and set the suggested one where the module keeps it.
 
         Raises MisconfigurationException for several optimizers, AttributeError where no learning rate is found.
         """
@@ -85,35 +235,26 @@ class Tuner:
             rank_zero_warn("Skipping learning rate finder since `fast_dev_run` is enabled.")
             return None
         name = learning_rate_name(model, attr_name) if update_attr else ""
-        sweep = sweep_learning_rates(
-            self._trainer,
-            model,
-            mode=mode,
-            lr_min=min_lr,
-            lr_max=max_lr,
-            steps=num_training,
-            epochs=-1 if self._trainer.max_epochs is None else self._trainer.max_epochs,
-            diverges_at=early_stop_threshold,
-            **data,
-        )
-        found = sweep.suggestion() if update_attr else None
-        if found is not None:
-            set_attribute(name, found, model)
+        sweep = LearningRateSweep(mode, min_lr, max_lr, num_training, early_stop_threshold)
+        with trial_of(self._trainer, model, *data.values()) as (trial, copied):
+            trial.callbacks, trial.max_steps, trial.limit_val_batches = [sweep], num_training, 0
+            trial.max_epochs = -1 if self._trainer.max_epochs is None else self._trainer.max_epochs
+            trial.fit(copied, **data)
+        rate = sweep.suggestion() if update_attr else None
+        if rate is not None:
+            set_attribute(name, rate, model)
         return sweep
 
 
 def learning_rate_name(model: Any, name: str = "") -> str:
     """Return the name under which a module or its hparams keep the learning rate. Raises AttributeError."""
-    for one in (name,) if name else ("lr", "learning_rate"):
-        try:
-            holders_of(one, model)
-        except ConfigError:
-            continue
-        return one
+    names = [name] if name else ["lr", "learning_rate"]
+    for candidate in names:
+        if _holders(candidate, model):
+            return candidate
     raise AttributeError(
         f"When using the learning rate finder, either `model` or `model.hparams` should have one of these fields: "
-        f"{[name] if name else ['lr', 'learning_rate']}. If your model has a different name for the learning rate, "
-        f"set it with `.lr_find(attr_name=...)`."
+        f"{names}. If your model has a different name for the learning rate, set it with `.lr_find(attr_name=...)`."
     )
 
 
@@ -127,3 +268,122 @@ def _data_of(method: str, train: Any, val: Any, evaluation: Any, datamodule: Any
         raise ConfigError(f"Tuning with method={method!r} takes dataloaders, not train_dataloaders or val_dataloaders.")
     names = {"train_dataloaders": train, "val_dataloaders": val, "dataloaders": evaluation, "datamodule": datamodule}
     return {name: value for name, value in names.items() if value is not None}
+
+
+def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, trials: int, largest: int) -> int:
+    """Return the largest size at which `all_in_one` does not run out of memory, or the first at which it is true."""
+    best, failed, size = 0, 0, min(start, largest)
+    for _ in range(trials):
+        free_memory()
+        try:
+            complete = all_in_one(size)
+        except (RuntimeError, DataError) as error:
+            if isinstance(error, DataError) and best:  # with drop_last there may be no batch of this size
+                break
+            if not is_out_of_memory(error):
+                raise
+            failed = size
+        else:
+            best = size
+            if complete or size >= largest:
+                break
+        if failed and best and (mode == "power" or failed - best <= 1):
+            break
+        size = (best + failed) // 2 if failed else min(2 * size, largest)
+        if not size:
+            break
+    free_memory()
+    if not best:
+        raise ConfigError(f"Memory does not hold even a batch of {max(size, 1)}; make the model or its input smaller.")
+    return best
+
+
+# --- a trial ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trainer", Task]]:
+    """Yield a trainer that writes nothing and a copy of the task, and forget both.
+
+    Random number generators, and the trainer of data modules in `data`, are afterwards what they were. Raises
+    ConfigError if the trainer is running on several processes.
+    """
+    if trainer.running and trainer.world_size > 1:
+        raise ConfigError("On several processes a search for a learning rate or a batch size comes before a run.")
+    modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
+    states = generator_states()
+    copied = copy.deepcopy(task)
+    copied.__dict__["configure_callbacks"] = list  # those that the task brings are not for a trial
+    try:
+        yield _quiet_copy(trainer), copied
+    finally:
+        for module, before in modules:
+            module.__dict__["trainer"] = before
+        set_generators(states)
+        # drops the last reference to the copy, so that its memory is freed below
+        copied = task
+        free_memory()
+
+
+def _quiet_copy(trainer: "Trainer") -> "Trainer":
+    trial = copy.copy(trainer)
+    trial.strategy = copy.copy(trainer.strategy)
+    trial.strategy.elastic = Elasticity()  # no process leaves or joins a trial
+    for name, part in vars(trainer).items():
+        if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
+            setattr(trial, name, copy.copy(part))
+            vars(trial)[name].trainer = trial
+    trial.saver, trial.state, trial.run = Saver(trial), type(trainer.state)(), None
+    trial.run_dir = trial.given_dir = trial.config_text = trial.given_config = None
+    trial.logger, trial.loggers, trial.callbacks = None, [], []
+    trial.lengths, trial.callback_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}
+    trial.should_stop, trial.max_restarts, trial.nan = False, 0, "ignore"
+    trial.max_epochs, trial.min_epochs, trial.min_steps, trial.num_sanity_val_steps = -1, None, None, 0
+    return trial
+
+
+# --- attributes and memory ------------------------------------------------------------------------------------------
+
+
+def _holders(name: str, *owners: Any) -> list[Any]:
+    modules = [owner for owner in owners if isinstance(owner, (Task, DataModule))]
+    places = [place for module in modules for place in (module, module.hparams)]
+    return [place for place in places if (name in place if isinstance(place, Mapping) else hasattr(place, name))]
+
+
+def holders_of(name: str, *owners: Any) -> list[Any]:
+    """Return what has the attribute: of tasks and data modules among `owners`, themselves and their `hparams`.
+
+    Raises ConfigError where none has it.
+    """
+    holders = _holders(name, *owners)
+    if not holders:
+        raise ConfigError(f"Neither the task, its hparams, nor a data module has an attribute {name!r}.")
+    return holders
+
+
+def set_attribute(name: str, value: Any, *owners: Any) -> None:
+    """Set an attribute wherever `holders_of` finds it."""
+    for holder in holders_of(name, *owners):
+        if isinstance(holder, MutableMapping):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, also one of a worker, says that memory ran out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, (RuntimeError, WorkerError)):
+        return False
+    words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+    return any(word in str(error) for word in words)
+
+
+def free_memory() -> None:
+    """Free memory that nothing refers to any more, also on devices."""
+    # before the cache is emptied: cycles, such as an exception and its frames, keep tensors alive
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

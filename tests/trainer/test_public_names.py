@@ -66,6 +66,7 @@ def test_the_public_names():
         "ModelSummary",
         "OnExceptionCheckpoint",
         "PredictionWriter",
+        "Profile",
         "ProgressBar",
         "ProgressDisplay",
         "StochasticWeightAveraging",

@@ -386,7 +386,7 @@ def test_a_class_that_has_moved_is_suggested(path, meant, tmp_path, monkeypatch)
         ("seed_everything=3", "It is `seed` here."),
         ("ckpt_path=x", "It is `resume` for fit, `checkpoint` for validate, test and predict."),
         ("trainer.gpus=2", 'Say accelerator="gpu", devices=...'),
-        ("trainer.profiler=simple", "Say callbacks=[Profiling(SimpleProfiler())]"),
+        ("trainer.profiler=simple", "Say callbacks=[legato.callbacks.Profile()]"),
         ("trainer.resume=auto", "It is a top-level key: resume=..."),
         ("trainer.strategy={name: data_parallel, dim: 0}", "Batches are scattered along their first dimension."),
         ("trainer.strategy={name: ddp, process_group: x}", "Call torch.distributed.init_process_group before fit"),

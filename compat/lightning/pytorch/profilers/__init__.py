@@ -2,8 +2,9 @@
 
 # fmt: off
 
-from legato.compat.lightning.profilers import PassThroughProfiler, Profiler, RegisterRecordFunction
-from legato.trainer.profiling import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from legato.compat.lightning.profilers import (
+    AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, RegisterRecordFunction, SimpleProfiler,
+)
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 XLAProfiler, = placeholders(

@@ -3,7 +3,7 @@
 # fmt: off
 
 from legato.compat.lightning.tuner import Tuner
-from legato.trainer.tuning import LearningRateSweep as _LRFinder
+from legato.compat.lightning.tuner import LearningRateSweep as _LRFinder
 from legato.compat.lightning.inner import alias_below, inner_name
 
 __getattr__ = inner_name(__name__)

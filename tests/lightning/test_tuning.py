@@ -10,7 +10,15 @@ from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.base.errors import ConfigError
-from legato.trainer.tuning import LearningRateSweep, find_batch_size, is_out_of_memory, sweep_learning_rates
+from legato.compat.lightning.tuner import LearningRateSweep, Tuner, is_out_of_memory
+
+
+def sweep_learning_rates(trainer, task, *data, **options):
+    return Tuner(trainer).lr_find(task, *data, update_attr=False, **options)
+
+
+def find_batch_size(trainer, task, **options):
+    return Tuner(trainer).scale_batch_size(task, **options)
 
 
 class Data(lg.DataModule):
@@ -21,6 +29,11 @@ class Data(lg.DataModule):
 
     def train_dataloader(self):
         return DataLoader(make_data(self.hparams.samples), batch_size=self.hparams.batch_size, **self.options)
+
+
+class NoSize(lg.DataModule):
+    def train_dataloader(self):
+        return make_loader()
 
 
 class Limited(Tiny):
@@ -45,10 +58,10 @@ def states():
 
 def test_a_sweep_raises_the_rate_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer, task = make_trainer(tmp_path, logger=True, enable_checkpointing=True, max_epochs=3), Tiny()
+    trainer, task = make_trainer(tmp_path, logger=True, enable_checkpointing=True, max_epochs=20), Tiny()
     before, generators, arguments = Tiny(), states(), dict(vars(trainer))
     callbacks = list(trainer.callbacks)
-    sweep = sweep_learning_rates(trainer, task, make_loader(shuffle=True), lr_min=1e-4, lr_max=100.0, steps=60)
+    sweep = sweep_learning_rates(trainer, task, make_loader(shuffle=True), min_lr=1e-4, max_lr=100.0, num_training=60)
     rates, losses = sweep.results["lr"], sweep.results["loss"]
     assert rates[0] == 1e-4
     assert rates == sorted(rates)
@@ -64,7 +77,7 @@ def test_a_sweep_raises_the_rate_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="not attached"):
         _ = task.trainer
     trainer.fit(task, make_loader())
-    assert (trainer.global_step, trainer.current_epoch) == (15, 3)
+    assert (trainer.global_step, trainer.current_epoch) == (100, 20)
 
 
 def test_a_sweep_steps_over_the_end_of_epochs_and_schedulers(tmp_path):
@@ -74,15 +87,15 @@ def test_a_sweep_steps_over_the_end_of_epochs_and_schedulers(tmp_path):
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
-    options = {"lr_min": 0.01, "lr_max": 0.1, "steps": 9, "diverges_at": None}
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2, max_epochs=9)
+    options = {"min_lr": 0.01, "max_lr": 0.1, "num_training": 9, "early_stop_threshold": None}
     sweep = sweep_learning_rates(trainer, Scheduled(), train_dataloaders=make_loader(), mode="linear", **options)
     assert sweep.results["lr"] == pytest.approx([0.01, *(0.01 + 0.09 * (step + 1) / 9 for step in range(1, 9))])
 
 
 def test_the_loss_that_a_sweep_records_is_that_of_the_step(tmp_path):
     task, loader = Tiny(), make_loader()
-    sweep = sweep_learning_rates(make_trainer(tmp_path), task, loader, steps=5, lr_min=0.01, lr_max=0.2)
+    sweep = sweep_learning_rates(make_trainer(tmp_path), task, loader, num_training=5, min_lr=0.01, max_lr=0.2)
     optimizer, average = torch.optim.SGD(task.parameters()), 0.0
     for step, batch in enumerate(loader):
         optimizer.param_groups[0]["lr"] = sweep.rate(step)
@@ -107,7 +120,8 @@ def test_a_plot_of_a_sweep(tmp_path):
 
 
 def test_a_sweep_ends_with_its_epochs(tmp_path):
-    sweep = sweep_learning_rates(make_trainer(tmp_path), Tiny(), make_loader(), steps=50, epochs=2, lr_min=1e-3)
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    sweep = sweep_learning_rates(trainer, Tiny(), make_loader(), num_training=50, min_lr=1e-3)
     assert len(sweep.results["lr"]) == 10
 
 
@@ -119,13 +133,16 @@ def test_too_few_points_and_wrong_wishes(tmp_path, caplog):
         with pytest.raises(ConfigError):
             LearningRateSweep(*wrong)
     with pytest.raises(ConfigError, match="one optimizer"):
-        sweep_learning_rates(make_trainer(tmp_path), Two(), make_loader(), steps=2)
+        sweep_learning_rates(make_trainer(tmp_path), Two(), make_loader(), num_training=2)
 
 
 @pytest.mark.slow
 def test_a_sweep_on_two_processes_is_that_of_two_replicas(tmp_path):
-    options = {"lr_min": 0.01, "lr_max": 0.5, "steps": 6}
-    trainers = make_trainer(tmp_path, strategy="ddp", devices=2), make_trainer(tmp_path, replicas=2)
+    options = {"min_lr": 0.01, "max_lr": 0.5, "num_training": 6}
+    trainers = (
+        make_trainer(tmp_path, max_epochs=9, **options)
+        for options in ({"strategy": "ddp", "devices": 2}, {"replicas": 2})
+    )
     first, second = (sweep_learning_rates(one, Tiny(), make_loader(), **options).results for one in trainers)
     assert len(first["loss"]) == 6
     assert first["lr"] == second["lr"]
@@ -140,7 +157,7 @@ def test_a_sweep_on_two_processes_is_that_of_two_replicas(tmp_path):
 def test_the_largest_batch_that_fits(tmp_path, monkeypatch, mode, most, size):
     monkeypatch.chdir(tmp_path)
     task, data, trainer = Limited(most), Data(), make_trainer(tmp_path)
-    assert find_batch_size(trainer, task, datamodule=data, mode=mode, margin=0.0, start=2) == size
+    assert find_batch_size(trainer, task, datamodule=data, mode=mode, margin=0.0, init_val=2) == size
     assert data.hparams.batch_size == size
     assert_same_bits(task, Tiny())
     assert list(tmp_path.iterdir()) == []
@@ -149,14 +166,14 @@ def test_the_largest_batch_that_fits(tmp_path, monkeypatch, mode, most, size):
 @pytest.mark.slow
 def test_limits_of_the_search(tmp_path):
     task, trainer = Limited(100), make_trainer(tmp_path)
-    assert find_batch_size(trainer, task, datamodule=Data(samples=400), trials=3) == 8
-    assert find_batch_size(trainer, task, datamodule=Data(samples=400), largest=30) == 30
+    assert find_batch_size(trainer, task, datamodule=Data(samples=400), max_trials=3) == 8
+    assert find_batch_size(trainer, task, datamodule=Data(samples=400), max_val=30) == 30
     assert find_batch_size(trainer, task, datamodule=Data(samples=400), mode="binsearch", margin=0.1) == 90
     assert find_batch_size(trainer, task, datamodule=Data(drop_last=True)) == 32
     with pytest.raises(ConfigError, match="Memory does not hold"):
         find_batch_size(trainer, Limited(0), datamodule=Data())
     with pytest.raises(ConfigError, match="'batch_size'"):
-        find_batch_size(trainer, Tiny(), make_loader())
+        find_batch_size(trainer, Tiny(), datamodule=NoSize())
     with pytest.raises(ConfigError, match="'power' or 'binsearch'"):
         find_batch_size(trainer, Tiny(), datamodule=Data(), mode="both")
 
@@ -169,7 +186,7 @@ def test_an_error_that_is_not_of_memory_is_raised(tmp_path):
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        find_batch_size(make_trainer(tmp_path), Broken(), make_loader())
+        find_batch_size(make_trainer(tmp_path), Broken(), datamodule=Data())
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
