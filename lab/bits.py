@@ -34,70 +34,41 @@ DIGESTS = "tensors.jsonl"
 class TensorDigests(Callback):
     """Writes a digest of each weight, gradient and state of an optimizer in each step from `first` on.
 
-    Weights are in the order in which the modules are called. Gradients are those before clipping.
+    Weights are in the order of `named_parameters`. Gradients are those before clipping.
     """
 
     after_every_step = True
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self._order: dict[str, None] = {}
-        self._handles: list[Any] = []
         self._gradients: dict[str, str] = {}
-        self._file: Any = None
-
-    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Open the file, and note the order of the modules in the forward."""
-        assert trainer.run_dir is not None
-        self._file = (trainer.run_dir / DIGESTS).open("w", encoding="utf-8")
-        for name, module in task.named_modules():
-            own = [f"{name}.{one}" if name else one for one, _ in module.named_parameters(recurse=False)]
-            self._handles.append(module.register_forward_pre_hook(self._noting(own)))
-
-    def _noting(self, names: Sequence[str]) -> Any:
-        return lambda module, inputs: self._order.update(dict.fromkeys(names))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
         """Take the digests of the gradients."""
-        own = set(map(id, optimizer_parameters(optimizer)))
+        stepped = set(map(id, optimizer_parameters(optimizer)))
         for name, parameter in task.named_parameters():
-            if id(parameter) in own and parameter.grad is not None:
+            if id(parameter) in stepped and parameter.grad is not None:
                 self._gradients[name] = digest_of(parameter.grad)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write the digests of a complete step."""
         if trainer.metrics.step == trainer.global_step:
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        known = dict(task.named_parameters())
-        names = [*(name for name in self._order if name in known), *(name for name in known if name not in self._order)]
-        states: dict[str, str] = {}
-        for number, optimizer in enumerate(trainer.optimizers):
-            name_of = {id(parameter): name for name, parameter in known.items()}
-            for parameter, state in optimizer.state.items():
-                states |= {
-                    f"{number}.{name_of.get(id(parameter), '?')}.{key}": digest_of(value)
-                    for key, value in state.items()
-                    if isinstance(value, torch.Tensor)
-                }
-        buffers = {name: digest_of(value) for name, value in task.named_buffers()}
-        record = {
-            "step": trainer.global_step,
-            "weights": {**{name: digest_of(known[name]) for name in names}, **buffers},
-            "gradients": {name: self._gradients[name] for name in names if name in self._gradients},
-            "optimizer": states,
+        gradients, self._gradients = self._gradients, {}
+        if trainer.global_step < self.first or trainer.run_dir is None:
+            return
+        name_of = {id(parameter): name for name, parameter in task.named_parameters()}
+        states = {
+            f"{number}.{name_of.get(id(parameter), '?')}.{key}": digest_of(value)
+            for number, optimizer in enumerate(trainer.optimizers)
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
         }
-        self._gradients = {}
-        if trainer.global_step >= self.first:
-            self._file.write(json.dumps(record) + "\n")
-
-    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        weights = {name: digest_of(value) for name, value in (*task.named_parameters(), *task.named_buffers())}
+        record = {"step": trainer.global_step, "weights": weights, "gradients": gradients, "optimizer": states}
+        with (trainer.run_dir / DIGESTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -115,9 +115,9 @@ class Microscope(Callback):
                 continue
             own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
             changes = [one.detach() - other for one, other in zip(own, self._before[name], strict=True)]
-            values[f"weights/{name}"] = norm(own)
-            values[f"gradients/{name}"] = norm([one.grad for one in own if one.grad is not None])
-            values[f"updates/{name}"] = norm(changes)
+            gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+            for word, tensors in (("weights", own), ("gradients", gradients), ("updates", changes)):
+                values[f"{word}/{name}"] = float(total_norm(tensors))
         mine = {name: [one.tolist() for one in found] for name, found in self._moments.items()}
         every = trainer.strategy.data_ranks.gather_objects(mine)
         for name in dict.fromkeys(name for rank in every for name in rank):
@@ -138,13 +138,18 @@ def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
         )
 
 
-def norm(tensors: "list[Any]") -> float:
-    """Return the norm of all values of some tensors; of sharded ones, of all their parts."""
+def total_norm(tensors: "list[Any]") -> "Tensor":
+    """Return the norm of all values of some tensors; of sharded ones, of all their parts, which is collective."""
     import torch
 
-    found = [torch.linalg.vector_norm(tensor.detach().float()) for tensor in tensors]
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
-    return float(torch.linalg.vector_norm(torch.stack(whole))) if whole else 0.0
+    # torch computes a norm over the tensors of one mesh at a time; sparse gradients have their values alone
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+        by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(values)
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms).float()) if norms else torch.zeros(())
 
 
 def moments(tensor: "Tensor") -> "Tensor":

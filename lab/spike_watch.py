@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import ConfigError, did_you_mean
 from ..callbacks.callback import Callback
-from .microscope import refuse_parts
+from .microscope import refuse_parts, total_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,25 +65,24 @@ class SpikeWatch(Callback):
     def _forget(self) -> None:
         self.spikes: list[int] = []
         """The steps that were spikes."""
-        self.judged = 0
-        """Number of steps that were judged."""
         self._range: list[list[float]] = []  # step, loss and gradient norm
         self._losses: list[tuple[int, Tensor, int]] = []  # of the batches of a step: replica, loss and samples
         self._norms: list[Tensor] = []  # of the gradients of each optimizer
         self._step = 0  # the step of both
-        self._unread: dict[int, Tensor] = {}  # by step: epoch, sum of the losses, samples, gradient norm
+        self._unread: dict[int, Tensor] = {}  # by step: sum of the losses, samples, gradient norm
 
     def state_dict(self) -> dict[str, Any]:
         """Return the running range, the spikes, and the values that are not judged yet."""
+        # as texts, since JSON has no infinity and the checkpoint takes no tensors here
         unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
-        return {"range": self._range, "spikes": self.spikes, "judged": self.judged, "unread": unread}
+        return {"range": self._range, "spikes": self.spikes, "unread": unread}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         import torch
 
         self._range, self.spikes = list(state_dict["range"]), list(state_dict["spikes"])
-        self.judged, unread = state_dict["judged"], state_dict["unread"].items()
+        unread = state_dict["unread"].items()
         self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
@@ -115,12 +114,23 @@ class SpikeWatch(Callback):
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
         """Keep the step's values on the device; judge them now to skip the update of a spike."""
+        import torch
+
         self._begin_step(trainer.global_step + 1)
-        self._norms.append(gradient_norm(optimizer))
-        if len(self._norms) == len(trainer.optimizers):
-            self._unread[self._step] = step_values(trainer, self._losses, self._norms)
-            if self.then == "skip" and self._judge(trainer):
-                trainer.leave_out_update()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._norms.append(total_norm(gradients).to(parameters[0].device))
+        if len(self._norms) < len(trainer.optimizers):
+            return
+        rows = torch.zeros(trainer.state.replicas, 2, device=self._norms[0].device)
+        for replica, loss, samples in self._losses:
+            rows[replica, 0] += loss * samples
+            rows[replica, 1] += samples
+        # each row is of one rank: adding zeros changes no bit, and any number of ranks has the same sums
+        sums = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
+        self._unread[self._step] = torch.stack([*sums, torch.linalg.vector_norm(torch.stack(self._norms))])
+        if self.then == "skip" and self._judge(trainer):
+            trainer.leave_out_update()
 
     def _begin_step(self, step: int) -> None:
         # not where a step ends: one that `nan: skip` skips never gets to its optimizers
@@ -136,36 +146,30 @@ class SpikeWatch(Callback):
         """Judge the last steps of the epoch."""
         self._judge(trainer)
 
-    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Say how many steps were judged."""
-        if trainer.is_global_zero:
-            spikes = f"{len(self.spikes)} were spikes" if len(self.spikes) != 1 else "1 was a spike"
-            log.info("SpikeWatch judged %d of %d steps; %s.", self.judged, trainer.global_step, spikes)
-
     def _judge(self, trainer: "Trainer") -> bool:
         """Judge the steps that were not yet; return whether to leave out the update of the newest one."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False
-        if unread:
-            rows = torch.stack(list(unread.values())).tolist()
-            for step, (epoch, total, samples, norm) in zip(unread, rows, strict=True):
-                # a scaled gradient may overflow, and the scaler skips the update itself
-                overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
-                is_left_out = bool(samples) and not overflows and self._is_spike(trainer, step, int(epoch), {
-                    "loss": total / samples, "gradient_norm": norm,
-                })  # fmt: skip
+        # the values of all steps in one read of the device
+        rows = torch.stack(list(unread.values())).tolist() if unread else []
+        for step, (total, samples, norm) in zip(unread, rows, strict=True):
+            # a scaled gradient may overflow, and the scaler skips the update itself
+            overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
+            is_judged = bool(samples) and not overflows
+            is_left_out = is_judged and self._is_spike(trainer, step, {"loss": total / samples, "gradient_norm": norm})
         return is_left_out
 
-    def _is_spike(self, trainer: "Trainer", step: int, epoch: int, values: dict[str, float]) -> bool:
+    def _is_spike(self, trainer: "Trainer", step: int, values: dict[str, float]) -> bool:
         """Return whether a step is a spike, and no new level; count it."""
         is_told = step in self.spikes
         # the step may be done again, by a resume or in other processes
         self._range = [row for row in self._range if row[0] < step][-self.window :]
         self.spikes = [spike for spike in self.spikes if spike < step]
         limits = {name: self._limit([row[column] for row in self._range]) for column, name in enumerate(values, 1)}
-        above = [name for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])]
-        self.judged += len(self._range) >= min(LEAST, self.window)
+        above = {
+            name: limits[name] for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])
+        }
         is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
             map(math.isfinite, values.values())
         )
@@ -174,9 +178,7 @@ class SpikeWatch(Callback):
         if above:
             self.spikes.append(step)
             if not is_told and trainer.is_global_zero:
-                self._tell(
-                    trainer, {"step": step, "epoch": epoch, **values}, {name: limits[name] for name in above}, is_level
-                )
+                self._tell(trainer, {"step": step, **values}, above, "warn" if is_level else self.then)
         return bool(above) and not is_level
 
     def _limit(self, values: list[float]) -> float:
@@ -187,45 +189,10 @@ class SpikeWatch(Callback):
         spread = NORMAL * statistics.median(abs(value - middle) for value in values)
         return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
 
-    def _tell(self, trainer: "Trainer", record: dict[str, Any], limits: dict[str, float], is_level: bool) -> None:
+    def _tell(self, trainer: "Trainer", record: dict[str, float], limits: dict[str, float], then: str) -> None:
         told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
-        then = "warn" if is_level else self.then
         doing = "Its update is left out" if then == "skip" else "It is trained on"
         log.warning("Step %d is a spike: %s. %s.", record["step"], told, doing)
         if trainer.run_dir is not None:
-            line = json.dumps({**record, "limits": limits, "then": then}, default=str)
-            path = trainer.run_dir / SPIKES
-            with trainer.saver.writing(), path.open("ab+") as file:
-                file.seek(max(0, file.tell() - 1))
-                # a kill may have torn the last line
-                begin = b"" if file.read() in (b"", b"\n") else b"\n"
-                file.write(begin + line.encode() + b"\n")
-
-
-def step_values(trainer: "Trainer", losses: "list[tuple[int, Tensor, int]]", norms: "list[Tensor]") -> "Tensor":
-    """Return epoch, sum of the losses, samples and gradient norm of a step, on the device. Collective."""
-    import torch
-
-    rows = torch.zeros(trainer.state.replicas, 2, device=norms[0].device)
-    for replica, loss, samples in losses:
-        rows[replica, 0] += loss * samples
-        rows[replica, 1] += samples
-    # each row is of one rank: adding zeros changes no bit, and any number of ranks has the same sums
-    total = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return torch.stack([torch.full_like(norm, trainer.current_epoch), *total, norm])
-
-
-def gradient_norm(optimizer: "Optimizer") -> "Tensor":
-    """Return the norm of an optimizer's gradients in float32, which stay as they are. Collective for sharded ones."""
-    import torch
-
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for gradient in (parameter.grad for parameter in group["params"] if parameter.grad is not None):
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(values)
-    found = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
-    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in found]
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    return torch.linalg.vector_norm(torch.stack(norms).float()) if norms else torch.zeros((), device=device)
+            with trainer.saver.writing(), (trainer.run_dir / SPIKES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**record, "limits": limits, "then": then}) + "\n")

