@@ -112,7 +112,7 @@ class ProgressBar(ProgressDisplay):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Redraw if it is time."""
-        if not self._enabled:
+        if not self._enabled or trainer.metrics.step == trainer.global_step:  # a step is under way, and may be dropped
             return
         now = time.monotonic()
         if now >= self._next and trainer.global_step - self._shown_step >= self.refresh_rate:

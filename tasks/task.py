@@ -276,7 +276,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         if run is None:
             self._log_outside_of_run(next(iter(dictionary), ""))
             return
-        run.metrics.log_dict(dictionary, batch_size, options)
+        for name, value in dictionary.items():
+            run.metrics.log(name, value, batch_size, options)
 
     def _log_outside_of_run(self, name: str) -> None:
         """Raise RuntimeError: there is nothing that keeps the value."""

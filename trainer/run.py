@@ -207,7 +207,8 @@ class Call:
         """Make the parts of a requested call; nothing is started or opened yet."""
         state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
         # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
-        agreement, metrics = Agreement(SINGLE, 1, 0, state.elapsed), Metrics(SINGLE, 1, request.task)
+        agreement = Agreement(SINGLE, 1, 0, state.elapsed)
+        metrics = strategy.elastic.for_stage(request.stage).make_metrics(request.task)
         found = cls(
             trainer,
             request.stage,
@@ -556,13 +557,11 @@ class Run(JoinedCall):
             )
 
     def call_epoch_start(self) -> None:
-        """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""
+        """Call the hooks that begin an epoch."""
         trainer, state = self.trainer, self.state
         if trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
             note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
-        self.metrics.muted = self.state.epoch_steps > 0
         self.hooks.call("on_train_epoch_start")
-        self.metrics.muted = False
 
     def end_training(self) -> None:
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
@@ -631,7 +630,7 @@ class Run(JoinedCall):
     def show_step(self) -> None:
         """Publish the newest step's values where that was not done; every rank calls it."""
         if self.state.logged_at != self.state.global_step:
-            self._show(self.metrics.reduce_step())
+            self._show(self.metrics.newest_values())
 
     def call_epoch_end(self, word: str) -> None:
         """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
@@ -641,9 +640,6 @@ class Run(JoinedCall):
         # reduced for hooks alone: without one the values are reduced once, in end_epoch
         if self.hooks[name]:
             self._show(self.metrics.reduce_epoch(keep=True))
-        # later values are those of an epoch's end, which count only if it ends here: a resume would log them again
-        if word == "train":
-            self.metrics.begin_closing()
         self.seed_hooks(name)
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
 

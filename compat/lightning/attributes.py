@@ -11,7 +11,7 @@ from ...tasks.task import Task
 from ...trainer import trainer
 from ...trainer.data.combined import CombinedLoader
 from ...trainer.hooks import overrides
-from ...trainer.metrics.reduce import Reduced
+from ...trainer.metrics.reduce import Reduced, sort_out, total
 from ...trainer.optimization.optimizers import ManualOptimizer
 from ...trainer.setup.data import LOADERS, make_training_data
 from .accelerators import AcceleratorConnector
@@ -279,10 +279,19 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         metrics = run.metrics
         if metrics.in_step and not (self.training and metrics.stage == "train"):
             return
-        reduced = metrics.own_values() if metrics.in_step else metrics.own_values_between_steps()
+        metrics.flush()
+        values, of_step = [], metrics.in_step
+        for series in (metrics.series or {}).values():
+            # a value of a step before the newest point is there already, over all ranks
+            sums = (series.step if series.step_at >= self.state.logged_at else {}) if of_step else series.sums
+            if sums and series.in_step is of_step and not (series.synced and metrics.processes > 1):
+                values.append((series, total(series.kind, sums)))
+        reduced = sort_out(values, "_step" if of_step else "_epoch")
         self.take_own(reduced.all)
         if metrics.processes == 1:
-            metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
+            newest = [item for item in values if not of_step or item[0].step_at == metrics.step]
+            measured = sort_out(newest, "_step" if of_step else "_epoch").all
+            metrics.measured_at.update(dict.fromkeys(measured, self.state.global_step))
         self.__dict__["_progress_bar_metrics"].update(reduced.progress_bar)
         self.take_logged(reduced)
 

@@ -436,7 +436,7 @@ class Trainer(TrainerAttributes):
         """Have the run keep no logged values, where the Trainer is a barebones one."""
         if self.barebones:
             metrics: Any = self.current_run.metrics
-            metrics.log = metrics.log_dict = drop
+            metrics.log = drop
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on in the middle of one; where a reloaded train_dataloader has no more, end the run."""

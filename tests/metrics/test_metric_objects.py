@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from legato.base.errors import DisagreementError, TaskError
 from legato.tasks.task import Task
-from legato.trainer.metrics.torchmetrics import MetricStates, gather_state, states_of
+from legato.trainer.metrics.torchmetrics import gather_state
 from legato.trainer.processes.launch import run_workers
 
 
@@ -229,30 +229,6 @@ def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, befor
     whole = correlate(tmp_path, replicas=replicas, processes=before)
     correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
     assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(whole, rel=1e-4)
-
-
-def test_turns_that_a_resume_began_end_with_the_epoch(tmp_path):
-    task = Correlated()
-    states = MetricStates(task, range(2), by_replica=False)
-    outputs, truth = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
-    saved = {"correlation": {}, "mean": {}}
-    for replica in range(2):
-        half = slice(4 * replica, 4 * replica + 4)
-        task.correlation.reset(), task.mean.reset()
-        task.correlation.update(outputs[half], truth[half]), task.mean.update(outputs[half])
-        for path, parts in saved.items():
-            parts[replica] = states_of(getattr(task, path))
-    states.load(saved)
-    assert states.swaps_states
-    states.open_replica(1)
-    states.forget([task.correlation])
-    assert not states.swaps_states
-    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
-    states.load(saved)
-    assert states.swaps_states
-    states.load({"mean": saved["mean"]})
-    assert not states.swaps_states
-    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
 
 
 # --- states reduced by "mean" -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Says, Tiny, logs, make_data
+from tiny import Says, Tiny, logs, make_data, make_loader
 
 import legato as lg
 from legato.base.errors import TaskError
@@ -275,6 +275,27 @@ def test_hooks_may_log(play):
         ]
         assert of("val_end") == [(step, 20.0 + (step > 5)) for step in steps]
         assert of("val_start") == [(step, 3.0) for step in steps]
+
+
+def test_a_resumed_epoch_has_what_its_hooks_logged_between_steps_once(tmp_path, trainer):
+    class Hooked(Tiny):
+        def training_step(self, batch, batch_idx):
+            self.log("batches", 1.0, on_epoch=True, reduce_fx="sum")
+            return self.loss(batch)
+
+        def on_train_epoch_start(self):
+            self.log("started", 1.0, reduce_fx="sum")
+
+        def on_train_epoch_end(self):
+            self.log("ended", 1.0, reduce_fx="sum")
+
+    cut = trainer(max_steps=3)
+    cut.fit(Hooked(), make_loader(18))
+    cut.save_checkpoint(tmp_path / "cut")
+    resumed = trainer(max_epochs=1)
+    resumed.fit(Hooked(), make_loader(18), resume=tmp_path / "cut")
+    values = {name: float(value) for name, value in resumed.callback_metrics.items()}
+    assert (values["started"], values["ended"], values["batches_epoch"]) == (1.0, 1.0, 5.0)
 
 
 def test_callbacks_log_through_the_task(play):

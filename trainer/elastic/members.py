@@ -19,19 +19,22 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ...base.errors import ConfigError, WorkerError
 from ...base.torch_private import reset_group_names, set_group_timeout
+from ..metrics.log import Metrics
 from ..optimization.kernels import require_same_numerics
 from ..processes import connections
 from ..processes.place import Place
+from ..processes.ranks import SINGLE
 from ..processes.rendezvous import allow_connections, leave_process_group
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
 from . import launcher, recovery
 from .membership import Elasticity, Membership, RunFinished
+from .metrics import SharedMetrics
 from .recovery import MetricSnapshot
 from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
 
 if TYPE_CHECKING:
-    from ...base.contracts import Trainer
+    from ...base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
 T = TypeVar("T")
@@ -313,6 +316,10 @@ class ElasticProcesses(Elasticity):
     def refuse(self, reason: str) -> None:
         """Raise ConfigError."""
         raise ConfigError(reason)
+
+    def make_metrics(self, task: "Task") -> Metrics:
+        """Return a collector whose values every rank has."""
+        return SharedMetrics(SINGLE, 1, task)
 
     def membership(self, trainer: "Trainer") -> Membership:
         """Return this process's membership. Raises ConfigError if another program started it."""

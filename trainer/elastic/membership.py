@@ -4,8 +4,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..metrics.log import Metrics
+from ..processes.ranks import SINGLE
+
 if TYPE_CHECKING:
-    from ...base.contracts import Trainer
+    from ...base.contracts import Task, Trainer
     from ..processes.place import Place
 
 T = TypeVar("T")
@@ -69,6 +72,10 @@ class Elasticity:
 
     def refuse(self, reason: str) -> None:
         """Raise ConfigError, with the reason, where processes may leave and join."""
+
+    def make_metrics(self, task: "Task") -> Metrics:
+        """Return the collector of the values that a run logs."""
+        return Metrics(SINGLE, 1, task)
 
     def membership(self, trainer: "Trainer") -> Membership:
         """Return this process's membership in a run."""

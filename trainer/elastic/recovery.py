@@ -12,6 +12,7 @@ from ..data.sampling import Layout
 from ..optimization.nonfinite import make_guard
 from ..processes.place import Place
 from ..resume import contents, restore
+from .metrics import SharedMetrics
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
@@ -81,12 +82,18 @@ class MemberState:
         """Return the state of this process."""
         state = run.state
         counted = state.global_step, state.epoch, state.epoch_ended
-        progress = (*counted, state.validated_at, state.logged_at, run.metrics.exchanges)
+        progress = (*counted, state.validated_at, state.logged_at, shared_metrics(run).exchanges)
         elapsed, stop = run.agreement.now(), run.agreement.stop
         first_step = run.preemption.first_step
         return cls(
             consistent, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.loop.point, first_step
         )
+
+
+def shared_metrics(run: "Run") -> SharedMetrics:
+    """Return the logged values of an elastic run."""
+    assert isinstance(run.metrics, SharedMetrics)
+    return run.metrics
 
 
 def release(strategy: "Strategy") -> None:
@@ -174,7 +181,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]
     for source in sources:
         source.dealing = replace(source.dealing, layout=run.layout, process=place.rank)
-    run.metrics.exchanges = newest.progress[-1]
+    shared_metrics(run).exchanges = newest.progress[-1]
     run.metrics.open("train", fresh=False)
 
 

@@ -14,8 +14,6 @@ from ..processes.ranks import Ranks
 KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
 """Separator between a name and the index of its evaluation loader."""
-OTHER = "\0"
-"""Ends the name, in `Series.name`, of the second series of a name that is logged both in steps and between them."""
 AVERAGED = ("mean", "metric")
 """Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`."""
 ONCE = "once"
@@ -23,13 +21,12 @@ ONCE = "once"
 
 
 Description = tuple[Any, ...]
-"""Attributes of a series, sent to other ranks: name, kind, on_step, on_epoch, prog_bar, to_loggers, path, alone.
+"""The attributes of a series that ranks tell each other, in the order of its arguments."""
+Key = tuple[str, bool]
+"""What a series is found by: its name, and whether it is logged within steps rather than between them."""
 
-`path` is the name of the metric's module in the task, or None.
-"""
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Series:
     """The values logged under one name in one stage."""
 
@@ -39,6 +36,11 @@ class Series:
     on_epoch: bool
     prog_bar: bool
     to_loggers: bool
+    path: str | None = None
+    """The name of the metric's module in the task."""
+    alone: bool = False
+    """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
+    in_step: bool = True
     metric: Any = None
     """The logged torchmetrics.Metric, if any."""
     value: float = float("nan")
@@ -50,20 +52,19 @@ class Series:
     step: dict[int, list[float]] = field(default_factory=dict)
     """(weighted value, weight) of the step `step_at`, by replica."""
     step_at: int = -1
-    in_step: bool | None = None
-    """Whether it is logged within steps rather than between them; None if unknown."""
-    closing: dict[int, list[float]] = field(default_factory=dict)
-    """Like `sums`, for values logged by hooks at the end of the epoch, which count only if the epoch ends there."""
-    alone: bool = False
-    """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
     synced: bool = False
     """Whether it was logged with `sync_dist`, so that a process never shows its own value alone."""
-    description: Description = ()
     keeps_sums: bool = False
     """Whether `sums` are kept: of what is reduced over epochs, and for the running values of a progress bar."""
 
     def __post_init__(self) -> None:
-        self.keeps_sums = self.on_epoch or self.prog_bar
+        self.keeps_sums = self.kind != "metric" and (self.on_epoch or self.prog_bar)
+
+    @property
+    def description(self) -> Description:
+        """The attributes by which another rank, or a resumed run, makes this series."""
+        flags = self.on_step, self.on_epoch, self.prog_bar, self.to_loggers
+        return (self.name, self.kind, *flags, self.path, self.alone, self.in_step)
 
 
 @dataclass
@@ -111,20 +112,8 @@ def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
 
 def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: float, weight: float) -> None:
     """Add a value to the sums of its replica."""
-    _add_weighted(sums, replica, kind, value * weight if kind in AVERAGED else value, weight)
-
-
-def joined(kind: str, sums: dict[int, list[float]], more: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Return `sums` merged with `more`, by replica."""
-    if not more:
-        return sums
-    merged = {replica: list(entry) for replica, entry in sums.items()}
-    for replica, (value, weight) in more.items():
-        _add_weighted(merged, replica, kind, value, weight)
-    return merged
-
-
-def _add_weighted(sums: dict[int, list[float]], replica: int, kind: str, value: float, weight: float) -> None:
+    if kind in AVERAGED:
+        value *= weight
     entry = sums.get(replica)
     if entry is None:
         sums[replica] = [value, weight]
@@ -156,11 +145,11 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
     return sum(values) if kind == "sum" else extreme(kind, values)
 
 
-def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
+def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
     """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`."""
     reduced = Reduced()
-    for series, value in found:
-        name = shown = series.name.replace(OTHER, "")
+    for series, value in values:
+        name = shown = series.name
         if series.on_step and series.on_epoch:
             base, mark, loader = name.partition(LOADER_MARK)
             name = base + suffix + mark + loader

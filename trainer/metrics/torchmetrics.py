@@ -1,12 +1,12 @@
 """States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
 
-With `reproducible: bitwise` every replica has its own states, which are swapped into the metric objects in turn and
-merged in replica order. The same holds for the rest of an epoch after a resume with several states that cannot be
-merged early (dist_reduce_fx=None): only a metric's `compute` can combine those.
+States that are summed, concatenated or taken the maximum or minimum of can be merged at any time, so a process holds
+one for all of its replicas. Others (dist_reduce_fx "mean", None or a function) can only be combined by a metric's
+`compute`. A task with such a metric, and any task under `reproducible: bitwise`, has states per replica, which are
+swapped into the metric objects in turn and merged in replica order.
 
 States reduced by "mean" are weighted by their number of updates, as torchmetrics' own `forward` does; that equals the
-single-process value when updates have equal sizes. torchmetrics' own metrics keep a sum and a count instead. States
-without an update are ignored.
+single-process value when updates have equal sizes. States without an update are ignored.
 """
 
 import sys
@@ -23,6 +23,7 @@ from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..processes.ranks import Ranks
 
 REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
+
 MERGED_EARLY = ("sum", "max", "min")
 """Reductions whose merged state can be updated further with the same result."""
 
@@ -64,24 +65,21 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class MetricStates:
-    """The metrics of a task and their states; with `by_replica` each replica has its own states."""
+    """The metrics of a task and their states, for each replica of this process where they cannot be merged early."""
 
-    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool, shared: bool = False) -> None:
+    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         """Collect the metrics in `task`.
 
         replicas: those of this process.
-        shared: also keep the states of other processes' replicas (elastic runs).
+        by_replica: give each replica its own states also where they could be merged early.
         """
         self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
         for metric in self.by_path.values():
             metric.dist_sync_fn = metric.dist_sync_fn or gather_state
-        self.replicas, self.by_replica, self.shared = list(replicas), by_replica, shared
-        self.swaps_states = by_replica and bool(self.by_path)
-        self.unmerged: set[str] = set()
-        """Paths of metrics with unmerged states, which keep all metrics per replica until they are computed."""
+        self.replicas = list(replicas)
+        self.swaps_states = bool(self.by_path) and (by_replica or any(map(must_stay_apart, self.by_path.values())))
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
-        self.sent: set[str] = set()
-        """Paths of metrics whose states were sent to other processes."""
+        """States of the replicas that are not loaded into the metrics, by path."""
         self.replica: int | None = None
         self.merged_updates: dict[str, int] = {}
         """While metrics hold the merged states of all replicas: their numbers of updates, by path."""
@@ -94,6 +92,10 @@ class MetricStates:
     def path_of(self, metric: Any) -> str | None:
         """Return the module path of a metric in the task, or None."""
         return next((path for path, module in self.by_path.items() if module is metric), None)
+
+    def keeps(self, replica: int) -> bool:
+        """Return whether this process holds the states of a replica."""
+        return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
         """Store the loaded states and load those of `replica` into the metrics."""
@@ -122,37 +124,35 @@ class MetricStates:
         """Return copies of all states of this process by path and replica, for `restore`."""
         if self.swaps_states:
             self.store_replica()
-            return {path: {r: copied(kept[r]) for r in kept if r in self.replicas} for path, kept in self.kept.items()}
-        found: dict[str, dict[int, States]] = {}
-        for path, metric in self.with_states.items():
-            own = {name: getattr(metric, name) for name in reductions_of(metric)}
-            found[path] = {0: copied({**own, COUNT: metric.update_count})}
-        return found
+            return {path: {r: copied(states) for r, states in self._own(path).items()} for path in self.kept}
+        return {
+            path: {0: copied({**_tensors_of(metric), COUNT: metric.update_count})}
+            for path, metric in self.with_states.items()
+        }
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
         """Restore states from a `snapshot`."""
         if self.swaps_states:
             self._leave_merged()
             for path, own in snapshot.items():
-                remote = {
+                others = {
                     replica: states for replica, states in self.kept[path].items() if replica not in self.replicas
                 }
-                self.kept[path] = {**remote, **own}
+                self.kept[path] = {**others, **own}
             self.replica = None
             return
         for path, metric in self.with_states.items():
             load_states(metric, snapshot[path][0])
 
-    def merge(self, metrics: Iterable[Any], collectives: "Ranks") -> None:
+    def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
         """Load the states of all replicas of all ranks, merged in order, into these metrics. Collective."""
-        gathered = {path: parts for path, parts in self.gather(metrics, collectives).items() if parts}
-        updated = [path for path, parts in gathered.items() if any(states[COUNT] for states in parts.values())]
-        for path in gathered.keys() - set(updated):
-            self.by_path[path].reset()  # no batch updated it; drop states from before
-        for path in updated:
-            load_states(self.by_path[path], merged_in_order(self.by_path[path], gathered[path]))
+        for path, parts in self.gather(metrics, collectives).items():
+            if any(states[COUNT] for states in parts.values()):
+                load_states(self.by_path[path], merged_in_order(self.by_path[path], parts))
+            elif parts:
+                self.by_path[path].reset()  # no batch updated it; drop states from before
 
-    def load_merged(self, collectives: "Ranks") -> None:
+    def load_merged(self, collectives: Ranks) -> None:
         """Load merged states into every metric until the next batch, so that hooks can compute them. Collective."""
         self.merge(self.with_states.values(), collectives)
         for path, metric in self.with_states.items():
@@ -174,30 +174,15 @@ class MetricStates:
 
     def forget(self, metrics: Iterable[Any]) -> None:
         """Reset these metrics for every replica."""
-        for metric in metrics_within(metrics):
-            path = self.path_of(metric)
-            if path is not None:
-                self.kept[path] = {}
-                self.unmerged.discard(path)
-        if self.swaps_states and not (self.by_replica or self.unmerged):
-            self._merge_replicas()
+        for path in self.paths_of(metrics):
+            self.kept[path] = {}
 
-    def _merge_replicas(self) -> None:
-        self.store_replica()
-        self.swaps_states = False
-        with torch.inference_mode(False):
-            for path, metric in self.with_states.items():
-                if self.kept[path]:
-                    load_states(metric, merged_in_order(metric, self.kept[path]))
-                    self.kept[path] = {}
-
-    def gather(self, metrics: Iterable[Any], collectives: "Ranks") -> dict[str, dict[int, States]]:
+    def gather(self, metrics: Iterable[Any], collectives: Ranks) -> dict[str, dict[int, States]]:
         """Return the states of these metrics over all ranks, by path and replica. Collective.
 
         Without states per replica, a rank's states are those of its first replica.
         """
-        found = map(self.path_of, metrics_within(metrics))
-        paths = [path for path in found if path is not None and path in self.with_states]
+        paths = [path for path in self.paths_of(metrics) if path in self.with_states]
         if self.swaps_states:
             self.store_replica()
             own = {path: self._own(path) for path in paths}
@@ -207,49 +192,18 @@ class MetricStates:
         ranks = collectives.gather_objects(own)
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
 
+    def paths_of(self, metrics: Iterable[Any]) -> list[str]:
+        """Return the module paths of metrics and of those nested in them, where they are the task's."""
+        return [path for path in map(self.path_of, metrics_within(metrics)) if path is not None]
+
     def _own(self, path: str) -> dict[int, States]:
         return {replica: states for replica, states in self.kept[path].items() if replica in self.replicas}
 
-    def own_states(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas for every metric that has or had updates."""
-        if not self.swaps_states:
-            return {}
-        replica = self.replica
-        self.store_replica()
-        self.replica = replica
-        found = {path: self._own(path) for path in self.kept}
-        # also when it has none any more: other ranks must hear of a reset
-        self.sent |= {path for path, own in found.items() if any(states[COUNT] for states in own.values())}
-        return {path: own for path, own in found.items() if path in self.sent}
-
-    def add_remote(self, states: Mapping[str, Mapping[int, States]]) -> None:
-        """Store the states of other processes' replicas."""
-        for path, remote in states.items():
-            self.kept[path] |= {replica: own for replica, own in remote.items() if replica not in self.replicas}
-
-    def all(self) -> dict[str, dict[int, States]]:
-        """Return the known states of all replicas, by path and replica."""
-        replica = self.replica
-        self.store_replica()
-        self.replica = replica
-        return {path: dict(kept) for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values())}
-
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
-        """Load this process's part of what `gather` returned, on any number of processes.
-
-        All processes pass the same value, and so agree on whether states are kept per replica.
-        """
-        self.unmerged = {
-            path
-            for path, parts in saved.items()
-            if len(parts) > 1 and not are_merged_early(self.by_path[path], parts.values())
-        }
-        if self.swaps_states and not (self.by_replica or self.unmerged):
-            self._merge_replicas()
-        self.swaps_states |= bool(self.unmerged)
+        """Load this process's part of what `gather` returned, on any number of processes."""
         for path, states_of_all in saved.items():
             metric = self.by_path[path]
-            own = {r: states for r, states in states_of_all.items() if self.shared or r in self.replicas}
+            own = {replica: states for replica, states in states_of_all.items() if self.keeps(replica)}
             if self.swaps_states:
                 self.kept[path] = own
             elif own:
@@ -258,10 +212,23 @@ class MetricStates:
                 metric.reset()
 
 
+def must_stay_apart(metric: Any) -> bool:
+    """Return whether a metric has a state that, once merged over replicas, cannot be updated further."""
+    return any(
+        isinstance(getattr(metric, name), Tensor) and operation_of(reduction) not in MERGED_EARLY
+        for name, reduction in reductions_of(metric).items()
+    )
+
+
+def operation_of(reduction: Any) -> str | None:
+    """Return the word for a state's reduction; None for a function of the user's own, and for no reduction."""
+    return REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
+
+
 def metrics_within(metrics: Iterable[Any]) -> list[Any]:
     """Return metrics and the metrics nested in them (compositions, wrappers), each once."""
     every = (module for metric in metrics for module in metric.modules() if is_metric(module))
-    return list({id(one): one for one in every}.values())
+    return list({id(module): module for module in every}.values())  # by id: the hash of a metric is that of its states
 
 
 def updates_within(metric: Any) -> int:
@@ -269,36 +236,33 @@ def updates_within(metric: Any) -> int:
     return sum(inner.update_count for inner in metrics_within([metric]))
 
 
+def _tensors_of(metric: Any) -> States:
+    return {name: getattr(metric, name) for name in reductions_of(metric)}
+
+
 def copied(states: States) -> States:
     """Copy states; list states are copied shallowly, since their tensors are never changed in place."""
-    kept: States = {}
-    for name, value in states.items():
-        kept[name] = list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
-    return kept
+    return {
+        name: list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+        for name, value in states.items()
+    }
 
 
 def states_of(metric: Any) -> States:
     """Return a copy of a metric's states, on the CPU."""
-    return {**{name: _on_host(getattr(metric, name)) for name in reductions_of(metric)}, COUNT: metric.update_count}
+    return {**{name: _on_host(state) for name, state in _tensors_of(metric).items()}, COUNT: metric.update_count}
 
 
 def load_states(metric: Any, states: States) -> None:
     """Load states into a metric, on its device."""
     for name in reductions_of(metric):
-        value = states[name]
-        moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
-        setattr(metric, name, moved)
+        _set_state(metric, name, states[name])
     set_updates(metric, states[COUNT])
 
 
-def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
-    """Return whether `parts` can be merged into one state that is then updated further."""
-    reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in reductions_of(metric).items()]
-    return all(
-        isinstance(part[name], list) or REDUCTION_NAMES.get(reduction) in MERGED_EARLY
-        for part in parts
-        for name, reduction in reductions
-    )
+def _set_state(metric: Any, name: str, value: Any) -> None:
+    moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
+    setattr(metric, name, moved)
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
@@ -307,60 +271,42 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
     if len(parts) == 1:
         return copied(parts[0])  # unchanged: a stacked state has a shape that `update` cannot continue from
     counts = [part[COUNT] for part in parts]
-    found: States = {
-        name: merged_state(metric, name, [part[name] for part in parts], counts) for name in reductions_of(metric)
+    merged: States = {
+        name: merged_state(reduction, [part[name] for part in parts], counts)
+        for name, reduction in reductions_of(metric).items()
     }
-    found[COUNT] = sum(counts)
-    return found
+    return {**merged, COUNT: sum(counts)}
 
 
-def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -> Any:
+def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """Return one state merged from `values`, in order.
 
     counts: the number of updates of each. Without an update a state only counts in sums, because it may hold no valid
     number.
     """
-    reduction = reductions_of(metric)[name]
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]
-    operation = REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
-    if operation == "mean" and any(counts):
-        weighted = [value.double() * count for value, count in zip(values, counts, strict=True) if count]
+    operation = operation_of(reduction)
+    if operation == "sum":
+        return sum(values[1:], values[0].clone())  # one after the other: float addition is not associative
+    updated = [(value, count) for value, count in zip(values, counts, strict=True) if count]
+    if operation == "mean" and updated:
+        weighted = [value.double() * count for value, count in updated]
         return (sum(weighted[1:], weighted[0]) / sum(counts)).to(values[0].dtype)
-    if operation != "sum":
-        updated = [value for value, count in zip(values, counts, strict=True) if count] or values
-        return torch.stack(updated) if reduction is None else reduction(torch.stack(updated))
-    total = values[0].clone()
-    for value in values[1:]:
-        total += value
-    return total
+    stacked = torch.stack([value for value, _ in updated] or values)
+    return stacked if reduction is None else reduction(stacked)
 
 
-def read_values(metrics: list[Any], collectives: "Ranks", world: int, keep: bool = False) -> list[float]:
+def read_values(metrics: list[Any], collectives: Ranks, is_merged: bool, keep: bool = False) -> list[float]:
     """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
 
-    States that are summed, averaged, min'ed or max'ed take one collective per operation and dtype; list states and
-    custom reductions one more.
+    is_merged: the metrics hold the states of all ranks. Else states take one collective per operation and dtype, and
+    list states one together.
     """
     parts = metrics_within(metrics)
     before = [states_of(part) for part in parts] if keep else []
-    fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
-    gathered: list[tuple[Any, str]] = []
-    for metric in parts if world > 1 else []:
-        for name, reduction in reductions_of(metric).items():
-            operation = REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
-            state = getattr(metric, name)
-            if operation is None or not isinstance(state, Tensor):
-                gathered.append((metric, name))
-            else:
-                # Counts may exceed 2^24, above which float32 skips integers; all states of one kind then travel
-                # together.
-                wide = torch.float64 if state.is_floating_point() or operation == "mean" else torch.int64
-                fixed.setdefault((operation, wide), []).append((metric, name))
-    for (operation, wide), states in fixed.items():
-        _reduce_together(states, operation, wide, collectives)
-    if gathered:
-        _gather_together(gathered, collectives)
+    if not is_merged:
+        _reduce_states(parts, collectives)
     values = [_compute(metric) for metric in metrics]
     for part in parts:
         part.reset()
@@ -369,34 +315,29 @@ def read_values(metrics: list[Any], collectives: "Ranks", world: int, keep: bool
     return values
 
 
-def _reduce_together(states: list[tuple[Any, str]], operation: str, wide: torch.dtype, collectives: "Ranks") -> None:
-    tensors = [getattr(metric, name) for metric, name in states]
-    parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
-    if operation == "mean":
-        counts = [metric.update_count for metric, _ in states]
-        # zeros instead of a product: a state without an update may be infinite
-        parts = [part * count if count else torch.zeros_like(part) for part, count in zip(parts, counts, strict=True)]
-        parts.append(torch.tensor(counts, dtype=wide))
-    flat = torch.cat(parts)
-    collectives.all_reduce(flat, "sum" if operation == "mean" else operation)
-    reduced = list(flat.split([part.numel() for part in parts]))
-    if operation == "mean":
-        updates = reduced.pop().tolist()
-        reduced = [
-            part / count if count else tensor.detach().reshape(-1).cpu()
-            for part, tensor, count in zip(reduced, tensors, updates, strict=True)
-        ]
-    for (metric, name), tensor, part in zip(states, tensors, reduced, strict=True):
-        setattr(metric, name, part.reshape(tensor.shape).to(tensor.device, tensor.dtype))
-
-
-def _gather_together(states: list[tuple[Any, str]], collectives: "Ranks") -> None:
-    own = [(_on_host(getattr(metric, name)), metric.update_count) for metric, name in states]
-    ranks = collectives.gather_objects(own)
-    for index, (metric, name) in enumerate(states):
-        whole = merged_state(metric, name, [rank[index][0] for rank in ranks], [rank[index][1] for rank in ranks])
-        moved = [tensor.to(metric.device) for tensor in whole] if isinstance(whole, list) else whole.to(metric.device)
-        setattr(metric, name, moved)
+def _reduce_states(metrics: Iterable[Any], collectives: Ranks) -> None:
+    others: list[tuple[Any, str]] = []
+    tensors: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
+    for metric in metrics:
+        for name, reduction in reductions_of(metric).items():
+            state, operation = getattr(metric, name), operation_of(reduction)
+            if operation is None or operation not in MERGED_EARLY or isinstance(state, list):
+                others.append((metric, name))  # of a metric that the task does not own, too
+            else:
+                # Counts may exceed 2^24, above which float32 skips integers; all states of one kind travel together.
+                wide = torch.float64 if state.is_floating_point() else torch.int64
+                tensors.setdefault((operation, wide), []).append((metric, name))
+    for (operation, wide), states in tensors.items():
+        own = [getattr(metric, name) for metric, name in states]
+        flat = torch.cat([state.detach().reshape(-1).to("cpu", wide) for state in own])
+        collectives.all_reduce(flat, operation)
+        for (metric, name), state, total in zip(states, own, flat.split([state.numel() for state in own]), strict=True):
+            setattr(metric, name, total.reshape(state.shape).to(state.device, state.dtype))
+    if others:
+        ranks = collectives.gather_objects([(_on_host(getattr(m, name)), m.update_count) for m, name in others])
+        for (metric, name), of_ranks in zip(others, zip(*ranks, strict=True), strict=True):
+            values, counts = map(list, zip(*of_ranks, strict=True))
+            _set_state(metric, name, merged_state(reductions_of(metric)[name], values, counts))
 
 
 def _on_host(state: Any) -> Any:

@@ -141,8 +141,7 @@ class Saver:
             # on all ranks: a resume from weights that are NaN could only go on with NaN
             trainer.current_run.require_finite()
             trainer.current_run.require_same_weights()
-            if trainer.current_run.metrics.shares:
-                trainer.current_run.metrics.share()
+            trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)
             if trainer.is_global_zero:
                 if isinstance(self.format, DirectoryFormat):  # another one may hold them

@@ -60,7 +60,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
-    call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
+    call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank))
     ranks, version = strategy.place.world_size, membership.version
     call.agreement.join(strategy.collectives, ranks, state.global_step, state.elapsed, version)
     call.agreement.newest = membership.newest

@@ -9,7 +9,6 @@ from ..closure import use_closures
 from ..contention import Contention
 from ..drift import DriftGuard
 from ..hooks import count_arguments, loop_part
-from ..metrics.torchmetrics import MetricStates
 from ..optimization import kernels
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.nonfinite import make_guard
@@ -43,7 +42,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     if trainer.sync_batchnorm and stage == "fit":
         call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
     strategy.place_task(task)
-    call.metrics.states = make_metric_states(call)
+    call.metrics.take_states(call.bitwise)
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         show_checkpoint(call, saved)
@@ -78,16 +77,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
         contention=Contention(strategy.device, strategy.place.rank),
     )
-
-
-def make_metric_states(call: Call) -> MetricStates:
-    """Find the metric objects of the task, which hold what they held before the run on the first rank alone."""
-    owned, shares = call.layout.owned(call.strategy.data_ranks.rank), call.metrics.shares
-    states = MetricStates(call.task, owned, by_replica=call.bitwise or shares, shared=shares)
-    if owned.start > 0:  # else it would count once a rank
-        for metric in states.by_path.values():
-            metric.reset()
-    return states
 
 
 def find_numerics(call: JoinedCall, optimization: Optimization) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+"""Logged values of an elastic run: every rank keeps those of all ranks, so that none is lost with a rank."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..metrics.log import Metrics, Sums, as_lists
+from ..metrics.reduce import Reduced, Row, Series, sort_out, total
+from ..metrics.torchmetrics import COUNT, MetricStates, States
+
+ONCE_PER_PROCESS = -2
+"""Replica number of a value that a hook logs once per process. Only the first process counts it, since the number of
+processes may change."""
+
+
+class SharedStates(MetricStates):
+    """States of metrics by replica, with those of other processes' replicas as they were last sent."""
+
+    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
+        super().__init__(task, replicas, by_replica)
+        self.sent: set[str] = set()
+        """Paths of metrics whose states were sent to other processes."""
+
+    def keeps(self, replica: int) -> bool:
+        """Return True: this process holds the states of all replicas."""
+        return True
+
+    def own_states(self) -> dict[str, dict[int, States]]:
+        """Return the states of this process's replicas for every metric that has or had updates."""
+        if not self.swaps_states:
+            return {}
+        self._copy_loaded()
+        own = {path: self._own(path) for path in self.kept}
+        # also when it has none any more: other ranks must hear of a reset
+        self.sent |= {path for path, parts in own.items() if any(states[COUNT] for states in parts.values())}
+        return {path: parts for path, parts in own.items() if path in self.sent}
+
+    def add_remote(self, states: Mapping[str, Mapping[int, States]]) -> None:
+        """Store the states of other processes' replicas."""
+        for path, remote in states.items():
+            self.kept[path] |= {replica: own for replica, own in remote.items() if replica not in self.replicas}
+
+    def all(self) -> dict[str, dict[int, States]]:
+        """Return the states of all replicas that have updates, by path and replica."""
+        self._copy_loaded()
+        return {path: dict(kept) for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values())}
+
+    def _copy_loaded(self) -> None:
+        replica = self.replica
+        self.store_replica()
+        self.replica = replica
+
+
+class SharedMetrics(Metrics):
+    """Values that every rank has of all ranks: they are exchanged before each update, and counted then."""
+
+    shares: ClassVar[bool] = True
+    states: SharedStates
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.unshared: list[Row] = []
+        """Training values not yet sent to other ranks."""
+        self.exchanges = 0
+        """Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead."""
+
+    def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
+        """Start logging into `stage`; `fresh` drops its values."""
+        super().open(stage, fresh, loaders)
+        if fresh and stage == "train":
+            self.unshared = []
+
+    def make_states(self, replicas: list[int], by_replica: bool) -> SharedStates:
+        """Return the states of the task's metrics, by replica."""
+        return SharedStates(self.task, replicas, by_replica=True)
+
+    def leave_batches(self, samples: int) -> None:
+        """Attribute the following values to this process and no batch."""
+        super().leave_batches(samples)
+        if self.first_replica and self.stage == "train":
+            self.replica = ONCE_PER_PROCESS
+
+    def flush(self) -> None:
+        """Read all pending values; those of training wait for the next exchange.
+
+        A step that breaks off is repeated, and would count twice.
+        """
+        if self.stage == "train":
+            self.unshared += self.read_pending()
+        else:
+            super().flush()
+
+    def drop_step(self) -> None:
+        """Ignore all values logged for the newest step, including later ones."""
+        self.unshared = [row for row in self.unshared if row.step not in (self.step, self.dropped)]
+        super().drop_step()
+
+    def rewind(self, step: int) -> None:
+        """Discard values logged in `step` and later, so that these steps can be repeated."""
+        self.unshared = [row for row in self.unshared if row.step < step and row.series.in_step]
+        super().rewind(step)
+
+    # --- exchanges --------------------------------------------------------------------------------------------------
+    def share_step(self) -> None:
+        """Send all ranks' values of the current step to every rank, before the weights are updated. Collective.
+
+        A rank thus never finishes a step whose values another rank could lose. Values logged later in the step are sent
+        with the next step or logging point.
+        """
+        self._share((), names=True)
+
+    def share(self) -> None:
+        """Send every rank the values that others logged since the last exchange. Collective."""
+        self._share(())
+
+    def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
+        """Exchange values and return the maximum over ranks of each number in `extra`; on an error nothing changes.
+
+        names: compare the names that were logged in the newest step.
+        """
+        if self.stage == "train":
+            self.flush()
+        if self.processes == 1:
+            for row in self.unshared:
+                self.count(*row)
+            self.unshared, self.exchanges = [], self.exchanges + 1
+            return list(extra)
+        trained, states = self.stages.setdefault("train", {}), self.states.own_states()
+        absent = self.batches_of_step == 0
+        ranks, extras = self.exchange.gather(self.unshared, [float(bool(states)), float(absent), *extra])
+        if names:
+            self.compare([self._logged_in_step(rows) for rows in ranks], [bool(of_rank[1]) for of_rank in extras])
+        states_of_all = self.collectives.gather_objects(states) if any(of_rank[0] for of_rank in extras) else []
+        for number, replica, value, weight, step in (row for rows in ranks for row in rows):
+            if replica != ONCE_PER_PROCESS:
+                series = self.find_series(trained, self.exchange.descriptions[number])
+                self.count(series, replica, value, weight, step)
+        for remote in states_of_all:
+            self.states.add_remote(remote)
+        self.unshared, self.exchanges = [], self.exchanges + 1
+        return [max(column) for column in zip(*extras, strict=True)][2:]
+
+    def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
+        """Return the numbers of series with values of the newest step, but for those that rank 0 alone logs."""
+        alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
+        return [number for number, *_, step in rows if step == self.step and number not in alone]
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def running_values(self) -> dict[str, float]:
+        """Return nothing: values of a step that may yet be repeated are not shown."""
+        return {}
+
+    def newest_values(self) -> Reduced:
+        """Return the newest step's values, which every rank has; no collective."""
+        return sort_out(self._totals_of_step(), "_step")
+
+    def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
+        """Return the values of the newest step over all replicas, and the maxima of `extra`. Collective."""
+        if self.stage != "train":
+            return super().gather_step(extra)
+        maxima = self._share(extra)
+        return self._totals_of_step(), maxima
+
+    def _totals_of_step(self) -> list[tuple[Series, float]]:
+        return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
+
+    def gather_epoch(self) -> list[tuple[Series, Sums]]:
+        """Return every series of the epoch with its sums over all replicas. Collective."""
+        if self.stage != "train":
+            return super().gather_epoch()
+        self._share(())
+        # all ranks have all sums, but a rank without a batch has not logged each metric object
+        return self.gather_sums(lambda series: series.alone or series.kind != "metric" or not self.states.by_path)
+
+    # --- checkpoints: without a collective, as of the last exchange -------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the training epoch's sums so far."""
+        series = [
+            {
+                "description": list(series.description[:-1]),
+                "sums": as_lists(series.sums),
+                "step": as_lists(series.step),
+                "at": series.step_at,
+            }
+            for series in self.stages.setdefault("train", {}).values()
+            if series.in_step
+        ]
+        return {"series": series, "states": self.states.all()}
+
+    def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
+        """Restore the sums of all replicas."""
+        self.unshared = []
+        super().load_state_dict(state, replicas)
+
+    def load_sums(self, series: Series, saved: dict[str, Any], owned: set[int]) -> None:
+        """Restore the sums of a series, for all replicas."""
+        series.sums = {int(replica): sums for replica, *sums in saved["sums"]}
+        if "step" in saved:
+            series.step_at, series.step = saved["at"], {int(replica): sums for replica, *sums in saved["step"]}
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of this rank: at the end of a run others may be gone."""
+        return [value]
+
+    def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
+        """Return the states of all metrics, by path and replica."""
+        return self.states.all()
