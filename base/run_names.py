@@ -16,18 +16,16 @@ CONFIG = "config.yaml"
 """File name of the run's config in its directory."""
 MANIFEST = "manifest.json"
 """File name of a checkpoint's manifest in its directory."""
-IDENTITY = ".run"
-"""File name of the run's identity in its directory; see `saver.new_identity`."""
+RUN_FILE = "run.json"
+"""File of a run directory that says which run it is of, and how that stands; a folder without it is none."""
 EVALUATIONS = "evaluations"
 """Folder, in a run directory, of the evaluations of its checkpoints."""
 REPLAY = ".replay-"
 """Separator between the name of a run directory and the number of a replay, in the name of its directory."""
 EVENT_FILES = "events.out.tfevents."
 """Beginning of the names of TensorBoard's event files."""
-OLD_EVENTS = "tensorboard"
-"""The folder that they were in before they were in the run directory itself."""
 LARGEST = 64 << 20
-"""Bytes of a small file of a run directory: its state, its record, its identity."""
+"""Bytes of a small file of a run directory: its `run.json`, its record."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """The address of a store such as s3://bucket/run; `Path` takes one slash off. One letter is a drive of Windows."""
 LONGEST = 255
@@ -101,14 +99,6 @@ def is_run_directory(folder: Path, name: str) -> bool:
     parts = Path(name).parts
     named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
     return named or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
-
-
-def identity_of(directory: Path | None) -> str:
-    """Return the identity of the run in a run directory; "" if it is not known."""
-    try:
-        return "" if directory is None else read_small(directory / IDENTITY).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def parse_small(path: Path) -> Any:

@@ -2,4 +2,6 @@
 
 __version__ = "0.1.0"
 LAST_READER = "bf1177d"
-"""The last commit that reads run directories and checkpoints made before their formats changed."""
+"""The last commit that reads checkpoints made before their format changed."""
+LAST_READER_OF_RUNS = "27ceea4"
+"""The last commit that reads run directories without `run.json`."""

@@ -7,7 +7,7 @@ from ..base.errors import ConfigError, did_you_mean
 from .config.read import MOVED, SECTION_OF, SECTIONS, ready_configs
 
 A_RUN = "a run directory, or a name below runs/, such as digits for its newest run"
-STATES = ("running", "done", "failed", "preempted", "unknown")
+STATES = ("running", "done", "failed", "preempted")
 SORTS = ("time", "name", "best", "step", "duration")
 CONFIGURED = ("fit", "validate", "test", "predict", "config", "sweep", "check", "plan")
 """Commands that take the files and keys of a config."""

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError, DataError
-from ..base.run_names import CHECKPOINTS, identity_of
+from ..base.run_names import CHECKPOINTS
 from ..loggers.json_lines import POINTS_FILE
 from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
 from ..trainer.checkpoints.manifest import STATE_FILE, load_manifest, parse_json
 from ..trainer.runs.record import epochs_begun, start_before
+from ..trainer.runs.run_file import identity_of
 from ..trainer.state import State
 
 log = logging.getLogger("legato")

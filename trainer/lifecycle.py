@@ -47,7 +47,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     except BaseException as caught:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:
-            error.__cause__ = caught  # before the status file, which shows its traceback
+            error.__cause__ = caught  # before run.json, which shows its traceback
         close(trainer.run, errors)
         if error is not caught:
             raise error from caught
@@ -124,7 +124,7 @@ def close(run: Call, errors: Errors) -> None:
     # the trainer outlives the run, and would keep loaders, with their workers and their dataset, alive
     run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
-    attempt(write_status, run, errors.first)
+    attempt(write_end, run, errors.first)
     run.undo.close(errors)
 
 
@@ -139,8 +139,8 @@ def tell_of_error(run: Call, errors: Errors) -> None:
     errors.attempt(run.restore_training_mode)
 
 
-def write_status(run: Call, error: BaseException | None) -> None:
-    """Write into the run directory how a fit ended."""
+def write_end(run: Call, error: BaseException | None) -> None:
+    """Write into the run directory how the run ended."""
     trainer = run.trainer
-    if run.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
-        run.status.end(trainer.run_dir, outputs.progress(trainer), error)
+    if trainer.is_global_zero and trainer.run_dir is not None:
+        run.run_file.end(trainer.run_dir, run.stage, outputs.progress(run), error)

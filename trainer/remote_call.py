@@ -24,8 +24,7 @@ from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
 from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal
 from .run import Call, Request, Run
-from .runs import places
-from .runs import status as run_status
+from .runs import places, run_file
 from .setup import directory
 from .setup.checks import check_task
 from .setup.parts import with_callbacks_of
@@ -127,8 +126,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
     except BaseException as error:
-        if request.stage == "fit" and node == 0 and trainer.run_dir is not None and trainer.records_starts:
-            run_status.fail(trainer.run_dir, error, began)
+        if request.stage == "fit" and node == 0 and trainer.run_dir is not None:
+            run_file.fail(trainer.run_dir, error, began)
         raise
     finally:
         trainer.given_dir = before

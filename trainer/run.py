@@ -41,7 +41,7 @@ from .processes.ranks import SINGLE
 from .processes.script_collectives import TrainingCollectives
 from .resume.fingerprint import record_groups
 from .runs.record import note_epoch
-from .runs.status import RunStatus
+from .runs.run_file import RunFile
 from .schedule import Schedule
 from .state import State
 from .undo import Undo
@@ -200,7 +200,7 @@ class Call:
     metrics: Metrics
     preemption: Preemption
     watchdog: Watchdog
-    status: RunStatus
+    run_file: RunFile
 
     @classmethod
     def of(cls, trainer: "Trainer", request: Request) -> "Call":
@@ -225,7 +225,7 @@ class Call:
             metrics,
             Preemption(trainer, request.stage, agreement),
             Watchdog(trainer, loop, metrics),
-            RunStatus(),
+            RunFile(),
         )
         metrics.describe_place = found.describe_place
         return found

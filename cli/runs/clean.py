@@ -8,12 +8,11 @@ from pathlib import Path
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.quantities import format_bytes
-from ...base.run_names import identity_of
 from ...trainer.checkpoints import storage
 from ...trainer.runs.directory import CheckpointEntry, RunDirectory, find_runs
 from ...trainer.runs.lock import RunLock, is_held
 from ...trainer.runs.removal import is_own_checkpoint, is_own_run, remove_run
-from ...trainer.runs.status import FAILED, RUNNING
+from ...trainer.runs.run_file import FAILED, RUNNING, identity_of
 from .text import folder_size, plural
 
 DELETABLE = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ...base.errors import ConfigError
 from ...base.quantities import time_taken
 from ...trainer.runs.directory import RunDirectory, find_run
-from .differences import varying_keys
+from .differences import config_of, varying_keys
 from .show import finite_points
 from .text import fitting, metric_names, number, table
 
@@ -30,13 +30,14 @@ def states(runs: Sequence[RunDirectory]) -> str:
 
 def configs(runs: Sequence[RunDirectory]) -> str:
     """Return the keys of the config that differ, with the value of each run."""
-    if not any(run.config for run in runs):
+    texts = [config_of(run) for run in runs]
+    if not any(texts):
         return "config: none is stored; the runs are a script's."
-    keys = varying_keys([run.config for run in runs])
+    keys = varying_keys(texts)
     if not keys:
         return "config: the same"
     rows = [["config", *(run.name for run in runs)]]
-    rows += [[key, *(run.config.get(key, "-") for run in runs)] for key in keys]
+    rows += [[key, *(config.get(key, "-") for config in texts)] for key in keys]
     return table(rows)
 
 

@@ -1,5 +1,6 @@
 """Differences of stored configs: between runs."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -11,29 +12,35 @@ NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
 TASK = f"task.{TARGET}"
 
 
+def config_of(run: RunDirectory) -> dict[str, str]:
+    """Return the config of a run, its values as text."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
+
+
 def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
     """Return for each run the values by which it differs from others of the same task, under short keys.
 
     A value that more than half of these runs have is left out, and so is a default that the run has not set.
     """
     groups: dict[str | None, list[Mapping[str, str]]] = {}
-    for run in runs:
-        groups.setdefault(run.config.get(TASK), []).append(run.config)
+    texts = [config_of(run) for run in runs]
+    for config in texts:
+        groups.setdefault(config.get(TASK), []).append(config)
     known = {task: [config for config in configs if config] for task, configs in groups.items()}
     counts = {
         task: {key: Counter(config.get(key) for config in configs) for key in varying_keys(configs)}
         for task, configs in known.items()
     }
     found = []
-    for run in runs:
-        task = run.config.get(TASK)
+    for run, config in zip(runs, texts, strict=True):
+        task = config.get(TASK)
         short = short_names(list(counts[task]))
         found.append(
             {
-                short[key]: run.config[key]
+                short[key]: config[key]
                 for key, values in counts[task].items()
-                if key in run.config
-                and 2 * values[run.config[key]] <= len(known[task])
+                if key in config
+                and 2 * values[config[key]] <= len(known[task])
                 and (run.given_keys is None or key in run.given_keys)
             }
         )

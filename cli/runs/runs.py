@@ -47,9 +47,7 @@ def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
         more = f" and {len(pairs) - PAIRS_SHOWN} more" if len(pairs) > PAIRS_SHOWN else ""
         differs = " ".join(pairs[:PAIRS_SHOWN]) + more
         rows.append([run.name, run.state, str(run.step), best, time_taken(run.seconds), differs])
-        rows += [
-            [f"  {one.name}", "", str(one.evaluated_step), "", "", evaluated_values(one)] for one in run.evaluations
-        ]
+        rows += [[f"  {one.name}", "", str(one.step), "", "", evaluated_values(one)] for one in run.evaluations]
     return rows
 
 
@@ -84,7 +82,7 @@ def as_json(run: RunDirectory) -> dict[str, object]:
             {
                 "name": one.name,
                 "path": str(one.path),
-                "step": one.evaluated_step,
+                "step": one.step,
                 "values": {name: one.last_point[name] for name in metric_names(one.last_point)},
             }
             for one in run.evaluations

@@ -11,7 +11,8 @@ from ...base.quantities import format_bytes, time_taken
 from ...base.run_names import EVENT_FILES
 from ...trainer.runs.directory import RunDirectory, find_run
 from ...trainer.runs.record import FILES, read_starts
-from ...trainer.runs.status import FAILED
+from ...trainer.runs.run_file import FAILED
+from .differences import config_of
 from .text import (
     chart,
     evaluated_values,
@@ -88,7 +89,7 @@ def config_text(run: RunDirectory) -> str:
     if not run.config:
         return "config: none is stored; the run is a script's."
     keys = run.given_keys
-    lines = (f"  {key}: {value}" for key, value in run.config.items() if keys is None or key in keys)
+    lines = (f"  {key}: {value}" for key, value in config_of(run).items() if keys is None or key in keys)
     return "\n".join(["config, without defaults:" if keys is not None else "config:", *lines])
 
 
@@ -112,7 +113,7 @@ def metrics_text(run: RunDirectory, wanted: str | None = None) -> str:
 
 def evaluations_text(run: RunDirectory) -> str:
     """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
-    rows = [[one.name, when(one.began), f"step {one.evaluated_step}", evaluated_values(one)] for one in run.evaluations]
+    rows = [[one.name, when(one.began), f"step {one.step}", evaluated_values(one)] for one in run.evaluations]
     return "\n".join(["evaluations:", *(f"  {line}" for line in table(rows).splitlines())]) if rows else ""
 
 

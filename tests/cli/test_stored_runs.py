@@ -18,6 +18,7 @@ from waiting import wait_until
 
 import legato as lg
 from legato.base.quantities import time_taken
+from legato.base.run_names import RUN_FILE
 from legato.cli.main import main
 from legato.cli.runs.differences import short_names
 from legato.cli.runs.text import chart, sparkline
@@ -25,6 +26,7 @@ from legato.trainer.checkpoints import commit, find
 from legato.trainer.checkpoints.commit import Owner
 from legato.trainer.runs.directory import RunDirectory
 from legato.trainer.runs.lock import RunLock
+from legato.trainer.runs.run_file import flat_config
 
 CONFIG = """\
 seed: {seed}
@@ -64,12 +66,12 @@ def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line",
     made = 1000.0 + len(MADE)
     MADE.append(path)
     times = {"created": made, "began": made, "ended": made + 62, "elapsed": 62.0}
-    status = {"run": "abc", "state": "done", **times, **status}
+    status = {"legato": "0.1.0", "id": "abc", "stage": "fit", "state": "done", **times, **status}
     known = {"step": points, "epoch": 1, "max_epochs": 3, "max_steps": -1, "monitor": "val/loss", "mode": "min"}
     values = {"best": 0.5 - lr, "best_checkpoint": f"step-{steps[0]:08d}"} if steps else {}
-    (path / "status.json").write_text(json.dumps({**known, **values, **status}))
-    (path / ".run").write_text("abc")
-    (path / "config.yaml").write_text(CONFIG.format(lr=lr, seed=seed, task=task))
+    config = CONFIG.format(lr=lr, seed=seed, task=task)
+    (path / RUN_FILE).write_text(json.dumps({**known, **values, "config": flat_config(config), **status}))
+    (path / "config.yaml").write_text(config)
     lines = [
         {"step": one, "time": 1000.0 + one, "lr-SGD": lr, "val/loss": 1 / one + lr} for one in range(1, points + 1)
     ]
@@ -129,8 +131,9 @@ def test_runs_differ_by_what_they_set_and_not_by_defaults(capsys):
 def test_a_run_that_differs_by_many_keys_has_a_short_row(capsys):
     for number in range(2):
         path = make_run(f"a/version_{number}")
-        options = "".join(f"    option_{index}: {index + number}\n" for index in range(12))
-        (path / "config.yaml").write_text((path / "config.yaml").read_text() + f"loggers:\n  mine:\n{options}")
+        status = json.loads((path / RUN_FILE).read_text())
+        status["config"] |= {f"loggers.mine.option_{index}": index + number for index in range(12)}
+        (path / RUN_FILE).write_text(json.dumps(status))
     for line in said(capsys, "runs").splitlines()[1:]:
         assert line.endswith(" and 6 more")
         assert line.count("=") == 6
@@ -210,7 +213,7 @@ def test_show_counts_epochs_as_the_progress_bar_does(capsys, tmp_path):
     with pytest.raises(ZeroDivisionError):
         make_trainer(tmp_path, **options).fit(Fails(), make_loader())
     assert "state  failed, step 13, epoch 3 of 3\n" in said(capsys, "show", "runs")
-    path = next(Path("runs").rglob("status.json"))
+    path = next(Path("runs").rglob(RUN_FILE))
     status = json.loads(path.read_text())
     del status["ended"]  # as a process leaves it that is killed
     path.write_text(json.dumps({**status, "state": "running", "step": 0, "epoch": 0}))
@@ -224,7 +227,8 @@ def test_show_tells_state_config_metrics_error_and_files(capsys):
     start = {"arguments": ["/bin/legato", "fit", "a b.yaml"], "processes": 2, "device": "cpu", "host": {"name": "moon"}}
     start |= {"strategy": "ddp", "git": {"commit": "0123456789abcdef", "diff_file": "uncommitted.diff"}}
     (path / "environment.json").write_text(json.dumps({"starts": [start]}))
-    (path / "config_given.yaml").write_text("task:\n  lr: 0.25\ntrainer:\n  max_epochs: 3\n")
+    status = json.loads((path / RUN_FILE).read_text())
+    (path / RUN_FILE).write_text(json.dumps({**status, "set": ["task.lr", "trainer.max_epochs"]}))
     text = said(capsys, "show", "a")
     assert "by     legato fit 'a b.yaml'\n" in text
     assert "on     2 x cpu on moon, strategy ddp, commit 0123456789 and uncommitted.diff\n" in text
@@ -251,15 +255,14 @@ ODD = {
     "device": lambda path: path.symlink_to("/dev/zero"),
     "folder": os.mkdir,
     "numbers": lambda path: path.write_text(
-        '{"step": 1e999, "time": "x", "created": NaN, "began": 1e300, "elapsed": -Infinity, "epoch": {}, "best": "x"}'
+        '{"legato": "1", "id": "x", "step": 1e999, '
+        '"time": "x", "created": NaN, "began": 1e300, "elapsed": -Infinity, "epoch": {}, "best": "x"}'
     ),
 }
 
 
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize(
-    "name", ["status.json", ".run", "metrics.jsonl", "config.yaml", "environment.json", "checkpoints/named/state.json"]
-)
+@pytest.mark.parametrize("name", [RUN_FILE, "metrics.jsonl", "environment.json", "checkpoints/named/state.json"])
 def test_one_odd_file_stops_no_list_of_runs(capsys, name, kind):
     path, other = make_run("a/version_0"), make_run("b/version_0")
     (path / "checkpoints/named").mkdir()
@@ -267,27 +270,25 @@ def test_one_odd_file_stops_no_list_of_runs(capsys, name, kind):
     (path / name).unlink(missing_ok=True)
     ODD[kind](path / name)
     lines = said(capsys, "runs").splitlines()
-    assert sorted(line.split()[0] for line in lines) == ["a/version_0", "b/version_0", "name"]
-    if name == "status.json":
-        assert next(line for line in lines if line.startswith("a/")).split()[1] == "unknown" or kind == "numbers"
+    is_run = name != RUN_FILE or kind == "numbers"
+    assert sorted(line.split()[0] for line in lines) == [*["a/version_0"] * is_run, "b/version_0", "name"]
     said(capsys, "runs", "--json")
-    said(capsys, "show", "a")
+    said(capsys, "show", "a" if is_run else "b")
     said(capsys, "clean", "--dry-run")
     assert RunDirectory(other).state == "done"
 
 
 def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):
     path = make_run("a/version_0")
-    (path / "config.yaml").write_bytes(b"\xff")
     (path / "environment.json").write_text('{"starts": [3]}')
     (path / "metrics.jsonl").write_bytes(b'\xff\n{"step": 1\n')
-    (path / "status.json").write_text("{")
+    (path / RUN_FILE).write_text('{"legato": "0.1.0", "id": "abc", "config": 3, "set": 3, "state": "done"}')
     (path / "checkpoints" / "step-00000005" / "manifest.json").unlink()
     text = said(capsys, "show", "a")
-    assert "state  unknown, step 0\n" in text
+    assert "state  done, step 0\n" in text
     assert "config: none is stored" in text
     assert "2 checkpoints, step 10" in text
-    assert said(capsys, "runs").splitlines()[1].split()[:3] == ["a/version_0", "unknown", "0"]
+    assert said(capsys, "runs").splitlines()[1].split()[:3] == ["a/version_0", "done", "0"]
 
 
 def test_compare_puts_what_differs_side_by_side(capsys):
@@ -387,8 +388,8 @@ def test_clean_leaves_a_run_that_was_resumed_while_it_asked(capsys, monkeypatch)
     path = make_saved_run("failed/version_0", state="failed")
 
     def resume_and_say_yes(question):
-        status = json.loads((path / "status.json").read_text())
-        (path / "status.json").write_text(json.dumps({**status, "state": "done"}))
+        status = json.loads((path / RUN_FILE).read_text())
+        (path / RUN_FILE).write_text(json.dumps({**status, "state": "done"}))
         return "y"
 
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
@@ -420,12 +421,8 @@ def files_below(*folders):
 def test_clean_leaves_folders_that_are_no_runs(capsys, state):
     foreign = Path("runs/service")
     (foreign / "checkpoints/v1").mkdir(parents=True)
-    (foreign / "status.json").write_text(json.dumps({"state": state, "step": 0, "run": "", "ended": 1.0}))
+    (foreign / RUN_FILE).write_text(json.dumps({"state": state, "step": 0, "id": "abc", "ended": 1.0}))
     (foreign / "checkpoints/v1/manifest.json").write_text("{}")
-    copied = Path("runs/copied/version_0")  # the state of one run, the identity of another
-    copied.mkdir(parents=True)
-    (copied / "status.json").write_text(json.dumps({"state": state, "step": 0, "run": "def", "ended": 1.0}))
-    (copied / ".run").write_text("abc")
     before = files_below(Path("runs"))
     assert said(capsys, "clean", "--yes") == "There is nothing to delete.\n"
     assert files_below(Path("runs")) == before
@@ -469,7 +466,6 @@ def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
     failed = make_saved_run("failed/version_0", state="failed")
     for name in (
         "hang/rank-0.txt",
-        "tensorboard/events.out.tfevents.1.host",
         "evaluations/test/version_0/metrics.jsonl",
     ):
         (failed / name).parent.mkdir(parents=True, exist_ok=True)

@@ -330,6 +330,6 @@ def _state(trainer: Any, module: Any) -> Any:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a run; a checkpoint, file or directory, is one, and what Legato keeps for itself none."""
+    """Return the files of a run; a checkpoint, file or directory, is one."""
     inside = [path for path in folder.rglob("*") if not any(part.suffix == ".ckpt" for part in path.parents)]
-    return [path for path in inside if path.suffix == ".ckpt" or (path.is_file() and path.name != ".run")]
+    return [path for path in inside if path.suffix == ".ckpt" or path.is_file()]

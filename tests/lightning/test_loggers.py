@@ -268,9 +268,8 @@ def test_checkpoints_lie_below_the_name_and_version_of_a_logger_without_files(tm
 
 
 def kept_files(folder):
-    """Return the files of Legato's runs below a folder: that of its identity, and an id of a service."""
-    wanted = (path for path in folder.rglob("*") if path.name == ".run" or path.name.endswith("-id.txt"))
-    return sorted(str(path.relative_to(folder)) for path in wanted)
+    """Return the files below a folder that keep an id of a service."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*-id.txt"))
 
 
 @pytest.mark.slow
@@ -289,7 +288,7 @@ def test_checkpoints_lie_below_the_run_of_a_service(tmp_path, monkeypatch, devic
         assert (trainer.log_dir, logger.log_dir) == ("saved", None)
         assert trainer.checkpoint_callback.best_model_path == f"{folder}/checkpoints/{name}"
         assert trainer.callback_metrics.keys() == {"loss"}
-        assert kept_files(tmp_path) == [f"{folder}/.run", f"{folder}/wandb-id.txt"]
+        assert kept_files(tmp_path) == [f"{folder}/wandb-id.txt"]
         assert not (tmp_path / "lightning_logs").exists()
         assert all(path.name.endswith(logger.version) for path in (tmp_path / "saved/wandb").glob("offline-run-*"))
         name = "epoch=0-step=4-v1.ckpt"
@@ -331,7 +330,7 @@ def test_checkpoints_lie_below_the_run_of_mlflow(tmp_path, monkeypatch):
         mlflow.set_tracking_uri(before)
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert trainer.checkpoint_callback.best_model_path == f"{folder}/checkpoints/epoch=0-step=4.ckpt"
-    assert kept_files(tmp_path) == [f"{folder}/.run", f"{folder}/mlflow-id.txt"]
+    assert kept_files(tmp_path) == [f"{folder}/mlflow-id.txt"]
     assert (trainer.log_dir, logger.log_dir) == ("saved", None)
     assert not (tmp_path / "lightning_logs").exists()
 

@@ -18,9 +18,10 @@ from waiting import wait_until
 
 import legato as lg
 from legato.base.errors import ConfigError, LegatoError, WorkerError
-from legato.cli.config.read import dump_yaml, parse_yaml
-from legato.trainer.runs.directory import BestValue, RunDirectory, find_run, find_runs, flat_config, is_run, read_points
-from legato.trainer.runs.status import STATUS
+from legato.base.version import LAST_READER_OF_RUNS
+from legato.cli.config.read import dump_yaml
+from legato.trainer.runs.directory import BestValue, RunDirectory, find_run, find_runs, is_run, read_points
+from legato.trainer.runs.run_file import RUN_FILE, flat_config
 
 
 class Ends(Validated):
@@ -128,10 +129,10 @@ def test_a_killed_run_has_failed_and_a_running_one_runs(tmp_path):
 @pytest.mark.slow
 def test_a_resume_that_is_refused_leaves_the_record_as_it_was(tmp_path):
     fit(tmp_path)
-    before = (only_run(tmp_path).path / STATUS).read_bytes()
+    before = (only_run(tmp_path).path / RUN_FILE).read_bytes()
     with pytest.raises(LegatoError):
         fit(tmp_path, resume="auto", replicas=2)
-    assert (only_run(tmp_path).path / STATUS).read_bytes() == before
+    assert (only_run(tmp_path).path / RUN_FILE).read_bytes() == before
 
 
 class FailsOnRankOne(Validated):
@@ -153,7 +154,8 @@ def test_workers_leave_the_error_of_the_rank_that_failed_first(tmp_path):
 # --- finding ----------------------------------------------------------------------------------------------------------
 def record(path, **values):
     path.mkdir(parents=True, exist_ok=True)
-    (path / STATUS).write_text(json.dumps({"state": "done", "created": 1.0, "began": 1.0, "ended": 2.0, **values}))
+    known = {"legato": "0.1.0", "id": "a", "state": "done", "created": 1.0, "began": 1.0, "ended": 2.0}
+    (path / RUN_FILE).write_text(json.dumps({**known, **values}))
     return path
 
 
@@ -191,7 +193,7 @@ def test_a_run_is_named_by_path_or_by_name_or_by_that_of_its_newest(tmp_path, mo
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"state": 3, "step": "x", "best": [], "ended": 1}', "\0"])
 def test_broken_files_are_no_reason_to_fail(tmp_path, text):
     run = RunDirectory(tmp_path)
-    for name in (STATUS, "config.yaml", "metrics.jsonl"):
+    for name in (RUN_FILE, "metrics.jsonl"):
         (tmp_path / name).write_text(text)
     (tmp_path / "checkpoints").write_text(text)
     assert isinstance(run.state, str)
@@ -199,22 +201,24 @@ def test_broken_files_are_no_reason_to_fail(tmp_path, text):
     assert run.is_empty
 
 
+def test_a_run_directory_of_before_is_refused_with_the_last_commit_that_reads_it(tmp_path):
+    (tmp_path / "a/version_0").mkdir(parents=True)
+    (tmp_path / "a/version_0/status.json").write_text("{}")
+    assert find_runs(tmp_path) == []
+    with pytest.raises(ConfigError, match=rf"of an earlier Legato, .* that reads it is {LAST_READER_OF_RUNS}"):
+        find_run(tmp_path / "a/version_0")
+    with pytest.raises(ConfigError, match=LAST_READER_OF_RUNS):
+        fit(tmp_path, run_name="a", resume="auto")
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 def test_a_stored_config_is_read_as_yaml_reads_it():
     values = {"task": {"_target_": "a.B", "lr": 0.1, "names": ["x", "y # z"], "deep": {}}, "seed": None}
     values["list"] = [{"a": 1, "b": {"c": "t: u"}}, [1, 2], {"a": "two\nlines"}]
-    text = dump_yaml(values)
-
-    def flat(value, key):
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        nested = isinstance(value, dict) or any(isinstance(one, (dict, list)) for _, one in items)
-        if value and nested:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            return {name: one for part, item in items for name, one in flat(item, [*key, str(part)]).items()}
-        return {".".join(key): value}
-
-    found = {name: parse_yaml(one, "x").values for name, one in flat_config(text).items()}
-    assert found == flat(values, [])
+    values |= {"time": "10:00:00:00", "word": "yes", "small": 1e-5}
+    task = {f"task.{name}": value for name, value in values.pop("task").items()}
+    assert flat_config(dump_yaml({"task": {"_target_": "a.B", "lr": 0.1, "names": ["x", "y # z"], "deep": {}}})) == task
+    assert flat_config(dump_yaml(values)) == values
 
 
 LINES = """\

@@ -22,31 +22,26 @@ from ...base.run_names import (
     CONFIG,
     EVALUATIONS,
     EVENT_FILES,
-    IDENTITY,
     MANIFEST,
-    OLD_EVENTS,
     REPLAY,
+    RUN_FILE,
     VERSION,
-    identity_of,
     parse_small,
-    read_small,
     regular_file_size,
     require_local,
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
-from .lock import belongs_to_training, is_held
-from .record import GIVEN_CONFIG, STARTS, jobs_of, read_starts
-from .status import FAILED, RUNNING, STATUS, read_status
+from .lock import holder_of, is_held
+from .record import STARTS, jobs_of
+from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
 
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
-    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, OLD_EVENTS, STARTS, "config_given.yaml", "environment.json"),
+    *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, "config_given.yaml", "environment.json"),
     *("metrics.csv", "hparams.yaml", "README.txt"),
 }
 """Files that a run without any result may leave, besides names that begin with a dot."""
-NO_STATUS = "unknown"
-"""State of a run that has left no status file: of an evaluation, or of a Legato that wrote none."""
 KILLED = "It ended without a word: killed, out of memory, or its machine went down."
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which its last line is looked for
 
@@ -86,23 +81,22 @@ class RunDirectory:
     # --- its state --------------------------------------------------------------------------------------------------
     @cached_property
     def status(self) -> dict[str, Any]:
-        """The run's own record of its state; see `run_status.py`."""
-        return read_status(self.path)
+        """The contents of `run.json`; see `run_file.py`."""
+        return read(self.path)
 
     @cached_property
     def state(self) -> str:
-        """One of "running", "done", "failed", "preempted" and "unknown"."""
-        state = str(self.status.get("state", NO_STATUS))
-        if state == RUNNING or not self.status:
-            # "running" is written once, at the start: a process that was killed took nothing back, but no longer holds
-            # the lock
-            held = is_held(self.path) and belongs_to_training(self.path)
-            return RUNNING if held else FAILED if self.status else NO_STATUS
-        return state
+        """One of "running", "done", "failed" and "preempted"; "unknown" of a folder that is no run directory."""
+        state = str(self.status.get("state", "unknown"))
+        if state not in (STARTING, RUNNING):
+            return state
+        # written once, at the start: a process that was killed took nothing back, but no longer holds the lock
+        held = is_held(self.path) and holder_of(self.path).get("stage") == self.status.get("stage")
+        return RUNNING if held else FAILED
 
     @property
     def step(self) -> int:
-        """The newest step that it is known to have done."""
+        """The newest step that it is known to have done; of an evaluation that of its checkpoint."""
         # the status is written at the start and the end only; in between the log knows better
         ended = _number_in(self.status, "step") or 0
         return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
@@ -114,12 +108,6 @@ class RunDirectory:
         logged = None if "ended" in self.status else _number_in(self.last_point, "epoch")
         epochs = [at_start_or_end, None if logged is None else logged + 1]
         return max((int(epoch) for epoch in epochs if epoch is not None), default=None)
-
-    @property
-    def evaluated_step(self) -> int:
-        """Step of the checkpoint that was evaluated."""
-        starts = read_starts(self.path)
-        return int(starts[-1].get("step") or 0) if starts else self.step
 
     @property
     def began(self) -> float:
@@ -139,7 +127,7 @@ class RunDirectory:
     @property
     def error(self) -> str:
         """Error or signal that ended it, if it failed or was preempted; else ""."""
-        if self.state == FAILED and self.status.get("state") == RUNNING:
+        if self.state == FAILED and self.status.get("state") in (STARTING, RUNNING):
             hang = " It left reports of where it hung in hang/." if (self.path / "hang").is_dir() else ""
             return KILLED + hang
         return str(self.status.get("error", ""))
@@ -172,20 +160,16 @@ class RunDirectory:
 
     # --- what it holds ----------------------------------------------------------------------------------------------
     @cached_property
-    def config(self) -> dict[str, str]:
-        """The stored config, each value as YAML text under its dotted key; {} for a run of a script."""
-        try:
-            return flat_config(read_small(self.path / CONFIG).decode("utf-8"))
-        except (OSError, UnicodeDecodeError):
-            return {}
+    def config(self) -> dict[str, Any]:
+        """The config of the newest start, each value under its dotted key; {} for a run of a script."""
+        values = self.status.get("config")
+        return values if isinstance(values, dict) else {}
 
     @cached_property
     def given_keys(self) -> frozenset[str] | None:
         """The dotted keys that config files and the command line have set; None where that is not known."""
-        try:
-            return frozenset(flat_config(read_small(self.path / GIVEN_CONFIG).decode("utf-8")))
-        except (OSError, UnicodeDecodeError):
-            return None
+        keys = self.status.get("set")
+        return frozenset(keys) if isinstance(keys, list) else None
 
     @cached_property
     def checkpoints(self) -> list[CheckpointEntry]:
@@ -253,19 +237,7 @@ class RunDirectory:
 # --- finding ----------------------------------------------------------------------------------------------------------
 def is_run(path: Path) -> bool:
     """Return whether a folder is the directory of a run."""
-    try:
-        names = {entry.name for entry in os.scandir(path)}
-    except OSError:
-        return False
-    return _is_run(path.name, names)
-
-
-def _is_run(name: str, names: set[str]) -> bool:
-    if STATUS in names or IDENTITY in names:
-        return True
-    return VERSION.fullmatch(name) is not None and (
-        not names or POINTS_FILE in names or any(one == OLD_EVENTS or one.startswith(EVENT_FILES) for one in names)
-    )
+    return bool(read(path))
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
@@ -291,7 +263,7 @@ def _walk(folder: str) -> Iterator[Path]:
             entries = list(os.scandir(here))
         except OSError:
             continue
-        if _is_run(os.path.basename(here), {entry.name for entry in entries}):
+        if any(entry.name == RUN_FILE for entry in entries) and is_run(Path(here)):
             # a run's own folder is not searched: it may hold very many files, and no runs
             yield Path(here)
             continue
@@ -308,6 +280,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
     word, root = os.fspath(run), Path(root)
     for path in (Path(word), root / word):
         if path.is_dir():
+            require_readable(path)
             base = root if root in path.parents else path
             below = find_runs(path)
             # the runs of this name before those deeper down, such as the trials of a sweep
@@ -339,7 +312,7 @@ def newest_to_resume(root: Path, name: str) -> Path | None:
 
 
 def _has_checkpoint_elsewhere(run: RunDirectory) -> bool:
-    dirpaths = [value.strip("'\"") for key, value in run.config.items() if key.endswith(".dirpath") and value != "null"]
+    dirpaths = [value for key, value in run.config.items() if key.endswith(".dirpath") and isinstance(value, str)]
     with suppress(OSError, ValueError, KeyError, TypeError):
         identity = identity_of(run.path)
         manifests = [file for folder in dirpaths for file in Path(folder).glob(f"*/{MANIFEST}")]
@@ -373,34 +346,6 @@ def _step_inside(path: Path) -> int:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-def flat_config(text: str) -> dict[str, str]:
-    """Return the values of a config that Legato has written, as YAML text under dotted keys.
-
-    `dump_yaml` writes one key a line. Reading that takes a tenth of the time of a YAML parser, which counts where
-    thousands of runs are compared.
-    """
-    flat: dict[str, str] = {}
-    above: list[tuple[int, str]] = []
-    items: dict[str, int] = {}
-    for line in text.splitlines():
-        body = line.strip()
-        if not body or body.startswith("#"):
-            continue
-        indent = len(line) - len(line.lstrip())
-        while above and above[-1][0] >= indent:
-            above.pop()
-        parent = ".".join(name for _, name in above)
-        if body == "-" or body.startswith("- "):
-            items[parent] = items.get(parent, -1) + 1
-            name, value = str(items[parent]), body[2:]
-        else:
-            name, _, value = body.partition(":")
-        above.append((indent, name))
-        if value.strip():
-            flat[".".join(name for _, name in above)] = value.strip()
-    return flat
-
-
 def read_points(path: Path) -> dict[str, Any]:
     """Return the logged values of a `metrics.jsonl`, see `RunDirectory.metrics`; torn lines are passed over."""
     import numpy

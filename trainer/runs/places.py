@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
-from ...base.run_names import CHECKPOINTS, CONFIG, IDENTITY, VERSION, identity_of, name_problem, require_local
+from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem, require_local
 from ..checkpoints import manifest
 from ..checkpoints.codec import unflatten
 from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, resolve, verify
 from . import record as run_record
 from .lock import belongs_to_training
 from .record import jobs_of
+from .run_file import identity_of, require_readable
 
 if TYPE_CHECKING:
     from ..resume.saver import Saver
@@ -104,11 +105,6 @@ def write_config(directory: Path, text: str, given: str | None, weights: Path | 
     run_record.store_config(directory, text, given)
 
 
-def write_identity(directory: Path, identity: str) -> None:
-    """Write a run's identity to its directory: its checkpoints may be elsewhere."""
-    (directory / IDENTITY).write_text(identity, encoding="ascii")
-
-
 def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = ()) -> Path | None:
     """Return the newest checkpoint of a run directory that passes `check`, or of the same run in other `folders`.
 
@@ -146,6 +142,7 @@ def newest_locked(
     Raises ConfigError if another run of this name writes to it, or to a newer one without a checkpoint yet.
     """
     for directory in reversed(versions_to_resume(root, name)):
+        require_readable(directory)
         elsewhere = bool(folders) and bool(identity_of(directory))
         if any((directory / CHECKPOINTS).glob("*")) or belongs_to_training(directory) or elsewhere:
             # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one

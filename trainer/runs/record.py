@@ -25,7 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, parse_small
+from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE, parse_small
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
 EPOCHS = "epochs.jsonl"
@@ -45,7 +45,7 @@ FILES = {
     f"{STARTS}/": "the config of each start, as N.yaml in the order of environment.json",
     RECORD: "for each start of the run: command line, versions, host and git commit",
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
-    "status.json": "state of the run: running, done, failed or preempted; its step, best value and last error",
+    RUN_FILE: "which run this is and how it stands: running, done, failed or preempted; its step, best value, error",
     "metrics.jsonl": "all logged values, a line of JSON for each step",
     "metrics.csv": "all logged values as a table (run.csv=true)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",

@@ -1,6 +1,6 @@
 """Removal of runs and checkpoints: what Legato has written goes, and nothing else.
 
-A run is a folder whose `.run` and `status.json` name the same run. A checkpoint goes by `Folder.remove`, which checks
+A run is a folder with a `run.json`. A checkpoint goes by `Folder.remove`, which checks
 that this run wrote it and that it holds no other file. Of the rest regular files of known names go, then the folders
 that are empty. Links are neither followed nor deleted.
 """
@@ -11,30 +11,28 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...base.errors import CheckpointError
-from ...base.run_names import CHECKPOINTS, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, identity_of
+from ...base.run_names import CHECKPOINTS, EVALUATIONS, RUN_FILE
 from ..checkpoints.manifest import load_manifest
 from ..checkpoints.storage import Folder
 from .lock import HOLDER, LOCK
 from .record import FILES, README, RECORD
-from .status import STATUS, read_status
+from .run_file import identity_of
 
 REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "": (
-        *(name for name in FILES if name not in (STATUS, "predictions.*")),
+        *(name for name in FILES if name not in (RUN_FILE, "predictions.*")),
         *(README, "predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
-        *(f"{RECORD}.*", "metrics.*.partial", "config*.partial", f".{STATUS}.partial"),
+        *(f"{RECORD}.*", "metrics.*.partial", "config*.partial", f".{RUN_FILE}.partial"),
     ),
     "hang": ("rank-*.txt",),
     "starts": ("*.yaml",),
-    OLD_EVENTS: (f"{EVENT_FILES}*",),
 }
 """Patterns of the files that Legato writes to a run directory, by folder; `""` is the run directory itself."""
 
 
 def is_own_run(directory: Path) -> bool:
-    """Return whether a folder is a run's: the state in it names the run that its identity names."""
-    identity = identity_of(directory)
-    return not directory.is_symlink() and identity != "" and read_status(directory).get("run") == identity
+    """Return whether a folder, and no link to one, is the directory of a run."""
+    return not directory.is_symlink() and identity_of(directory) != ""
 
 
 def is_own_checkpoint(path: Path) -> bool:
@@ -49,16 +47,16 @@ def is_own_checkpoint(path: Path) -> bool:
 def remove_run(directory: Path) -> None:
     """Delete what Legato has written to a run directory, but for the lock, which the caller holds.
 
-    The identity and the state go last, so that the rest of an interrupted removal is still a run.
+    `run.json` goes last, so that the rest of an interrupted removal is still a run.
     """
     for evaluation in _evaluations(directory):
         _remove_known_files(evaluation)
-        _remove_files(evaluation, (LOCK, HOLDER))
+        _remove_files(evaluation, (RUN_FILE, LOCK, HOLDER))
         _remove_empty(evaluation, evaluation.parent)
     _remove_empty(directory / EVALUATIONS)
     _remove_checkpoints(directory / CHECKPOINTS, identity_of(directory))
     _remove_known_files(directory)
-    _remove_files(directory, (STATUS, IDENTITY))
+    _remove_files(directory, (RUN_FILE,))
 
 
 def _evaluations(directory: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
-from ...base.run_names import EVALUATIONS, identity_of, require_local
+from ...base.run_names import EVALUATIONS, require_local
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
@@ -21,6 +21,7 @@ from ..run import Call, Request
 from ..runs import places
 from ..runs.directory import is_run
 from ..runs.places import FRESH, StoredRun
+from ..runs.run_file import create, identity_of
 from .parts import with_callbacks_of
 
 if TYPE_CHECKING:
@@ -148,8 +149,8 @@ def decide_directory(
     if directory is None:
         directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
-        if directory is not None and request.stage == "fit":
-            places.write_identity(directory, identity or new_identity())
+        if directory is not None and trainer.records_starts:
+            create(directory, identity or new_identity(), request.stage)
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source

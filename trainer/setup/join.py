@@ -16,7 +16,7 @@ from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
 from ..resume import restore
 from ..run import Call, JoinedCall, Request
-from ..runs import places
+from ..runs import run_file
 from .directory import find_directory
 from .outputs import record_start
 from .parts import with_callbacks_of
@@ -67,8 +67,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)
-    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
-        places.write_identity(trainer.run_dir, trainer.saver.run_id)
+    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
+        run_file.create(trainer.run_dir, trainer.saver.run_id, "fit")
     point = evaluated_point(call, saved)
     record_start(call, source, point)
     set_owners(call)

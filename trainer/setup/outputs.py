@@ -1,20 +1,18 @@
 """What the run directory and the loggers learn when a run starts, and how far the run is."""
 
 import logging
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base.environment import restart_count, slurm_job
 from ...loggers.logger import Logger
 from ..accelerators import name_of
 from ..hooks import loop_part
-from ..run import Call, Run
+from ..run import Call, JoinedCall, Run
 from ..runs import places
 from ..runs import record as run_record
-from ..runs.status import finite_only
-
-if TYPE_CHECKING:
-    from ...base.contracts import Trainer
+from ..runs.run_file import flat_config
 
 log = logging.getLogger("legato")
 
@@ -66,8 +64,10 @@ def open_loggers(run: Run) -> None:
     if trainer.config_text is not None and not run.goes_on:
         weights = run.source if run.stage != "fit" else None
         places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
-    if run.stage == "fit" and trainer.records_starts:
-        run.status.begin(trainer.run_dir, progress(trainer))
+    config: dict[str, Any] = {"config": flat_config(trainer.config_text)} if trainer.config_text is not None else {}
+    if trainer.given_config is not None:
+        config["set"] = list(flat_config(trainer.given_config))
+    run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     # also where processes were started again before there was a checkpoint: what they had logged is void
     in_memory = step > 0 and not trainer.fits_continue  # else what was logged for later steps is void
     going_on = run.stage == "fit" and (run.source is not None or in_memory or restart_count() > 0)
@@ -100,20 +100,22 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def progress(trainer: "Trainer") -> dict[str, Any]:
-    """Return the progress of a run, for its record."""
-    state, callback = trainer.state, trainer.checkpoint_callback
-    found: dict[str, Any] = {"step": state.global_step, "elapsed": state.elapsed}
-    found["epoch"] = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
-    found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+def progress(call: Call) -> dict[str, Any]:
+    """Return how far a run is, for its `run.json`; of an evaluation the step and epoch of its checkpoint."""
+    trainer, state, callback = call.trainer, call.state, call.trainer.checkpoint_callback
+    epoch = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
+    if call.stage != "fit":
+        point = call.evaluated_point if isinstance(call, JoinedCall) else None
+        return dict(zip(("step", "epoch"), point or (state.global_step, epoch), strict=True))
+    values: dict[str, Any] = {"step": state.global_step, "epoch": epoch, "elapsed": state.elapsed}
+    values |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
     if getattr(callback, "monitor", None) is not None:
         score = getattr(callback, "best_model_score", None)
-        best = {} if score is None else finite_only({"best": float(score)})
-        path = Path(str(callback.best_model_path)).name
-        found |= {
+        values |= {
             "monitor": callback.monitor,
             "mode": getattr(callback, "mode", "min"),
-            "best_checkpoint": path,
-            **best,
+            "best_checkpoint": Path(str(callback.best_model_path)).name,
         }
-    return {**found, "metrics": finite_only(trainer.logged_metrics)}
+        if score is not None and math.isfinite(score):
+            values["best"] = float(score)
+    return values
