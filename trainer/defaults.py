@@ -30,8 +30,6 @@ class TrainerDefaults(TrainerView):
     """Whether each process trains on all that an IterableDataset gives it, rather than on one batch in turn."""
     evaluates_with_states: ClassVar[bool] = False
     """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
-    records_starts: ClassVar[bool] = True
-    """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     fits_continue: ClassVar[bool] = False
     """Whether a second fit goes on where the first one ended, so that no point of the log is void."""
     optimizer_wrapper: ClassVar[type[ManualOptimizer]] = ManualOptimizer
@@ -71,10 +69,10 @@ class TrainerDefaults(TrainerView):
             return saved.get("state_dict")
         return averaged_weights(saved, [callback.state_key for callback in self.callbacks])
 
-    def new_run_dir(self) -> Path | None:
+    def new_run_dir(self, identity: str, stage: str) -> Path | None:
         """Return the directory of a new run, made now; None where nothing is to be written."""
         if self.loggers or self.checkpoint_callback is not None:
-            return places.create(Path(self.default_root_dir), self.run_name)
+            return places.create(Path(self.default_root_dir), self.run_name, identity, stage)
         return None
 
     def hyperparameters_to_log(self, owners: Sequence[Hyperparameters]) -> dict[str, Any] | None:

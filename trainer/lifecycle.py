@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..base.errors import TaskError, WorkerError
 from .processes.signals import RESUME_ME
 from .run import DOING_OF_STAGE, Call, Request, Run
+from .runs.run_file import identity_of
 from .setup import outputs
 from .setup.checks import check_task
 from .setup.start import set_up
@@ -112,7 +113,8 @@ def close(run: Call, errors: Errors) -> None:
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:
         saved = trainer.checkpoint_callback
-        score = getattr(saved, "best_model_score", None) if run.stage == "fit" and trainer.records_starts else None
+        is_recorded = run.stage == "fit" and identity_of(trainer.run_dir) != ""
+        score = getattr(saved, "best_model_score", None) if is_recorded else None
         for logger in trainer.loggers:
             if score is not None and errors.first is None:
                 attempt(logger.log_best, str(saved.monitor), float(score))

@@ -559,7 +559,7 @@ class Run(JoinedCall):
     def call_epoch_start(self) -> None:
         """Call the hooks that begin an epoch."""
         trainer, state = self.trainer, self.state
-        if trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
+        if trainer.is_global_zero and trainer.run_dir is not None:
             note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
         self.hooks.call("on_train_epoch_start")
 

@@ -28,6 +28,7 @@ from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.rebuild import averaged_weights
 from ...trainer.resume.saver import Saver
 from ...trainer.run import Call
+from ...trainer.runs import places
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
@@ -187,7 +188,6 @@ class Trainer(TrainerAttributes):
     reads_streams_whole = True
     optimizer_wrapper = LightningOptimizer
     fits_continue = True
-    records_starts = False  # a folder holds what Lightning writes, and nothing else
     evaluation_points: EvaluationPoints | None = None
     """Values that the steps of an evaluation log with `on_step`."""
     has_data = True
@@ -360,8 +360,11 @@ class Trainer(TrainerAttributes):
         """Return the averages of a run that averaged its weights, unless a callback of this run goes on with them."""
         return averaged_weights(saved, [one.state_key for one in self.callbacks])
 
-    def new_run_dir(self) -> Path | None:
-        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers."""
+    def new_run_dir(self, identity: str, stage: str) -> Path | None:
+        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
+
+        It holds what Lightning writes and nothing else: without a `run.json` it is no run directory of Legato's.
+        """
         if self.fast_dev_run or not self.loggers:
             return None
         first = self.loggers[0]
@@ -370,7 +373,7 @@ class Trainer(TrainerAttributes):
             first.make_version()
             own = folder_below(self.default_root_dir, first)  # where ModelCheckpoint writes then
         if own is None:
-            return super().new_run_dir()
+            return places.make_folder(Path(self.default_root_dir), self.run_name)
         Path(own).mkdir(parents=True, exist_ok=True)
         return Path(own)
 

@@ -150,12 +150,12 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
         *("predict/version_0", "test/version_0", "validate/version_0", "validate/version_1")
     ]
     for one in found:
-        assert one.evaluated_step == (9 if one.name == "test/version_0" else 3)
+        assert one.step == (9 if one.name == "test/version_0" else 3)
         if "predict" not in one.name:
-            assert one.last_point["step"] == one.evaluated_step
-            assert one.last_point["epoch"] == one.evaluated_step // 3 - 1
+            assert one.last_point["step"] == one.step
+            assert one.last_point["epoch"] == one.step // 3 - 1
             events = EventAccumulator(str(one.path)).Reload()
-            assert [point.step for point in events.Scalars("val_loss")] == [one.evaluated_step]
+            assert [point.step for point in events.Scalars("val_loss")] == [one.step]
     assert (run / "evaluations/predict/version_0/predictions.safetensors").exists()
     assert legato("export", "default", "out.safetensors").returncode == 0  # by a name, as show takes it
     assert load_file("out.safetensors").keys() == {"layer.weight", "layer.bias"}
@@ -163,13 +163,11 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
     listed = legato("runs").stdout
     for one in found:
         values = f"val_loss {one.last_point['val_loss']:.4g}" if one.last_point else "logged nothing"
-        assert re.search(rf"{one.name} .* step {one.evaluated_step} +{values}\n", shown)
-        assert re.search(rf"\n  {one.name} +{one.evaluated_step} +{values}\n", listed)
+        assert re.search(rf"{one.name} .* step {one.step} +{values}\n", shown)
+        assert re.search(rf"\n  {one.name} +{one.step} +{values}\n", listed)
     assert len([line for line in listed.splitlines() if line[0] != " "]) == 2
     (listed_run,) = json.loads(legato("runs", "--json").stdout)
-    assert {one["name"]: one["step"] for one in listed_run["evaluations"]} == {
-        one.name: one.evaluated_step for one in found
-    }
+    assert {one["name"]: one["step"] for one in listed_run["evaluations"]} == {one.name: one.step for one in found}
 
 
 def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_its_own(folder: Path) -> None:

@@ -32,13 +32,13 @@ from ...base.run_names import (
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
 from .lock import holder_of, is_held
-from .record import STARTS, jobs_of
+from .record import EPOCHS, STARTS, jobs_of
 from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
 
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
-    *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, "config_given.yaml", "environment.json"),
+    *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, EPOCHS, "config_given.yaml", "environment.json"),
     *("metrics.csv", "hparams.yaml", "README.txt"),
 }
 """Files that a run without any result may leave, besides names that begin with a dot."""

@@ -17,6 +17,7 @@ from ..checkpoints import manifest
 from ..checkpoints.codec import unflatten
 from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, resolve, verify
 from . import record as run_record
+from . import run_file
 from .lock import belongs_to_training
 from .record import jobs_of
 from .run_file import identity_of, require_readable
@@ -58,8 +59,15 @@ def versions_to_resume(root: Path, name: str) -> list[Path]:
     return [path for path in found if job is not None and job in jobs_of(path)] or found
 
 
-def create(root: Path, name: str) -> Path:
-    """Make a new run directory and return it. Raises ConfigError if it is not writable."""
+def create(root: Path, name: str, identity: str, stage: str) -> Path:
+    """Make the directory of a new run and return it. Raises ConfigError if it is not writable."""
+    directory = make_folder(root, name)
+    run_file.create(directory, identity, stage)
+    return directory
+
+
+def make_folder(root: Path, name: str) -> Path:
+    """Make the next folder version_N of a name and return it. Raises ConfigError if it is not writable."""
     fault = name_problem(name)
     if fault is not None:
         raise ConfigError(f"run.name {fault}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE, parse_small
+from .run_file import identity_of
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
 EPOCHS = "epochs.jsonl"
@@ -127,7 +128,9 @@ def start_before(directory: Path, step: int) -> tuple[int, dict[str, Any]]:
 
 
 def note_epoch(directory: Path, epoch: int, step: int) -> None:
-    """Record that an epoch begins after a step."""
+    """Record that an epoch begins after a step, in a run directory."""
+    if not identity_of(directory):
+        return
     # a full disk must not end the training; without the line `legato samples` refuses to tell
     with suppress(OSError), (directory / EPOCHS).open("a", encoding="ascii") as file:
         file.write(f'{{"epoch": {epoch}, "step": {step}}}\n')

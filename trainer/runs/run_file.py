@@ -52,7 +52,7 @@ class RunFile:
 
 
 def create(directory: Path, identity: str, stage: str) -> None:
-    """Make a folder a run directory. Raises OSError where it cannot be written to."""
+    """Make a folder the directory of a run. Raises OSError where it cannot be written to."""
     if identity_of(directory) != identity:
         values = {"stage": stage, "state": STARTING, "created": time.time()}
         _write(directory, {"legato": __version__, "id": identity, **values})

@@ -21,7 +21,7 @@ from ..run import Call, Request
 from ..runs import places
 from ..runs.directory import is_run
 from ..runs.places import FRESH, StoredRun
-from ..runs.run_file import create, identity_of
+from ..runs.run_file import identity_of
 from .parts import with_callbacks_of
 
 if TYPE_CHECKING:
@@ -147,10 +147,10 @@ def decide_directory(
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
         directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
     if directory is None:
-        directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
+        directory = evaluation_directory(trainer, request.stage, source)
+    if directory is None:
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
-        if directory is not None and trainer.records_starts:
-            create(directory, identity or new_identity(), request.stage)
+        directory = trainer.new_run_dir(identity or new_identity(), request.stage)
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
@@ -163,14 +163,15 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
     written.
     """
     writes = bool(trainer.loggers) or trainer.checkpoint_callback is not None
-    if stage == "fit" or source is None or not trainer.records_starts or not writes:
+    if stage == "fit" or source is None or not writes:
         return None
     root = Path(trainer.default_root_dir).resolve()
     above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
-    elsewhere = (one for one in reversed(places.versions(root, trainer.run_name)) if is_same_run(one, source))
+    versions = filter(is_run, reversed(places.versions(root, trainer.run_name)))
+    elsewhere = (version for version in versions if is_same_run(version, source))
     run = next(above, None) or next(elsewhere, None)
     try:
-        return None if run is None else places.create(run / EVALUATIONS, stage)
+        return None if run is None else places.create(run / EVALUATIONS, stage, new_identity(), stage)
     except ConfigError as error:
         log.info("This evaluation has a directory of its own. %s", error)
         return None

@@ -67,7 +67,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)
-    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
+    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir and run_file.identity_of(trainer.run_dir):
         run_file.create(trainer.run_dir, trainer.saver.run_id, "fit")
     point = evaluated_point(call, saved)
     record_start(call, source, point)

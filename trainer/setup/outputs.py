@@ -12,7 +12,7 @@ from ..hooks import loop_part
 from ..run import Call, JoinedCall, Run
 from ..runs import places
 from ..runs import record as run_record
-from ..runs.run_file import flat_config
+from ..runs.run_file import flat_config, identity_of
 
 log = logging.getLogger("legato")
 
@@ -23,7 +23,7 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
     source: the checkpoint that it goes on from, or evaluates; evaluated: step and epoch of that.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
-    if directory is None or not trainer.is_global_zero or not trainer.records_starts:
+    if directory is None or not trainer.is_global_zero or not identity_of(directory):
         return
     device, (command, arguments) = strategy.device, trainer.command
     facts = {
@@ -74,7 +74,7 @@ def open_loggers(run: Run) -> None:
     hyperparameters = None
     if trainer.logs_hyperparameters:
         hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])
-    if run.stage == "fit" and trainer.records_starts:
+    if run.stage == "fit" and identity_of(trainer.run_dir):
         hyperparameters = {**run_settings(run), **(hyperparameters or {})}
     for logger in trainer.loggers:
         loop_part(logger, "open")(trainer.run_dir, step if going_on else None)
