@@ -16,6 +16,7 @@ from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted, format_bytes
 from ..base.tensors import map_tensors
 from ..base.torch_private import faking_tensors
+from ..lab.samples import step_at
 from ..trainer.data.combined import combined
 from ..trainer.data.dealing import DealtData, training_data
 from ..trainer.data.loaders import MapLoader, is_dealable
@@ -252,7 +253,11 @@ class Plan:
         limit = self.quick or overfit or self.values["limit_train_batches"]
         self.data = training_data(self.loader, dealing, limit, bool(overfit), count=counter_of(run.task))
         rounds = self.data.rounds
-        self.steps = self.data.steps_in(0) if isinstance(self.data, DealtData) else rounds and -(-rounds // accumulate)
+        self.steps = (
+            self.data.order_and_deal(0)[1].steps
+            if isinstance(self.data, DealtData)
+            else rounds and -(-rounds // accumulate)
+        )
         self.state = measure_state(run.task, lambda: run.make_optimizers(rounds or 0))
 
     @property
@@ -308,7 +313,7 @@ class Plan:
             return f"{counted(self.replicas, 'replica')}{batches}, each a batch of the stream"
         if not self.steps:
             return f"{counted(self.replicas, 'replica')}{batches}"
-        first, last = (self.data.step_at(0, number).samples for number in (0, self.steps - 1))
+        first, last = (step_at(self.data, 0, number).samples for number in (0, self.steps - 1))
         shorter = "" if first == last else f"; the last one of an epoch has {last:,}"
         return f"{counted(first, 'sample')}: {counted(self.replicas, 'replica')}{batches}{shorter}"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from ..base.errors import ConfigError, DataError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
 
 COLUMNS = 118
+SEARCHED_AT_ONCE = 1 << 20
+"""Positions that a search evaluates in one call."""
 
 
 class Unstarted(Protocol):
@@ -72,7 +75,7 @@ class SampleLookup:
         if steps is None:  # it was the last epoch to begin, and may have been cut short
             data = self.data(step, epoch)
             if isinstance(data, DealtData):
-                steps = data.steps_in(epoch)
+                steps = data.order_and_deal(epoch)[1].steps
             elif data.rounds is not None:
                 steps = -(-data.rounds // data.dealing.accumulate)
         if steps is not None and step > begun + steps:
@@ -129,7 +132,7 @@ class SampleLookup:
             rounds = range(place.number * accumulate, (place.number + 1) * accumulate)
             items = [ReplicaBatch(replica, round, None, 0) for replica in replicas for round in rounds]
             return StepInput(items, 0, accumulate)
-        first, again = (data.step_at(place.epoch, place.number) for _ in range(2))
+        first, again = (step_at(data, place.epoch, place.number) for _ in range(2))
         if [item.indices_by_loader for item in first.batches] != [item.indices_by_loader for item in again.batches]:
             sampler = data.source.sampler if isinstance(data.source, MapLoader) else None
             raise DataError(
@@ -159,10 +162,41 @@ class SampleLookup:
                     f"step=N tells which of its batches a step had."
                 )
             end = step + (place.steps_of_epoch or 1)
-            for number in data.steps_with(place.epoch, index):
+            for number in steps_with(data, place.epoch, index):
                 if step + number < min(end, until + 1):
                     yield StepPlace(step + number, place.epoch, number, place.steps_of_epoch)
             step = end
+
+
+def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
+    """Return a step of an epoch without loading its data: each `batch` is None."""
+    order, deal = data.order_and_deal(epoch)
+    items = [
+        ReplicaBatch(replica, round, None, order.samples(start, stop), place=(order, start, stop))
+        for replica, round, start, stop in deal.spans(step, data.dealing.replicas)
+    ]
+    return StepInput(items, order.samples(*deal.step_positions(step)), len(deal.rounds_of(step)))
+
+
+def steps_with(data: DealtData, epoch: int, index: Any) -> list[int]:
+    """Return the steps of an epoch in which a replica has the sample of an index, in O(length) time and O(1) memory."""
+    order, deal = data.order_and_deal(epoch)
+    in_step, steps = deal.accumulate * deal.replicas * deal.batch_size, set[int]()
+    for own in order.by_loader().values():
+        for start in range(0, min(own.length, deal.samples), SEARCHED_AT_ONCE) if index not in own.left_out else ():
+            entries = own.order(np.arange(start, min(start + SEARCHED_AT_ONCE, own.length), dtype=np.int64))
+            if isinstance(entries, np.ndarray):
+                positions = (np.flatnonzero(entries == index) + start).tolist()
+            else:
+                batches = own.size_of is not None
+                positions = [
+                    start + number
+                    for number, entry in enumerate(entries)
+                    if (index in (entry or ()) if batches else entry == index)
+                ]
+            for position in positions:  # those from the length on repeat the first ones
+                steps.update(repeated // in_step for repeated in range(position, deal.samples, order.length))
+    return sorted(steps)
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:

@@ -2,8 +2,9 @@
 loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import dataclass, field, is_dataclass
+from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,18 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError, DataError, did_you_mean
-from .loaders import (
-    EpochOrder,
-    MapLoader,
-    copy_loader,
-    is_dealable,
-    length_of,
-    open_loader,
-    read_loader,
-    require_iterable,
-)
-from .randomness import KeyedDataset
-from .sampling import CHUNK, Deal, KeyedIndices, Layout, keyed_batches, mix
+from .loaders import EpochOrder, MapLoader, is_dealable, length_of, read_loader, require_iterable
+from .sampling import CHUNK, Deal, Integers, KeyedIndices, keyed_batches, mix
 from .steps import Dealing
 from .transfer import count_samples, require_samples
 from .workers import prepared_workers
@@ -255,164 +246,87 @@ PART_STREAM = 0x7061727473
 class CombinedOrder(EpochOrder):
     """The order of one epoch, in which each position is one combined batch."""
 
-    epoch: int = 0
-    parts: "tuple[CombinedPart, ...]" = ()
+    parts: dict[str, EpochOrder] = field(default_factory=dict)
 
     def samples(self, start: int, stop: int) -> int:
         """Return the samples of all loaders at positions [start, stop)."""
-        return sum(part.samples(self.epoch, start, stop) for part in self.parts)
+        return sum(part.samples(start, stop) for part in self.parts.values())
 
-    def indices_by_loader(self, start: int, stop: int) -> dict[str, list[Any]]:
-        """Return the dataset indices of the combined batches [start, stop), by the name of their loader."""
-        found: dict[str, list[Any]] = {}
-        for position in range(start, stop):
-            for part in self.parts:
-                place = part.place(position)
-                if place is not None:
-                    span = part.span(place[1])
-                    own = part.order(part.own_epoch(self.epoch, place[0]))
-                    found.setdefault(part.name, []).extend(own.indices(span.start, span.stop))
-        return found
-
-    def positions_of(self, index: Any) -> list[int]:
-        """Return the combined batches that have a sample of this index, of any loader."""
-        found: set[int] = set()
-        for part in self.parts:
-            for number in range(part.passes):
-                first = part.offset + number * part.batches
-                own = part.order(part.own_epoch(self.epoch, number)).positions_of(index)
-                found.update(first + batch for position in own for batch in part.batches_with(position))
-        return sorted(position for position in found if position < self.length)
-
-    def step_samples(self, deal: Deal, step: int) -> int:
-        """Return the samples of one optimizer step over all replicas and loaders."""
-        rounds = deal.rounds_of(step)
-        return self.samples(deal.span(rounds.start, 0).start, deal.span(rounds.stop - 1, deal.replicas - 1).stop)
+    def by_loader(self) -> dict[str, EpochOrder]:
+        """Return the orders of the loaders, by their names."""
+        return self.parts
 
 
-class CombinedPart:
-    """One loader of a combination: maps positions of the combined epoch to its own passes and batches."""
+class CombinedPart(MapLoader):
+    """One loader of a combination, dealt out by whole batches: position p is batch p % n of its pass p // n."""
 
-    def __init__(self, name: str, source: MapLoader, padded_for: int) -> None:
-        self.name, self.source, self.positions = name, source, source.positions(0) or 0
-        self.deal = Deal(self.positions, source.batch_size, padded_for, 1, source.drop_last, padded=True)
-        self.batches = self.deal.rounds * padded_for
-        if not self.batches:
+    def __init__(
+        self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, keyed: bool, padded_for: int
+    ) -> None:
+        super().__init__(loader, seed, in_order, keyed)
+        self.name, positions = name, self.positions(0) or 0
+        self.deal = Deal(positions, self.batch_size, padded_for, 1, self.drop_last, padded=True)
+        self.count = self.deal.rounds * padded_for
+        """Batches of a pass."""
+        if not self.count:
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
-        self.offset, self.cycles, self.passes = 0, False, 1
-        """`offset` is the position of its first batch, `cycles` whether it restarts when exhausted, `passes` how often
-        per epoch."""
-        self.orders: dict[int, EpochOrder] = {}
-        """The orders of the most recent passes, by the number of the pass in the run."""
-        self.orders_kept = 2
-        self.sampler: _PartBatches | None = None
-        self.sibling: DataLoader[Any] | None = None
+        self.offset, self.passes = 0, 1
+        """The position of its first batch, and how often it is read in an epoch."""
+        # a loader that restarts within an epoch passes through several epochs of its own
+        self.tells_epoch, self.chunk = not in_order, max(1, CHUNK // self.batch_size)
+        self.order_of_pass = lru_cache(maxsize=4)(
+            self._order_of_pass
+        )  # as long as the dataset where a sampler draws it
 
     def place(self, position: int) -> tuple[int, int] | None:
         """Return (pass, batch) at a position of the epoch, or None if this loader has no batch there."""
         index = position - self.offset
-        if index < 0 or (index >= self.batches and not self.cycles):
-            return None
-        return divmod(index, self.batches)
-
-    def own_epoch(self, epoch: int, number: int) -> int:
-        """Return this loader's own epoch for pass `number` of a combined epoch."""
-        return epoch * self.passes + number
-
-    def order(self, own_epoch: int) -> EpochOrder:
-        """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
-        its length."""
-        found = self.orders.get(own_epoch)
-        if found is None:
-            found = self.source.order(own_epoch)
-            if found.length != self.positions:
-                raise DataError(
-                    f"The sampler of combined loader {self.name!r} drew {found.length} indices in epoch {own_epoch}, "
-                    f"but its length is {self.positions}. Combined loaders are dealt out by length: use a sampler that "
-                    f"draws exactly len(sampler) indices."
-                )
-            if self.deal.samples > found.length:
-                found.begin_again()
-            # an order of a custom sampler is as long as its dataset; batches of a step may need those of several passes
-            while len(self.orders) >= self.orders_kept:
-                del self.orders[next(iter(self.orders))]
-            self.orders[own_epoch] = found
-        return found
+        return divmod(index, self.count) if 0 <= index < self.count * self.passes else None
 
     def span(self, batch: int) -> range:
         """Return the positions of a batch within its pass."""
         return self.deal.span(*divmod(batch, self.deal.replicas))
 
-    def batches_with(self, position: int) -> Iterator[int]:
-        """Yield the batches of a pass that have the sample at a position."""
-        for repeated in range(position, self.deal.samples, self.positions):
-            round, replica = self.deal.place(repeated)
-            yield round * self.deal.replicas + replica
+    def order_of_batches(self, epoch: int) -> EpochOrder:
+        """Return the order of a combined epoch, in which each position is a batch of this loader, or none."""
 
-    def samples(self, epoch: int, start: int, stop: int) -> int:
-        """Return the samples of this loader at positions [start, stop) of an epoch."""
-        first, last = max(start - self.offset, 0), max(stop - self.offset, 0)
-        if not self.cycles:
-            first, last = min(first, self.batches), min(last, self.batches)
-        found = 0
-        for number in range(first // self.batches, -(-last // self.batches)):
-            left, right = max(first - number * self.batches, 0), min(last - number * self.batches, self.batches)
-            if left < right:
-                found += self._samples_of_pass(self.own_epoch(epoch, number), left, right)
-        return found
-
-    def _samples_of_pass(self, own_epoch: int, first: int, last: int) -> int:
-        # batches of a sampler of one's own may have any size, which only their order tells
-        if self.source.own_batches:
-            return self.order(own_epoch).samples(first, last)
-        return self.span(last - 1).stop - self.span(first).start
-
-    def open(self, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over this process's collated batches, starting at `start_step`."""
-        in_step = deal.replicas * deal.accumulate  # batches of a step, which may span several passes of a short loader
-        self.orders_kept = 2 + -(-in_step // self.batches)
-        if self.sampler is None or self.sibling is None:
-            self.sampler = _PartBatches(self)
-            loader = self.source.loader
-            # a loader that restarts within an epoch passes through several epochs of its own
-            seed, calls_set_epoch = self.source.seed if dealing.keyed else None, not self.source.in_order
-            dataset = KeyedDataset(loader.dataset, seed, calls_set_epoch)
-            self.sibling = copy_loader(loader, dataset, self.sampler, dealing.loader_options)
-        self.sampler.deal, self.sampler.dealing = deal, dealing
-        self.sampler.start_step, self.sampler.epoch = start_step, epoch
-        return open_loader(self.sibling)
-
-
-class _PartBatches:
-    """A batch sampler that yields one loader's batches for some replicas."""
-
-    def __init__(self, part: CombinedPart) -> None:
-        self.part = part
-        self.deal, self.dealing = Deal(0, 1, 1, 1), Dealing(Layout(1, 1), 0)
-        self.start_step = self.epoch = 0
-
-    def __iter__(self) -> Iterator[KeyedIndices]:
-        part, whole = self.part, self.part.source.own_batches
-        for number, spans in self._chunks():
-            own_epoch = part.own_epoch(self.epoch, number)
-            yield from keyed_batches(part.order(own_epoch).order, spans, own_epoch, whole)
-
-    def _chunks(self) -> Iterator[tuple[int, list[range]]]:
-        """Yield batches of one pass in groups, so that their order is evaluated in one call."""
-        number, chunk, positions = -1, list[range](), 0
-        for step in range(self.start_step, self.deal.steps):
-            for span in self.deal.spans(step, self.dealing.replicas, self.dealing.leaders):
-                place = self.part.place(span.start)
-                if place is None:
+        def batches_at(positions: Integers) -> list[KeyedIndices | None]:
+            found: list[KeyedIndices | None] = []
+            places = map(self.place, positions.tolist())
+            for number, group in groupby(places, lambda place: -1 if place is None else place[0]):
+                batches = [-1 if place is None else place[1] for place in group]
+                if number < 0:  # this loader has no batch here
+                    found += [None] * len(batches)
                     continue
-                if chunk and (place[0] != number or positions >= CHUNK):
-                    yield number, chunk
-                    chunk, positions = [], 0
-                number = place[0]
-                chunk.append(self.part.span(place[1]))
-                positions += len(chunk[-1])
-        if chunk:
-            yield number, chunk
+                own_epoch, spans = epoch * self.passes + number, [self.span(batch) for batch in batches]
+                found += keyed_batches(self.order_of_pass(own_epoch).order, spans, own_epoch, self.own_batches)
+            return found
+
+        def size_of(position: int) -> int:
+            place = self.place(position)
+            if place is None:
+                return 0
+            span = self.span(place[1])
+            # batches of a sampler of one's own may have any size, which only their order tells
+            if self.own_batches:
+                return self.order_of_pass(epoch * self.passes + place[0]).samples(span.start, span.stop)
+            return len(span)
+
+        return EpochOrder(self.offset + self.count * self.passes, 1, batches_at, size_of)
+
+    def _order_of_pass(self, own_epoch: int) -> EpochOrder:
+        """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
+        its length."""
+        order = self.order(own_epoch)
+        if order.length != self.deal.length:
+            raise DataError(
+                f"The sampler of combined loader {self.name!r} drew {order.length} indices in epoch {own_epoch}, but "
+                f"its length is {self.deal.length}. Combined loaders are dealt out by length: use a sampler that draws "
+                f"exactly len(sampler) indices."
+            )
+        if self.deal.samples > order.length:
+            order.begin_again()
+        return order
 
 
 class CombinedSource:
@@ -428,24 +342,23 @@ class CombinedSource:
         padded_for: each loader repeats samples, so that it has a batch of one size for each of so many replicas.
         """
         self.loader = loader
-        parts = []
-        for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True)):
-            own_seed = mix(PART_STREAM, seed, number) if number else seed
-            parts.append(CombinedPart(name, MapLoader(own, own_seed, in_order, keyed), padded_for))
-        self.parts = tuple(parts)
-        self.length = loader.combine_lengths([part.batches for part in parts])
-        self.drop_last = all(part.source.drop_last for part in parts)
+        self.parts = [
+            CombinedPart(name, own, mix(PART_STREAM, seed, number) if number else seed, in_order, keyed, padded_for)
+            for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True))
+        ]
+        self.length = loader.combine_lengths([part.count for part in self.parts])
+        self.drop_last = all(part.drop_last for part in self.parts)
         """Whether to drop a round in which some replica would have no batch."""
         offset = 0
-        for part in parts:
+        for part in self.parts:
             if loader.mode == "sequential":
-                part.offset, offset = offset, offset + part.batches
+                part.offset, offset = offset, offset + part.count
             if loader.mode == "max_size_cycle":
-                part.cycles, part.passes = True, -(-self.length // part.batches)
+                part.passes = -(-self.length // part.count)
 
     def map_loaders(self) -> dict[str, MapLoader]:
         """Return the loaders by their names."""
-        return {part.name: part.source for part in self.parts}
+        return {part.name: part for part in self.parts}
 
     def positions(self, epoch: int) -> int:
         """Return the number of combined batches in an epoch."""
@@ -457,21 +370,21 @@ class CombinedSource:
 
     def order(self, epoch: int) -> CombinedOrder:
         """Return the order of an epoch."""
-        return CombinedOrder(self.length, 1, lambda positions: positions, epoch=epoch, parts=self.parts)
+        parts = {part.name: part.order_of_batches(epoch) for part in self.parts}
+        return CombinedOrder(self.length, 1, lambda positions: positions, parts=parts)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""
-        opened: list[Iterator[Any] | None] = [None] * len(self.parts)
+        opened, orders = dict[str, Iterator[Any]](), order.by_loader()
         for step in range(start_step, deal.steps):
             for span in deal.spans(step, dealing.replicas, dealing.leaders):
                 pieces: list[Any] = []
-                for number, part in enumerate(self.parts):
+                for part in self.parts:
                     here = part.place(span.start) is not None
-                    batches = opened[number]
-                    if here and batches is None:  # opened late: a later loader's workers start only when needed
-                        batches = opened[number] = part.open(deal, dealing, start_step, epoch)
+                    if here and part.name not in opened:  # late: a later loader's workers start only when needed
+                        opened[part.name] = part.batches_of(orders[part.name], deal, dealing, step, epoch)
                     if here or self.loader.mode != "sequential":
-                        pieces.append(next(batches) if here and batches is not None else None)
+                        pieces.append(next(opened[part.name]) if here else None)
                 yield pieces[0] if self.loader.mode == "sequential" else self.loader.fill(pieces)
 
 

@@ -65,9 +65,9 @@ class DealtData:
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
-        order, deal = self._order_and_deal(epoch, batches_at_most)
+        order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
-            drawn = order.indices_by_loader(0, min(order.length, COMPARED))
+            drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
@@ -82,7 +82,7 @@ class DealtData:
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             whole = (step < last and not self.dealing.left_out) or deal.is_whole(step)
             even = step < last or deal.is_even
-            samples_of_step = order.step_samples(deal, step)
+            samples_of_step = order.samples(*deal.step_positions(step))
             if self.dealing.whole_rounds and samples_of_step and not whole:
                 raise DataError(
                     f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of epoch {epoch}, "
@@ -99,32 +99,8 @@ class DealtData:
         lengths = self.ranks.all_reduce(torch.tensor(lengths), "min").tolist()
         return {name: read_samples(loaders[name], length) for name, length in zip(loaders, lengths, strict=True)}
 
-    def step_at(self, epoch: int, step: int) -> StepInput:
-        """Return a step of an epoch without loading its data: each `batch` is None."""
-        order, deal = self._order_and_deal(epoch)
-        found = [
-            ReplicaBatch(replica, round, None, order.samples(start, stop), place=(order, start, stop))
-            for replica, round, start, stop in deal.spans(step, self.dealing.replicas)
-        ]
-        return StepInput(found, order.step_samples(deal, step), len(deal.rounds_of(step)))
-
-    def steps_in(self, epoch: int) -> int:
-        """Return the number of steps of an epoch; a sampler whose length is unknown draws its order for it."""
-        positions = self.source.positions(epoch)
-        return self._deal(self.source.order(epoch).length if positions is None else positions).steps
-
-    def steps_with(self, epoch: int, index: Any) -> list[int]:
-        """Return the steps of an epoch, each once, in which a replica of this process has the sample of an index."""
-        order, deal = self._order_and_deal(epoch)
-        replicas, found = self.dealing.replicas, []
-        for first in order.positions_of(index):
-            for position in range(first, deal.samples, order.length):
-                round, replica = deal.place(position)
-                if replica in replicas:
-                    found.append(round // deal.accumulate)
-        return sorted(set(found))
-
-    def _order_and_deal(self, epoch: int, batches_at_most: int | None = None) -> tuple[EpochOrder, Deal]:
+    def order_and_deal(self, epoch: int, batches_at_most: int | None = None) -> tuple[EpochOrder, Deal]:
+        """Return the order of an epoch, and how it is divided among replicas; a sampler draws the order."""
         order = self.source.order(epoch)
         if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
             order.length = min(order.length, batches_at_most * order.batch_size)
@@ -132,7 +108,7 @@ class DealtData:
         if deal.samples > order.length:
             order.begin_again()
         if self.dealing.left_out:
-            order.leave_out(self.dealing.left_out)
+            order.left_out = self.dealing.left_out
             settings = {each.name: getattr(deal, each.name) for each in fields(Deal)}
             processes, lockstep = self.dealing.layout.processes, self.dealing.lockstep
             deal = ThinnedDeal(**settings, processes=processes, lockstep=lockstep, count=order.samples)

@@ -3,13 +3,12 @@
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,7 +26,7 @@ from ...base.arguments import LOADER_OPTIONS
 from ...base.errors import DataError
 from ...base.torch_private import end_loader_workers, is_profiling, reader_of
 from .randomness import KeyedDataset, seed_generators
-from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
+from .sampling import CHUNK, Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
 from .workers import WorkerSetup, guard_collate
 
@@ -117,9 +116,6 @@ def _require_every_batch(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
 SAMPLER_STREAM = 0x73616D706C6572
 """Stream constant that separates the keys of samplers from all other keys."""
 
-SEARCHED_AT_ONCE = 1 << 20
-"""Positions that a search evaluates in one call."""
-
 
 @dataclass
 class EpochOrder:
@@ -128,61 +124,34 @@ class EpochOrder:
     length: int
     batch_size: int
     order: EpochIndices
-    sizes: npt.NDArray[np.int64] | None = None
-    """Samples per position when each position is a whole batch of the user's batch sampler; else None."""
+    size_of: Callable[[int], int] | None = None
+    """Returns the samples at a position, where each position is a whole batch; else None."""
     left_out: frozenset[int] = frozenset()
     """Dataset indices that are in no batch."""
 
-    def leave_out(self, indices: frozenset[int]) -> None:
-        """Leave out dataset indices; positions stay."""
-        self.left_out = indices
-        if self.sizes is not None and indices:
-            batches = self.order(np.arange(self.length, dtype=np.int64))
-            self.sizes = np.array([len(without(batch, indices)) for batch in batches], np.int64)
-
     def begin_again(self) -> None:
         """Let positions from `length` on be those of the beginning."""
-        once, length = self.order, self.length
+        once, length, size_of = self.order, self.length, self.size_of
         self.order = lambda positions: once(positions % length)
+        self.size_of = None if size_of is None else lambda position: size_of(position % length)
 
     def samples(self, start: int, stop: int) -> int:
         """Return the number of samples at positions [start, stop)."""
-        if self.sizes is not None:
-            return int(self.sizes[np.arange(start, stop) % self.length].sum())
-        return len(self.indices(start, stop)) if self.left_out else stop - start
+        if self.left_out:
+            return len(self.indices(start, stop))
+        return stop - start if self.size_of is None else sum(map(self.size_of, range(start, stop)))
 
     def indices(self, start: int, stop: int) -> list[Any]:
         """Return the dataset indices of the samples at positions [start, stop)."""
-        found = self.order(np.arange(start, stop, dtype=np.int64))
-        if self.sizes is not None:
-            found = [index for batch in found for index in batch]
-        indices = found.tolist() if isinstance(found, np.ndarray) else list(found)
-        return without(indices, self.left_out) if self.left_out else indices
+        indices = self.order(np.arange(start, stop, dtype=np.int64))
+        if self.size_of is not None:
+            indices = [index for batch in indices for index in batch or ()]
+        listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+        return without(listed, self.left_out) if self.left_out else listed
 
-    def indices_by_loader(self, start: int, stop: int) -> dict[str, list[Any]]:
-        """Return the dataset indices at positions [start, stop) by the name of their loader: "" where there is one."""
-        return {"": self.indices(start, stop)}
-
-    def positions_of(self, index: Any) -> list[int]:
-        """Return the positions of a dataset index, in O(length) time and O(1) memory."""
-        found: list[int] = []
-        if index in self.left_out:
-            return found
-        for start in range(0, self.length, SEARCHED_AT_ONCE):
-            at = self.order(np.arange(start, min(start + SEARCHED_AT_ONCE, self.length), dtype=np.int64))
-            if isinstance(at, np.ndarray):
-                found += (np.flatnonzero(at == index) + start).tolist()
-            else:
-                whole = self.sizes is not None
-                found += [start + n for n, one in enumerate(at) if (index in one if whole else one == index)]
-        return found
-
-    def step_samples(self, deal: Deal, step: int) -> int:
-        """Return the number of samples of one optimizer step over all replicas."""
-        if self.sizes is None and not self.left_out:
-            return deal.step_samples(step)
-        rounds = deal.rounds_of(step)
-        return self.samples(deal.span(rounds.start, 0).start, deal.span(rounds.stop - 1, deal.replicas - 1).stop)
+    def by_loader(self) -> "dict[str, EpochOrder]":
+        """Return the order by the name of its loader: "" where there is one."""
+        return {"": self}
 
 
 class MapLoader:
@@ -202,6 +171,8 @@ class MapLoader:
         """Whether it yields the share of one process, so that a DistributedSampler must be kept."""
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None
+        self.chunk, self.tells_epoch = CHUNK, False
+        """`chunk`: positions to evaluate in one call; `tells_epoch`: tell the dataset the epoch in workers, too."""
 
     @property
     def batch_size(self) -> int:
@@ -235,7 +206,7 @@ class MapLoader:
         seed_samplers(key, sampler)
         if self.own_batches:
             drawn = [list(batch) for batch in sampler]
-            return EpochOrder(len(drawn), 1, SampledOrder(drawn), np.array([len(batch) for batch in drawn], np.int64))
+            return EpochOrder(len(drawn), 1, SampledOrder(drawn), lambda position: len(drawn[position]))
         order = SampledOrder(sampler)
         return EpochOrder(len(order), size, order)
 
@@ -255,16 +226,15 @@ class MapLoader:
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the collated batches of a process from `start_step` on, in the order of `Deal.spans`."""
-        replicas = dealing.replicas
-        # made once: persistent workers belong to this object, and would otherwise start again in each epoch
+        batches = DealtBatches(deal, dealing.replicas, order.order, start_step, epoch)
+        batches.whole, batches.leaders, batches.left_out = order.size_of is not None, dealing.leaders, dealing.left_out
+        batches.chunk = self.chunk
         if self.sibling is None or self.batches is None:
-            self.batches = DealtBatches(deal, replicas, order.order)
-            self.batches.whole = self.own_batches
-            dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None)
+            self.batches = batches
+            dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None, self.tells_epoch)
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
-        self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
-        self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
-        self.batches.left_out = dealing.left_out
+        # made once: persistent workers belong to this loader, and would otherwise start again in each epoch
+        vars(self.batches).update(vars(batches))
         return iterate_loader(open_loader(self.sibling))
 
 

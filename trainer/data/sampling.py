@@ -243,15 +243,10 @@ class Deal:
         start = round * self.replicas * self.batch_size + replica * size
         return range(min(start, self.samples), min(start + size, self.samples))
 
-    def place(self, position: int) -> tuple[int, int]:
-        """Return round and replica of a position below `samples`."""
-        round, rest = divmod(position, self.replicas * self.batch_size)
-        return round, rest // (self.batch_size if round < self.rounds - 1 else self.last_size)
-
-    def step_samples(self, step: int) -> int:
-        """Return the number of samples of an optimizer step, over all replicas."""
+    def step_positions(self, step: int) -> tuple[int, int]:
+        """Return the positions [start, stop) of an optimizer step, over all replicas."""
         in_step = self.accumulate * self.replicas * self.batch_size
-        return min((step + 1) * in_step, self.samples) - min(step * in_step, self.samples)
+        return min(step * in_step, self.samples), min((step + 1) * in_step, self.samples)
 
     def spans(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
@@ -351,7 +346,10 @@ def keyed_batches(
     for span in spans:
         end = offset + span.stop - span.start
         batch = indices[offset] if whole else indices[offset:end]
-        batches.append(KeyedIndices(without(batch, left_out) if left_out else batch, span.start, epoch))
+        if isinstance(batch, KeyedIndices):  # of one of several loaders, keyed by its own epoch and position
+            batches.append(batch)
+        elif batch is not None:  # else that loader has none here
+            batches.append(KeyedIndices(without(batch, left_out) if left_out else batch, span.start, epoch))
         offset = end
     return batches  # no generator, which would add a Python call to every step
 
@@ -377,6 +375,8 @@ class DealtBatches:
         """The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)."""
         self.left_out: Collection[int] = ()
         """Dataset indices that are in no batch."""
+        self.chunk = CHUNK
+        """Positions to evaluate in one call."""
 
     def __len__(self) -> int:
         return self.deal.batches_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
@@ -391,7 +391,7 @@ class DealtBatches:
             for span in self.deal.spans(step, self.replicas, self.leaders):
                 chunk.append(span)
                 positions += span.stop - span.start
-                if positions >= CHUNK:
+                if positions >= self.chunk:
                     yield chunk
                     chunk, positions = [], 0
         if chunk:

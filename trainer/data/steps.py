@@ -24,22 +24,21 @@ class ReplicaBatch:
     """The epoch's order and the positions [start, stop) of the batch in it; None where the data has no positions."""
 
     @property
-    def indices(self) -> list[Any] | None:
-        """The dataset indices of the batch's samples; None where the data has no positions, as in streams."""
-        if self.place is None or not hasattr(self.place[0], "indices"):
-            return None
-        order, start, stop = self.place
-        found: list[Any] = order.indices(start, stop)
-        return found
-
-    @property
     def indices_by_loader(self) -> dict[str, list[Any]] | None:
-        """The same, by the name of the loader: "" where there is one."""
+        """The dataset indices of the batch's samples, by the name of the loader: "" where there is one.
+
+        None where the data has no positions, as in streams.
+        """
         if self.place is None:
             return None
         order, start, stop = self.place
-        found: dict[str, list[Any]] = order.indices_by_loader(start, stop)
-        return found
+        return {name: indices for name, own in order.by_loader().items() if (indices := own.indices(start, stop))}
+
+    @property
+    def indices(self) -> list[Any] | None:
+        """The same where there is one loader; None where there are several."""
+        by_loader = self.indices_by_loader
+        return None if by_loader is None else by_loader.get("")
 
 
 @dataclass(slots=True)
