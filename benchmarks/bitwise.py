@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import legato as lg
-from legato.tasks.characters import ALPHABET, CharacterGPT
+from examples.characters import ALPHABET, CharacterGPT
 from legato.trainer.data.sampling import Layout
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.place import find_place

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import legato as lg
 from benchmarks.checkpoint import state_of
-from legato.tasks.characters import Block, Embedding
+from examples.characters import Block, Embedding
 from legato.trainer.checkpoints import background
 from legato.trainer.data.transfer import to_device
 

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state that a process holds between steps, by strategy.
 
 Run: python -m benchmarks.memory [--processes 4] [--steps 6]
-The model is the character GPT of tasks/characters.py with AdamW. Counted are the bytes of this process's own shards,
+The model is the character GPT of examples/characters.py with AdamW. Counted are the bytes of this process's own shards,
 from tensor sizes, as the maximum over processes; not the memory of the process, in which a few MiB of weights would not
 show. The step time is the median on this machine's CPU, with all processes sharing its cores.
 """
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
-from legato.tasks.characters import ALPHABET, CharacterGPT
+from examples.characters import ALPHABET, CharacterGPT
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.strategies.mesh.dtensors import local_bytes
 

@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 from ..base.late_imports import importer
 
 if TYPE_CHECKING:
-    from .characters import CharacterGPT as CharacterGPT
-    from .characters import PydocText as PydocText
     from .data_module import DataModule as DataModule
     from .digits import Digits as Digits
     from .digits import DigitsData as DigitsData
     from .task import Task as Task
 
 _HOMES = {
-    "CharacterGPT": ".characters",
     "DataModule": ".data_module",
     "Digits": ".digits",
     "DigitsData": ".digits",
-    "PydocText": ".characters",
     "Task": ".task",
 }
 __all__ = list(_HOMES)

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
+from examples.characters import ALPHABET, CharacterGPT
 from legato.loggers import JSONLinesLogger
-from legato.tasks.characters import ALPHABET, CharacterGPT
 from legato.trainer.processes.rendezvous import leave_process_group
 
 REPLICAS = 8

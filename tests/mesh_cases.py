@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import legato as lg
-from legato.tasks.characters import ALPHABET, CharacterGPT
+from examples.characters import ALPHABET, CharacterGPT
 
 generator = torch.Generator().manual_seed(3)
 tokens = torch.randint(0, len(ALPHABET), (40, 9), generator=generator)

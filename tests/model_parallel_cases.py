@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import legato as lg
-from legato.tasks.characters import ALPHABET, CharacterGPT
+from examples.characters import ALPHABET, CharacterGPT
 from legato.tasks.digits import Digits
 
 generator = torch.Generator().manual_seed(5)

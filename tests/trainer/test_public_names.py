@@ -76,7 +76,7 @@ def test_the_public_names():
     ]
     assert sorted(legato.runs.__all__) == ["BestValue", "CheckpointEntry", "RunDirectory", "list", "open"]
     assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor"]
-    assert sorted(legato.tasks.__all__) == ["CharacterGPT", "DataModule", "Digits", "DigitsData", "PydocText", "Task"]
+    assert sorted(legato.tasks.__all__) == ["DataModule", "Digits", "DigitsData", "Task"]
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}
 
 

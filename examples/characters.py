@@ -1,4 +1,10 @@
-"""Characters: a small GPT that generates English text character by character; an example of a language task."""
+"""A language model: a small GPT that generates English text character by character.
+
+    legato fit characters.yaml
+
+The text is the documentation that every Python has with it. `configure_blocks` and `tensor_plan` let a pipeline split
+the model and tensor parallelism shard it; samples are written to TensorBoard.
+"""
 
 import math
 from typing import Any
@@ -8,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..base.errors import TaskError
-from .data_module import DataModule
-from .task import Task
+import legato as lg
+from legato.base.errors import TaskError
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127))) + "\N{REPLACEMENT CHARACTER}"
 """Newline, printable ASCII, and one for all others; fixed, so that a checkpoint fits the text of any Python."""
@@ -32,7 +37,7 @@ def decode(tokens: Tensor) -> str:
     return "".join(ALPHABET[token] for token in tokens.tolist())
 
 
-class CharacterGPT(Task):
+class CharacterGPT(lg.Task):
     """A decoder-only transformer as in GPT-2 (Radford et al., 2019); about 0.8 million parameters by default.
 
     `embedding`, `blocks` and `head` are called in sequence, so that a strategy can shard or split the model.
@@ -239,7 +244,7 @@ class Perceptron(nn.Module):
         return output
 
 
-class PydocText(DataModule):
+class PydocText(lg.DataModule):
     """The English text that every CPython ships as `pydoc_data.topics` (about half a million characters).
 
     The first nine tenths are for training, with one sample starting at every character. The rest is for validation, in
