@@ -5,7 +5,8 @@ import io
 import pytest
 from forked import completed, run_source
 
-from legato.base.messages import STDERR, RankOutput, is_terminal
+from legato.base.messages import STDERR, is_terminal
+from legato.trainer.processes.rank_output import RankOutput
 
 PROGRAM = """
 import logging, sys, torch

@@ -4,7 +4,6 @@ import logging
 import os
 from typing import Any
 
-from ...base.messages import mark_output
 from ...callbacks.callback import Callback
 from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
@@ -14,6 +13,7 @@ from ..hooks import CALLBACK_HOOKS, Hooks, check_names, loop_part
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
+from ..processes.rank_output import mark_output
 from ..resume import restore
 from ..run import Call, JoinedCall, Request
 from ..runs import run_file
