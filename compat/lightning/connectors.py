@@ -144,9 +144,6 @@ class LoggerConnector(Connector):
         trainer = self.trainer
         trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
 
-    def reset_results(self) -> None:
-        """Do nothing: the sums of an epoch are forgotten with it."""
-
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Give values to every logger now."""
         values, trainer = {name: float(value) for name, value in metrics.items()}, self.trainer
@@ -163,21 +160,6 @@ class LoggerConnector(Connector):
         return steps % (self.trainer.log_every_n_steps or 1) == 0 or bool(self.trainer.should_stop)
 
 
-class Results(Connector):
-    """Values logged in the stage that is under way."""
-
-    @property
-    def dataloader_idx(self) -> int | None:
-        """The index of the evaluation loader; None where there is one."""
-        metrics = self.trainer.current_run.metrics
-        return metrics.loader if metrics.loaders else None
-
-    def metrics(self, on_step: bool) -> dict[str, Any]:
-        """Return the values for callbacks, loggers and the progress bar, by Lightning's words for them."""
-        found: dict[str, Any] = LoggerConnector(self.trainer).metrics
-        return found
-
-
 class CallbackConnector(Connector):
     """Order of callbacks, and those that a module brings."""
 
@@ -191,18 +173,3 @@ class CallbackConnector(Connector):
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))
-
-
-class SignalConnector(Connector):
-    """Signals; a run handles them itself."""
-
-    @property
-    def received_sigterm(self) -> bool:
-        """Whether the run was told to end."""
-        return self.trainer.received_sigterm
-
-    def register_signal_handlers(self) -> None:
-        """Do nothing: a run does so when it begins."""
-
-    def teardown(self) -> None:
-        """Do nothing: a run gives the signals back when it ends."""

@@ -1,8 +1,6 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partialmethod
 from typing import Any
 
 from torch import Tensor, tensor
@@ -18,137 +16,58 @@ from .states import RunningStage, TrainerFn
 
 
 class Counts:
-    """Base of counts: they have a state, which is theirs as a dict."""
+    """Base of counts, which are read from a run. Raises UnsupportedError where a program sets one."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+    def __init__(self, **counts: Any) -> None:
+        vars(self).update(counts)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take counts over."""
-        for name, value in state_dict.items():
-            own = getattr(self, name, None)
-            if isinstance(own, Counts):
-                own.load_state_dict(value)
-            else:
-                setattr(self, name, value)
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Any:
-        """Make an object with these counts."""
-        found = cls()
-        found.load_state_dict(state_dict)
-        return found
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. A resume, fit(ckpt_path=...), "
+            f"sets them; fit_loop.max_epochs and fit_loop.epoch_loop._batches_that_stepped can be set."
+        )
 
 
-def _plain(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Counts) else value
-
-
-@dataclass
 class Tracker(Counts):
     """Counts of one kind of thing: how many were made ready, started, processed and completed."""
 
-    ready: int = 0
-    completed: int = 0
-    started: int = 0
-    processed: int = 0
-
-    def reset(self) -> None:
-        """Set all to 0."""
-        self.ready = self.completed = self.started = self.processed = 0
-
-    def reset_on_restart(self) -> None:
-        """Go back to the number completed."""
-        self.ready = self.started = self.processed = self.completed
-
-    def increment_by(self, n: int) -> None:
-        """Count `n` more."""
-        self.ready, self.completed = self.ready + n, self.completed + n
-        self.started, self.processed = self.started + n, self.processed + n
+    ready: int
+    completed: int
+    started: int
+    processed: int
 
 
-@dataclass
 class Progress(Counts):
     """Counts over the run, and since the epoch, or the call, began."""
 
-    total: Tracker = field(default_factory=Tracker)
-    current: Tracker = field(default_factory=Tracker)
-
-    @classmethod
-    def from_defaults(cls, tracker_cls: type[Tracker], **kwargs: int) -> Any:
-        """Make an object with the same counts twice."""
-        return cls(tracker_cls(**kwargs), tracker_cls(**kwargs))
-
-    def _increment(self, name: str) -> None:
-        for tracker in {id(one): one for one in (self.total, self.current)}.values():
-            setattr(tracker, name, getattr(tracker, name) + 1)
-
-    increment_ready = partialmethod(_increment, "ready")
-    increment_started = partialmethod(_increment, "started")
-    increment_processed = partialmethod(_increment, "processed")
-    increment_completed = partialmethod(_increment, "completed")
-
-    def increment_by(self, n: int) -> None:
-        """Count `n` more."""
-        self.total.increment_by(n)
-        self.current.increment_by(n)
-
-    def reset(self) -> None:
-        """Set all to 0."""
-        self.total.reset()
-        self.current.reset()
-
-    def reset_on_run(self) -> None:
-        """Set those of the call to 0."""
-        self.current.reset()
-
-    def reset_on_restart(self) -> None:
-        """Go back to the number completed in the call."""
-        self.current.reset_on_restart()
+    total: Tracker
+    current: Tracker
 
 
-@dataclass
 class BatchProgress(Progress):
     """Counts of batches."""
 
-    is_last_batch: bool = False
+    is_last_batch: bool
 
 
-@dataclass
-class TrainerTracker(Tracker):
-    """Counts of what the trainer counts too; a program that sets those completed sets the trainer's count."""
+class OptimizerProgress(Counts):
+    """Steps of optimizers."""
 
-    trainer: TrainerAttributes | None = None
+    step: Progress
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
-            self.set_count(self.trainer, value)
+    @property
+    def optimizer(self) -> "OptimizerProgress":
+        """The same: there is one count for all optimizers."""
+        return self
 
-    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
-        """Set the trainer's count."""
-        raise NotImplementedError
-
-
-class EpochTracker(TrainerTracker):
-    """Counts of epochs."""
-
-    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
-        """Set the epoch."""
-        trainer.state.epoch, trainer.epoch_is_cut = value, False
-
-
-class StepTracker(TrainerTracker):
-    """Counts of steps in manual optimization."""
-
-    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
-        """Set the number of steps of optimizers."""
-        trainer.state.optimizer_steps = value
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps done."""
+        return self.step.total.completed
 
 
 def _tracker(done: int, begun: bool, ending: bool = False) -> Tracker:
-    return Tracker(done + begun, done - ending, done + begun, done)
+    return Tracker(ready=done + begun, completed=done - ending, started=done + begun, processed=done)
 
 
 CALLED_BY_LIGHTNING = ("run", "advance", "on_run_start", "on_advance_start", "on_advance_end", "on_run_end", "reset")
@@ -163,9 +82,6 @@ class Loop(OwnParts):
     def __init__(self, trainer: TrainerAttributes) -> None:
         refuse_overrides(self, CALLED_BY_LIGHTNING, "hooks of a callback or of the module change what a run does.")
         self.trainer = trainer
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: an evaluation begins with its first batch."""
 
 
 class FitLoop(Loop):
@@ -226,8 +142,8 @@ class FitLoop(Loop):
         trainer, run, done, inside = self.trainer, self.trainer.run, self.trainer.current_epoch, self.trainer.in_epoch
         in_batch, some = run is not None and run.metrics.in_step, trainer.state.epoch_steps > 0
         begun, at_end = inside and (in_batch or some), inside and some and not in_batch and trainer.training
-        tracker = EpochTracker(done + inside, done, done + begun, done + at_end, trainer)
-        return Progress(tracker, tracker)
+        tracker = Tracker(ready=done + inside, completed=done, started=done + begun, processed=done + at_end)
+        return Progress(total=tracker, current=tracker)
 
     @property
     def done(self) -> bool:
@@ -260,14 +176,6 @@ class FitLoop(Loop):
 
     def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
         return self.epoch_loop._should_accumulate()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the number of epochs done of a checkpoint of Lightning's, `checkpoint["loops"]["fit_loop"]`."""
-        done = state_dict["epoch_progress"]["current"]["completed"]
-        self.epoch_progress.current.completed = done
-        optimization = state_dict.get("epoch_loop.automatic_optimization.optim_progress", {})
-        steps = optimization.get("optimizer", {}).get("step", {}).get("total", {}).get("completed", 0)
-        self.trainer.state.global_step = self.trainer.state.optimizer_steps = steps
 
     def setup_data(self) -> None:
         """Do nothing: loaders are made when a run begins."""
@@ -331,10 +239,6 @@ class TrainingEpochLoop(Loop):
         every = self.trainer.check_val_every_n_epoch
         return self.trainer.enable_validation and (every is None or (self.trainer.current_epoch + 1) % every == 0)
 
-    def _should_check_val_fx(self, data_fetcher: Any) -> bool:  # private in Lightning, and replaced by programs
-        schedule = self.trainer.current_run.schedule
-        return schedule.validation_is_due() or (self.is_last_batch and schedule.validation_ends_epoch(complete=True))
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_should_check_val_fx":
             raise UnsupportedError(
@@ -350,7 +254,7 @@ class TrainingEpochLoop(Loop):
         in_epoch, of_run, begun = trainer.batches_done()
         ending = trainer.step_is_ending and trainer.training
         trackers = _tracker(of_run, begun, ending), _tracker(in_epoch, begun, ending)
-        return BatchProgress(*trackers, trainer.is_last_batch)
+        return BatchProgress(total=trackers[0], current=trackers[1], is_last_batch=trainer.is_last_batch)
 
     @property
     def batch_idx(self) -> int:
@@ -388,33 +292,13 @@ class Optimizing(Loop):
     @property
     def optim_progress(self) -> Any:
         """Steps done, as `optimizer_steps`."""
-        steps = _tracker(self.trainer.global_step, begun=False)
-        progress = Progress(steps, steps)
-        return OptimizerProgress(progress)
+        return OptimizerProgress(step=self.optim_step_progress)
 
     @property
     def optim_step_progress(self) -> Progress:
         """Steps done in manual optimization."""
-        done = self.trainer.global_step
-        steps = StepTracker(done, done, done, done, self.trainer)
-        return Progress(steps, steps)
-
-
-@dataclass
-class OptimizerProgress:
-    """Steps of optimizers."""
-
-    step: Progress
-
-    @property
-    def optimizer(self) -> "OptimizerProgress":
-        """The same: there is one count for all optimizers."""
-        return self
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Steps done."""
-        return self.step.total.completed
+        steps = _tracker(self.trainer.global_step, begun=False)
+        return Progress(total=steps, current=steps)
 
 
 class EvaluationLoop(Loop):
@@ -485,7 +369,7 @@ class EvaluationLoop(Loop):
     def batch_progress(self) -> Progress:
         """Batches done in the newest pass over the loaders."""
         done = self.trainer.evaluation_batches_done(self.doing)
-        return Progress(_tracker(done, begun=False), _tracker(done, begun=False))
+        return Progress(total=_tracker(done, begun=False), current=_tracker(done, begun=False))
 
     @property
     def skip(self) -> bool:
@@ -539,7 +423,7 @@ class PredictionLoop(Loop):
     def batch_progress(self) -> Progress:
         """Batches done."""
         done = self.trainer.evaluation_batches_done("predict")
-        return Progress(_tracker(done, begun=False), _tracker(done, begun=False))
+        return Progress(total=_tracker(done, begun=False), current=_tracker(done, begun=False))
 
     @property
     def inference_mode(self) -> bool:

@@ -1,5 +1,6 @@
 """A module's layers with their parameters, shapes and operations, as an object and as a table."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -195,23 +196,8 @@ class ModelSummary:
         return columns
 
     def __str__(self) -> str:
-        columns = self.columns()
-        widths = {head: max(map(len, [head, *column])) for head, column in columns.items()}
-        rows = [" | ".join(f"{head:<{widths[head]}}" for head in columns)]
-        for cells in zip(*columns.values(), strict=True):
-            rows.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths.values(), strict=True)))
-        line = "-" * (sum(widths.values()) + 3 * (len(widths) + 1))
-        total, trained, modes = self.total_parameters, self.trainable_parameters, self.total_training_modes
-        totals: list[tuple[Any, str]] = [
-            (get_human_readable_count(trained), "Trainable params"),
-            (get_human_readable_count(total - trained), "Non-trainable params"),
-            (get_human_readable_count(total), "Total params"),
-            (get_formatted_model_size(self.model_size), "Total estimated model params size (MB)"),
-            (modes["train"], "Modules in train mode"),
-            (modes["eval"], "Modules in eval mode"),
-            (get_human_readable_count(self.total_flops), "Total Flops"),
-        ]
-        return "\n".join([rows[0], line, *rows[1:], line, *(f"{value:<10}{what}" for value, what in totals)])
+        counts = self.total_parameters, self.trainable_parameters, self.model_size
+        return format_summary(self.columns(), shown_totals(*counts, self.total_training_modes, self.total_flops))
 
     __repr__ = __str__
 
@@ -245,3 +231,27 @@ def get_human_readable_count(number: int) -> str:
 def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
     """Return the summary of a module."""
     return ModelSummary(lightning_module, max_depth=max_depth)
+
+
+def shown_totals(
+    total_parameters: int, trainable_parameters: int, model_size: float, modes: dict[str, int], total_flops: int
+) -> dict[str, str]:
+    """Return the lines below the table: what is counted, and the count."""
+    return {
+        "Trainable params": get_human_readable_count(trainable_parameters),
+        "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
+        "Total params": get_human_readable_count(total_parameters),
+        "Total estimated model params size (MB)": get_formatted_model_size(model_size),
+        "Modules in train mode": str(modes["train"]),
+        "Modules in eval mode": str(modes["eval"]),
+        "Total FLOPs": get_human_readable_count(total_flops),
+    }
+
+
+def format_summary(columns: Mapping[str, list[str]], totals: Mapping[str, str]) -> str:
+    """Return a table of columns by their heads, and the totals below it."""
+    widths = [max(map(len, (head, *column))) for head, column in columns.items()]
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rule = "-" * len(lines[0])
+    return "\n".join([lines[0], rule, *lines[1:], rule, *(f"{value:<10}{name}" for name, value in totals.items())])

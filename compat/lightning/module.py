@@ -234,24 +234,6 @@ class LightningModule(InitialHyperparameters, Task):
         return found
 
     _current_fx_name: str | None = None  # private in Lightning, and set by programs that call steps themselves
-    _fabric = _metric_attributes = _compiler_ctx = None  # the same, as the next two are, and read
-
-    @property
-    def _device(self) -> torch.device:
-        found: torch.device = self.__dict__.get("_given_device") or self.device
-        return found
-
-    @_device.setter
-    def _device(self, value: torch.device) -> None:
-        self.__dict__["_given_device"] = value
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.dtype
-
-    @_dtype.setter
-    def _dtype(self, value: torch.dtype) -> None:
-        self.dtype = value
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Return a batch after the three transfer hooks; private in Lightning, and called by programs."""

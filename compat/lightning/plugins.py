@@ -66,17 +66,10 @@ class Precision:
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"
     ) -> None:
         """Clip the gradients of an optimizer's parameters; 0: not."""
-        clip = {"norm": self.clip_grad_by_norm, "value": self.clip_grad_by_value}
         if clip_val > 0:
-            clip[str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))](optimizer, clip_val)
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Scale gradients down to a norm of `clip_val` at most."""
-        nn.utils.clip_grad_norm_(list(self.main_params(optimizer)), clip_val)
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
-        """Cut gradients off at `clip_val`."""
-        nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_val)
+            word = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            clip = nn.utils.clip_grad_value_ if word == "value" else nn.utils.clip_grad_norm_
+            clip(list(self.main_params(optimizer)), clip_val)
 
 
 class MixedPrecision(Precision):

@@ -241,34 +241,6 @@ class Strategy(strategy.Strategy):
             "optimizer.add_param_group for parameters that are unfrozen, as BackboneFinetuning does."
         )
 
-    def setup_environment(self) -> None:
-        """Do nothing on one process. Raises UnsupportedError for several, which a run starts."""
-        if self.place.world_size > 1:
-            raise UnsupportedError(
-                "strategy.setup_environment: processes meet when a run begins. To have a group before, call "
-                "torch.distributed.init_process_group, which the run joins."
-            )
-
-    def validation_step(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the module's step returns, in the run's precision."""
-        return self._module_step("validation_step", *arguments, **options)
-
-    def test_step(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the module's step returns, in the run's precision."""
-        return self._module_step("test_step", *arguments, **options)
-
-    def predict_step(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the module's step returns, in the run's precision."""
-        return self._module_step("predict_step", *arguments, **options)
-
-    def _module_step(self, name: str, *arguments: Any, **options: Any) -> Any:
-        with self.precision.forward_context():
-            return getattr(self.lightning_module, name)(*arguments, **options)
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader as it is."""
-        return dataloader
-
     def model_to_device(self) -> None:
         """Move the module to the device of this process."""
         if self.lightning_module is not None:
@@ -283,10 +255,6 @@ class Strategy(strategy.Strategy):
         from ...trainer.data.transfer import to_device
 
         return to_device(batch, device or self.device)
-
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are made on the device of this process."""
-        return self.device if self.device.type != "cpu" else nullcontext()
 
 
 class CheckpointIO(ABC):

@@ -42,7 +42,7 @@ from .callbacks.monitors import Timer
 from .callbacks.rich_bar import RichProgressBar
 from .callbacks.tqdm_bar import TQDMProgressBar
 from .checkpoint import LightningFile, read, write
-from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
+from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
 from .launch import is_started, note_failure, shared_seed, start_ranks, starts_script
@@ -287,7 +287,7 @@ class Trainer(TrainerAttributes):
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
-        self._callback_connector, self._signal_connector = CallbackConnector(self), SignalConnector(self)
+        self._callback_connector = CallbackConnector(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
@@ -322,10 +322,6 @@ class Trainer(TrainerAttributes):
         if self.sanity_checking or self.evaluating:
             return self._evaluation_loop
         return self.predict_loop if self.predicting else None
-
-    @property
-    def _results(self) -> Results | None:
-        return Results(self) if self.running and not self.predicting else None
 
     @property
     def enable_autolog_hparams(self) -> bool:

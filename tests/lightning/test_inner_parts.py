@@ -144,30 +144,14 @@ def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):
         assert not one.exists()
 
 
-def test_counts_may_be_set_before_a_run(tmp_path):
-    epochs = []
-
-    class Counts(Linear):
-        def on_train_epoch_start(self):
-            epochs.append(self.current_epoch)
-            loops = self.trainer.fit_loop
-            assert loops.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed >= 0
-
-    trainer = quiet(tmp_path, max_epochs=4)
-    trainer.fit_loop.epoch_progress.current.completed = 2
-    assert trainer.current_epoch == 2
-    trainer.fit(Counts(), loader())
-    assert epochs == [2, 3]
-    done = {"step": {"total": {"completed": 4}}}
-    state = {
-        "epoch_progress": {"current": {"completed": 1}},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": done},
-    }
-    again = quiet(tmp_path, max_epochs=2)
-    again.fit_loop.load_state_dict(state)
-    again.fit(Counts(), loader())
-    assert epochs == [2, 3, 1]
-    assert again.global_step == 8
+def test_counts_of_a_run_cannot_be_set(tmp_path):
+    trainer = quiet(tmp_path, max_epochs=1)
+    trainer.fit(Linear(), loader())
+    loop = trainer.fit_loop
+    assert loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed == 4
+    with pytest.raises(UnsupportedError, match="resume, fit\\(ckpt_path="):
+        loop.epoch_progress.current.completed = 2
+    assert loop.epoch_progress.current.completed == trainer.current_epoch == 1
 
 
 def test_the_x_axis_may_be_ahead(tmp_path):
@@ -241,26 +225,6 @@ def test_whether_a_fit_validates_is_known_when_it_is_set_up(tmp_path):
     trainer.fit(Asks(), loader(), loader())
     trainer.fit(Asks(), loader())
     assert seen == [True, False]
-
-
-def test_counts_of_steps_in_manual_optimization_may_be_advanced(tmp_path):
-    class Own(Linear):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers(use_pl_optimizer=False)
-            optimizer.zero_grad()
-            super().training_step(batch, batch_idx).backward()
-            optimizer.step()
-            progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-            progress.increment_ready()
-            progress.increment_completed()
-
-    trainer = quiet(tmp_path)
-    trainer.fit(Own(), loader())
-    assert trainer.global_step == 4
-    trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += 2
-    assert trainer.global_step == 6
 
 
 def test_hooks_of_callbacks_may_be_called_with_the_trainer_alone(tmp_path):
@@ -401,8 +365,6 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
             found["value"] = self.layer.weight.grad.abs().max()
             optimizer.step()
             found["state"] = strategy.optimizer_state(optimizer)
-            assert strategy.process_dataloader(3) == 3
-            strategy.setup_environment()
             with pytest.raises(UnsupportedError, match=r"assign trainer.optimizers"):
                 strategy.setup_optimizers(self.trainer)
 

@@ -58,7 +58,7 @@ def active(trainer):
         evaluates = name_of(trainer._evaluation_loop)
     except RuntimeError as error:
         evaluates = str(error)
-    return name_of(trainer._active_loop), evaluates, trainer._results is not None
+    return name_of(trainer._active_loop), evaluates
 
 
 def test_the_loop_that_is_under_way(tmp_path):
@@ -134,23 +134,14 @@ def test_a_whole_restore_has_callbacks_too(tmp_path):
     assert counted.seen == 3
 
 
-def test_connectors_of_callbacks_signals_and_values(tmp_path):
+def test_connectors_of_callbacks_and_values(tmp_path):
     found = []
     for package in (room, real):
         seen = []
 
-        def look(self, seen=seen):
-            trainer = self.trainer
-            values = trainer._results.metrics(on_step=False)
-            seen.append((sorted(values), trainer._results.dataloader_idx, trainer._signal_connector.received_sigterm))
-            outputs = [getattr(trainer.strategy, f"{name}_step")(torch.ones(1, 2), 0) for name in ("test", "predict")]
-            seen.append((outputs, self._device, self._dtype, self._fabric))
-
-        net = module(package, on_validation_epoch_end=look)
         trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
-        trainer.validate(net, loader(), verbose=False)
+        trainer.validate(module(package), loader(), verbose=False)
         assert trainer.callback_metrics.keys() == {"val_loss"}
-        trainer._logger_connector.reset_results()
         trainer._logger_connector.reset_metrics()
         assert trainer.callback_metrics == {}
         saves, plain = package.callbacks.ModelCheckpoint(tmp_path), package.Callback()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....callbacks import model_summary
 from ..model_summary import ModelSummary as Summary
-from ..model_summary import get_formatted_model_size, get_human_readable_count
+from ..model_summary import format_summary, shown_totals
 from ..model_summary import summarize as summarize_module
 from .callback import Callback
 
@@ -54,15 +54,8 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         **summarize_kwargs: Any,
     ) -> None:
         """Log the table; override to show it elsewhere."""
-        heads = [head for head, _ in summary_data]
-        rows = list(zip(*(column for _, column in summary_data), strict=True))
-        widths = [max(map(len, (head, *column))) for head, column in summary_data]
-        lines = [" | ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
-        head = " | ".join(f"{text:<{width}}" for text, width in zip(heads, widths, strict=True))
-        rule = "-" * len(head)
         totals = shown_totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-        table = [head, rule, *lines, rule, *(f"{value:<10}{name}" for name, value in totals.items())]
-        log.info("\n%s", "\n".join(table))
+        log.info("\n%s", format_summary(dict(summary_data), totals))
 
 
 class RichModelSummary(ModelSummary):
@@ -95,18 +88,3 @@ class RichModelSummary(ModelSummary):
         totals = shown_totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         get_console().print(table)
         get_console().print("\n".join(f"[bold]{name}[/]: {value}" for name, value in totals.items()))
-
-
-def shown_totals(
-    total_parameters: int, trainable_parameters: int, model_size: float, modes: dict[str, int], total_flops: int
-) -> dict[str, str]:
-    """Return the lines below the table: what is counted, and the count."""
-    return {
-        "Trainable params": get_human_readable_count(trainable_parameters),
-        "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
-        "Total params": get_human_readable_count(total_parameters),
-        "Total estimated model params size (MB)": get_formatted_model_size(model_size),
-        "Modules in train mode": str(modes["train"]),
-        "Modules in eval mode": str(modes["eval"]),
-        "Total FLOPs": get_human_readable_count(total_flops),
-    }
