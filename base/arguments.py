@@ -217,6 +217,8 @@ ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 TORCH_OPTIONS = {
+    "broadcast_buffers": "Leave it out: after each step all processes have the buffers of the first replica.",
+    "find_unused_parameters": "Add 0.0 times the parameters that a batch does not use to its loss.",
     "comm_hook": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
     "comm_hook_options": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
     "device_ids": "trainer.devices names the devices.",

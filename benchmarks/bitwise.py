@@ -32,8 +32,8 @@ from legato.trainer.data.sampling import Layout
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
-from legato.trainer.strategies.bitwise import tree
-from legato.trainer.strategies.bitwise.tree import GradientTree
+from legato.trainer.strategies import tree
+from legato.trainer.strategies.tree import GradientTree
 
 PROCESSES = 2
 CONTESTANTS = ("hand", "order", "bitwise")
@@ -201,10 +201,9 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
         if width == processes:
             parameter = nn.Parameter(torch.zeros(numbers))
             tree = GradientTree([parameter], Layout(replicas, processes), place.rank)
-            tree.begin()
             for replica in Layout(replicas, processes).owned(place.rank):
+                tree.begin_replica(replica)
                 parameter.grad = torch.ones(numbers)
-                tree.take(replica)
             with counted() as sent:
                 tree.finish()
             total = torch.tensor(float(sum(sent)))

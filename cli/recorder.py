@@ -100,7 +100,7 @@ class Recorder(Callback):
         if trainer.global_step == self.step:
             return
         # kernels are launched ahead of the device: without this a step's time would be that of its launches
-        for device in trainer.strategy.task_devices:
+        for device in trainer.strategy.parts or [trainer.strategy.device]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         now = time.monotonic()
@@ -152,7 +152,8 @@ class Recorder(Callback):
         record.host_bytes = peak_memory()
         record.graph_breaks = graph_breaks() if trainer.compile else []
         record.compiled_nothing = trainer.current_run.compiled_nothing
-        peaks = [torch.cuda.max_memory_allocated(one) for one in trainer.strategy.task_devices if one.type == "cuda"]
+        devices = trainer.strategy.parts or [trainer.strategy.device]
+        peaks = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
         record.device_bytes = max(peaks, default=None)
         path = trainer.run_dir / f"check-{record.rank}.json"
         partial = path.with_suffix(".partial")

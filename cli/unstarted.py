@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..tasks.data_module import DataModule
     from ..tasks.task import Task
-    from ..trainer.strategies.strategy import StateParts
+    from ..trainer.strategies.state_dicts import StateParts
     from .config.check import Config
 
 AUTOMATIC = ("auto", -1, "-1")
@@ -32,7 +32,7 @@ def processes_of(trainer: Mapping[str, Any]) -> "tuple[int, StateParts]":
     shape = {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")}
     made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
     count = made.strategy.local_processes(made.device_list) * made.num_nodes
-    return count, made.strategy.state_parts(count)
+    return count, made.strategy.state_dicts.parts(count)
 
 
 def _count_devices(trainer: Mapping[str, Any]) -> int:

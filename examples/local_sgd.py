@@ -7,12 +7,11 @@ averages the processes have different weights, so save checkpoints at multiples 
 (`callbacks.checkpoint.every_n_train_steps`).
 """
 
-from legato.trainer.strategies import DDPStrategy
-from legato.trainer.strategies.reducers import Reducer
+from legato.trainer.strategies import GroupStrategy, Strategy
 
 
-class LocalSGD(DDPStrategy):
-    """As DDP, but gradients stay on their process; every `every` steps all have the mean of their weights."""
+class LocalSGD(GroupStrategy):
+    """Gradients stay on their process; every `every` steps all have the mean of their weights."""
 
     name = "local_sgd"
 
@@ -20,17 +19,18 @@ class LocalSGD(DDPStrategy):
         super().__init__(timeout=timeout)
         self.every = every
 
-    def make_reducer(self):
-        """Leave gradients where they are, and begin with the weights of rank 0."""
-        self.reducer.close()
-        self.reducer = Reducer(self.task.parameters())
-        # a loss weighs its samples' share of the step, which has one such part for each process
-        self.reducer.scale = float(self.data_ranks.size)
-        self.collectives.broadcast_tensors([*self.task.parameters(), *self.task.buffers()])
+    def join(self, place, devices, precision):
+        """Declare that the ranks' weights differ, and that a rank's losses weigh its own samples alone."""
+        super().join(place, devices, precision)
+        self.weight_ranks, self.loss_scale = Strategy().weight_ranks, float(self.data_ranks.size)
 
-    def optimizer_step(self, optimizer, closure=None):
+    def end_step(self):
+        """Leave gradients where they are."""
+        Strategy.end_step(self)
+
+    def optimizer_step(self, optimizer, closure=None, **options):
         """Take a step of this process's own; after the last of `every` steps average the weights."""
-        output = super().optimizer_step(optimizer, closure)
+        output = super().optimizer_step(optimizer, closure, **options)
         if (self.task.global_step + 1) % self.every == 0:
             self.average_weights()
         return output
@@ -38,7 +38,6 @@ class LocalSGD(DDPStrategy):
     def finish(self):
         """End with one result on all ranks."""
         self.average_weights()
-        super().finish()
 
     def average_weights(self):
         """Give every rank the mean of all ranks' weights; every rank calls it."""

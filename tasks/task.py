@@ -101,7 +101,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         own: list[torch.device] | None = self.__dict__.get("_devices")
         if own is not None:
             return own
-        return trainer.strategy.task_devices if trainer is not None and trainer.running else [self.device]
+        return (trainer.strategy.parts if trainer is not None and trainer.running else []) or [self.device]
 
     @devices.setter
     def devices(self, value: Any) -> None:

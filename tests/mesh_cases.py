@@ -163,21 +163,6 @@ class Explodes(CNN):
         return loss * float("inf") if batch_idx == 1 and self.trainer.metrics.replica == 1 else loss
 
 
-class Sometimes(CNN):
-    """Has a layer that only the batches of replica 0 use."""
-
-    def __init__(self):
-        super().__init__(norm=False)
-        self.extra = nn.Linear(64, 8)
-
-    def loss(self, batch):
-        found = self.body(batch[0]).flatten(1)
-        hidden = self.wide(found)
-        if self.training and self.trainer.metrics.replica == 0:
-            hidden = hidden + self.extra(found)
-        return nn.functional.cross_entropy(self.narrow(hidden.tanh()), batch[1])
-
-
 SHARD = mesh(shard=2)
 FEATURES = {
     "a block for each class": (GPT, {"strategy": {"name": "fsdp", "shard_blocks": ["Block", "Linear"]}}),
@@ -204,7 +189,6 @@ FEATURES = {
         {"strategy": SHARD, "max_epochs": 2, "replicas": 2, "accumulate_grad_batches": 2},
     ),
     "a step that is dropped": (Explodes, {"strategy": SHARD, "nan": "skip", "replicas": 2}),
-    "a layer that some batches use": (Sometimes, {"strategy": mesh(shard=2, find_unused_parameters=True)}),
     "compiled blocks": (GPT, {"strategy": SHARD, "compile": {"blocks": ["Block"], "backend": "eager"}}),
     "activations computed twice": (Dropped, {"strategy": SHARD, "activation_checkpointing": ["Block"]}),
     "the same under ddp": (Dropped, {"strategy": "ddp", "activation_checkpointing": ["Attention", "Perceptron"]}),

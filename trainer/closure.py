@@ -55,7 +55,8 @@ class Closure:
             for item in step.batches:
                 self.trainer.train_batch(step, item, run.reopen_batch(item))
             if not step.batches:
-                run.finish_backward(step)
+                run.stand_in(step)
+            run.strategy.end_step()
             optimization.divide_gradients(step)
             if optimization.looks_at_gradients:
                 optimization.prepare(self.optimizer)

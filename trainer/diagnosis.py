@@ -143,7 +143,7 @@ def first_bad_module(run: "Run", item: "ReplicaBatch", batch: Any) -> tuple[str,
             seed_generators(mix(run.state.seed, run.metrics.step, item.replica, item.batch_idx))
         # it may fail on such numbers; the hooks' findings until then count
         with suppress(Exception):
-            run.strategy.repeat_step((batch, item.batch_idx)[: run.arity])
+            run.strategy.evaluation_step("training_step", (batch, item.batch_idx)[: run.arity])
     finally:
         for handle in handles:
             handle.remove()

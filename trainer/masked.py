@@ -27,7 +27,7 @@ def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
         meet = last and left == 0
         with _discarding_effects(run, item):
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
-            output = strategy.training_step((batch, item.batch_idx)[: run.arity], meet)
+            output = strategy.training_step((batch, item.batch_idx)[: run.arity], None, meet)
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
                 # times zero and not left out: FSDP's backward gathers and reduces from all ranks

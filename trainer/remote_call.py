@@ -71,7 +71,7 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
     """
     place = find_place(trainer.cluster)
     if place is not None:
-        return trainer.strategy.servers.serves(place)
+        return trainer.strategy.serve(place)
     if trainer.strategy.elastic.for_stage(request.stage).changes:
         return True
     return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
@@ -80,7 +80,7 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
 def _batch_holders(trainer: "Trainer") -> int:
     """Return the number of processes, or groups of them, that will have batches of their own."""
     strategy = trainer.strategy
-    return strategy.state_parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
+    return strategy.state_dicts.parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
 
 
 def run_in_workers(trainer: "Trainer", request: Request) -> Any:
@@ -101,7 +101,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
     place = find_place(trainer.cluster)
     if place is not None:
-        trainer.strategy.servers.serve(place, request.task, trainer.seed)
+        trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Path | None = None
     elastic = trainer.strategy.elastic.for_stage(request.stage)

@@ -409,7 +409,6 @@ class Run(JoinedCall):
         """Return a batch on its device, with the logged values and random numbers that follow those of its replica."""
         if self.by_replica and item.replica != self.loop.replica:
             self.loop.replica = item.replica
-            self.strategy.open_replica(item.replica)
         self.metrics.open_batch(item.replica, item.samples)
         if self.data.keys_forward:
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
@@ -422,12 +421,12 @@ class Run(JoinedCall):
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
-    def finish_backward(self, step: StepInput) -> None:
-        """Complete the gradients of a step, where this process has no batch of it or runs several replicas."""
-        if not step.batches and step.samples:
+    def stand_in(self, step: StepInput) -> None:
+        """Take part in a step of which this process has no batch."""
+        if self.strategy.lockstep:
+            masked.train(self, step.masked[-1:], last=True)
+        else:
             self.strategy.leave_out(last=True, after_forward=False)
-        if self.by_replica:
-            self.strategy.finish_backward()
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
         """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""

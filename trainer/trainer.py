@@ -146,8 +146,9 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             output = self.train_batch(step, item, batch)
             if item is not step.batches[-1]:
                 run.hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
-        if run.by_replica or not step.batches:
-            run.finish_backward(step)
+        if not step.batches and step.samples:
+            run.stand_in(step)
+        run.strategy.end_step()
         run.optimization.step(step)  # guard, clipping, hooks, optimizers, loss scale
         run.schedule.count(step)
         run.end_step(step, output, batch)  # on every process, also one without a batch
@@ -156,7 +157,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         """Run forward and backward on one batch; return what training_step returned. A Closure calls it again."""
         run = self.current_run
         hooks, strategy, optimization, last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
-        output = strategy.training_step((batch, item.batch_idx)[: run.arity], last)
+        output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, last)
         if not optimization.automatic:
             return output
         if optimization.clears_late and item is step.batches[0]:

@@ -120,4 +120,4 @@ class SampleWeights(BatchWeights):
 
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> float:
         """Return the factor of a batch's loss."""
-        return item.samples * self.strategy.reducer.scale / step.samples
+        return item.samples * self.strategy.loss_scale / step.samples

@@ -19,7 +19,7 @@ from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
 from ...trainer.strategies.group import GroupStrategy
 from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
 from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
-from ...trainer.strategies.single import SingleStrategy
+from ...trainer.strategies.strategy import SingleStrategy
 from .accelerators import KINDS, Accelerator
 from .checkpoint import read, write
 from .placeholders import UnsupportedError, overridden, refuse_overrides
@@ -437,11 +437,11 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         self._comm_state = ddp_comm_state
         self._comm_hook = ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook
 
-    def make_reducer(self) -> None:
+    def regroup(self, *arguments: Any) -> None:
         """Wrap the module by torch's DDP, and register the communication hook on that."""
-        super().make_reducer()
+        super().regroup(*arguments)
         if self.ddp is not None and self._comm_hook is not None:
-            self.ddp.module.register_comm_hook(self._comm_state, self._comm_hook)
+            self.ddp.register_comm_hook(self._comm_state, self._comm_hook)
 
     @property
     def leaves_default_group(self) -> bool:  # type: ignore[override]
@@ -458,10 +458,11 @@ def options_of_ddp(
 ) -> dict[str, Any]:
     """Return options of DistributedDataParallel; jsonargparse reads from this signature what a config may name.
 
-    `static_graph` only makes torch faster; Legato takes the graph of each step as it comes.
+    `static_graph` only makes torch faster; Legato takes the graph of each step as it comes. With `broadcast_buffers` or
+    without, buffers are those of rank 0 after each step.
     """
     options = dict(locals())
-    del options["static_graph"]
+    del options["static_graph"], options["broadcast_buffers"]
     return options
 
 

@@ -215,7 +215,7 @@ def test_an_error_of_the_transfer_comes_at_its_step(trainer):
 def test_the_cpu_has_no_stream(trainer):
     made = trainer()
     made.fit(Tiny(), make_loader())
-    assert made.strategy.copy_stream() is None
+    assert made.strategy.copies is None
 
 
 @pytest.mark.gpu

@@ -17,11 +17,12 @@ class OtherWeights(DDPStrategy):
 
     name = "other_weights"
 
-    def make_reducer(self):
-        super().make_reducer()
+    def prepare(self, *arguments):
+        prepared = super().prepare(*arguments)
         with torch.no_grad():
             for parameter in self.task.parameters():
                 parameter += self.collectives.rank
+        return prepared
 
 
 class Twice(DDPStrategy):
@@ -38,9 +39,11 @@ class Apart(DDPStrategy):
 
     name = "apart"
 
-    def make_reducer(self):
-        super().make_reducer()
-        self.ddp.set_sync = lambda last: setattr(self.ddp.module, "require_backward_grad_sync", False)
+    def training_step(self, arguments, replica, last):
+        return super().training_step(arguments, replica, last=False)
+
+    def leave_out(self, last, after_forward):
+        pass
 
 
 class Alone(DDPStrategy):
@@ -70,6 +73,10 @@ class Counts(DDPStrategy):
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
 def test_ready_strategies_keep_the_rules(name):
     lg.testing.check_strategy(lambda: name)
+
+
+def test_one_flat_sum_keeps_the_rules():
+    lg.testing.check_strategy(lg.strategies.GroupStrategy)
 
 
 def test_the_example_keeps_the_rules():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import legato as lg
 from legato.base.errors import ConfigError, TaskError
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.strategies.bitwise.batch_norm import synchronize
+from legato.trainer.strategies.batch_norm import synchronize
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from legato.trainer.data.transfer import to_device
 from legato.trainer.metrics.log import Metrics
 from legato.trainer.processes.place import Place
 from legato.trainer.strategies.data_parallel.data_parallel import DataParallelStrategy
-from legato.trainer.strategies.single import SingleStrategy
+from legato.trainer.strategies.strategy import SingleStrategy
 
 CPU = torch.device("cpu")
 OTHER_CPU = torch.device("cpu", 1)  # the same memory, but not equal to CPU: stands for a second device
@@ -59,7 +59,7 @@ def attached(task, devices, replicas=1, strategy=None, **arguments):
     run.metrics = Metrics(strategy.collectives, 1, task)
     try:
         strategy.place_task(task)
-        strategy.setup(task, [task.configure_optimizers()], Layout(replicas, 1))
+        strategy.prepare(task, [task.configure_optimizers()], Layout(replicas, 1))
         yield strategy
     finally:
         strategy.teardown()
@@ -93,7 +93,7 @@ def test_loss_and_gradient_are_those_of_the_undivided_batch(samples, devices, re
     expected.backward()
     task = Classifier()
     with attached(task, devices, reproducible=reproducible) as strategy:
-        loss = strategy.training_step((batch, 0), last=True)
+        loss = strategy.training_step((batch, 0), 0, last=True)
         strategy.backward(loss)
     torch.testing.assert_close(loss, expected)
     for name, gradient in gradients(task).items():
@@ -107,7 +107,7 @@ def test_gradients_of_several_batches_add_up():
         plain.training_step(batch, 0).backward()
     with attached(task, 3) as strategy:
         for batch in batches:
-            strategy.backward(strategy.training_step((batch, 0), last=False))
+            strategy.backward(strategy.training_step((batch, 0), 0, last=False))
     for name, gradient in gradients(task).items():
         torch.testing.assert_close(gradient, gradients(plain)[name], msg=name)
 
@@ -121,7 +121,7 @@ def test_the_same_bits_every_time(reproducible):
             for step in range(4):
                 torch.manual_seed(step)
                 optimizer.zero_grad()
-                strategy.backward(strategy.training_step((make_batch(11, seed=step), step), last=True))
+                strategy.backward(strategy.training_step((make_batch(11, seed=step), step), 0, last=True))
                 strategy.optimizer_step(optimizer)
         return task.state_dict()
 
@@ -147,7 +147,7 @@ def test_recurrent_tied_frozen_and_unused_weights():
     batch, plain, task = make_batch(7), Recurrent(), Recurrent()
     plain.training_step(batch, 0).backward()
     with attached(task, 3) as strategy:
-        strategy.backward(strategy.training_step((batch, 0), last=True))
+        strategy.backward(strategy.training_step((batch, 0), 0, last=True))
     for name, gradient in gradients(plain).items():
         if gradient is None:
             assert gradients(task)[name] is None, name
@@ -168,9 +168,9 @@ def test_a_chunk_that_is_left_out_adds_nothing_and_several_losses_stay_apart():
 
     image, task = torch.ones(5, 5), Two()
     with attached(task, 2) as strategy:
-        whole = strategy.training_step(((image, None), 0), last=True)
-        half = strategy.training_step(((torch.cat([image[:3], -image[:2]]), None), 0), last=True)
-        assert strategy.training_step(((-image, None), 0), last=True) is None
+        whole = strategy.training_step(((image, None), 0), 0, last=True)
+        half = strategy.training_step(((torch.cat([image[:3], -image[:2]]), None), 0), 0, last=True)
+        assert strategy.training_step(((-image, None), 0), 0, last=True) is None
     assert whole["count"] == 5
     assert half["count"] == 3
     torch.testing.assert_close(half["loss"][1], whole["loss"][1] * 3 / 5)
@@ -189,7 +189,7 @@ def test_buffers_follow_the_first_device():
     plain.training_step((batch[0][:4], batch[1][:4]), 0)
     buffers = dict(task.named_buffers())
     with attached(task, 2) as strategy:
-        strategy.training_step((batch, 0), last=True)
+        strategy.training_step((batch, 0), 0, last=True)
     for name, buffer in task.named_buffers():
         torch.testing.assert_close(buffer, dict(plain.named_buffers())[name])
         assert buffer is buffers[name]
@@ -210,7 +210,7 @@ def test_a_buffer_that_a_step_replaces_is_kept():
 
     task = Counting()
     with attached(task, 2) as strategy:
-        strategy.training_step((make_batch(7), 0), last=True)
+        strategy.training_step((make_batch(7), 0), 0, last=True)
     assert task.seen == 4
     assert not task.largest.requires_grad
 
@@ -225,14 +225,14 @@ def test_a_value_assigned_to_a_copy_is_lost_with_a_warning():
 
     with attached(Forgetful(), 2) as strategy:
         with pytest.warns(UserWarning, match=r"training_step assigned self.total .*dropped after each batch"):
-            strategy.training_step((make_batch(4), 0), last=True)
-        strategy.training_step((make_batch(4), 0), last=True)  # said once
+            strategy.training_step((make_batch(4), 0), 0, last=True)
+        strategy.training_step((make_batch(4), 0), 0, last=True)  # said once
 
 
 # --- what a batch may be --------------------------------------------------------------------------------------------
 def test_a_batch_without_tensors_is_refused():
     with attached(Classifier(), 2) as strategy, pytest.raises(DataError, match="of type object, has no tensor"):
-        strategy.training_step((object(), 0), last=True)
+        strategy.training_step((object(), 0), 0, last=True)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Witness(Classifier):
 def test_chunks_take_turns_where_they_share_a_generator():
     task = Witness()
     with attached(task, 2) as strategy:
-        strategy.training_step((make_batch(5), 0), last=True)
+        strategy.training_step((make_batch(5), 0), 0, last=True)
     assert [event[:2] for event in task.events] == [
         ("legato-device-0", "begins"),
         ("legato-device-0", "ends"),
@@ -265,7 +265,7 @@ def test_threads_are_kept_between_steps_and_gone_after_teardown():
     assert not device_threads()
     with attached(task, 2) as strategy:
         for _ in range(3):
-            strategy.training_step((make_batch(4), 0), last=True)
+            strategy.training_step((make_batch(4), 0), 0, last=True)
         assert len(device_threads()) == 2
     assert len({event[2] for event in task.events if event[1] == "ends"}) == 2
     assert not device_threads()
@@ -281,11 +281,11 @@ def test_the_callers_modes_hold_in_the_threads():
     task = Modes()
     task.seen = []
     with attached(task, 2, precision="bf16-mixed") as strategy:
-        strategy.training_step((make_batch(4), 0), last=True)
+        strategy.training_step((make_batch(4), 0), 0, last=True)
         with torch.no_grad():
-            strategy.training_step((make_batch(4), 0), last=True)
+            strategy.training_step((make_batch(4), 0), 0, last=True)
         with torch.inference_mode():
-            strategy.training_step((make_batch(4), 0), last=True)
+            strategy.training_step((make_batch(4), 0), 0, last=True)
     half, single = torch.bfloat16, torch.float32
     modes = [(half, single, True, False), (half, single, False, False), (half, single, False, True)]
     assert task.seen == [mode for mode in modes for _ in range(2)]
@@ -293,7 +293,7 @@ def test_the_callers_modes_hold_in_the_threads():
     task = Modes()
     task.seen = []
     with attached(task, 2, precision="bf16-true", reproducible="off") as strategy:
-        strategy.training_step((strategy.precision.convert_batch(make_batch(4)), 0), last=True)
+        strategy.training_step((strategy.precision.convert_batch(make_batch(4)), 0), 0, last=True)
     assert task.seen == [(half, half, True, False)] * 2
     assert torch.zeros(1).dtype == single
 
@@ -301,7 +301,7 @@ def test_the_callers_modes_hold_in_the_threads():
 def test_one_device_needs_no_copies_and_no_threads():
     task = Witness()
     with attached(task, 1) as strategy:
-        strategy.training_step((make_batch(3), 0), last=True)
+        strategy.training_step((make_batch(3), 0), 0, last=True)
         assert not device_threads()
     assert task.events[0] == (threading.current_thread().name, "begins", 3)
 
@@ -352,10 +352,9 @@ def test_gpus_train_like_one_cpu(replicas):
             for step in range(3):
                 optimizer.zero_grad()
                 for replica in range(replicas):
-                    strategy.buffers.open_replica(replica)
                     batch = to_device(make_batch(7, seed=10 * step + replica), strategy.device)
-                    strategy.backward(strategy.training_step((batch, 0), last=True))
-                strategy.buffers.close_step()
+                    strategy.backward(strategy.training_step((batch, 0), replica, last=True))
+                strategy.end_step()
                 strategy.optimizer_step(optimizer)
         return {name: tensor.cpu() for name, tensor in task.state_dict().items()}
 

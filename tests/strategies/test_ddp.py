@@ -82,7 +82,6 @@ KNOBS = [
     {"bucket_cap_mb": 0.0001},
     {"find_unused_parameters": True},
     {"gradient_as_bucket_view": True},
-    {"broadcast_buffers": False},
 ]
 
 
@@ -102,10 +101,10 @@ class Compressed(lg.strategies.DDPStrategy):
 
     name = "compressed"
 
-    def make_reducer(self):
-        super().make_reducer()
+    def regroup(self, *arguments):
+        super().regroup(*arguments)
         if self.ddp is not None:
-            self.ddp.module.register_comm_hook(self.collectives.group, default_hooks.fp16_compress_hook)
+            self.ddp.register_comm_hook(self.collectives.group, default_hooks.fp16_compress_hook)
 
 
 def test_a_subclass_registers_a_communication_hook():

@@ -176,11 +176,11 @@ def test_modules_that_cannot_be_served_are_refused(task, kind, message):
 
 def test_places_that_are_too_few_or_too_far():
     strategy = DDPRPCStrategy(servers=2)
-    assert [strategy.servers.serves(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
+    assert [strategy.serve(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
     with pytest.raises(ConfigError, match="2 processes - 2 servers = 0"):
-        strategy.servers.serves(Place(0, world_size=2))
+        strategy.serve(Place(0, world_size=2))
     with pytest.raises(ConfigError, match="runs on one node, here are 2"):
-        strategy.servers.serves(Place(0, world_size=4, nodes=2))
+        strategy.serve(Place(0, world_size=4, nodes=2))
     with pytest.raises(ConfigError, match="servers=0: expected at least 1"):
         DDPRPCStrategy(servers=0)
 

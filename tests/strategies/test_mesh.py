@@ -20,9 +20,7 @@ from mesh_cases import (
     outcome,
 )
 from shared_processes import run_cases
-from torch.distributed.fsdp import FSDPModule
 
-from legato.base.errors import ConfigError
 from legato.trainer.processes.launch import run_workers
 
 TOLERANCE = 2e-6
@@ -99,10 +97,6 @@ def test_every_layout_of_four_processes_is_one_process(case, four, alone):
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_every_feature_it_is_the_run_of_one_process(name, two):
     kind, options = FEATURES[name]
-    if name == "a layer that some batches use" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        with pytest.raises(ConfigError, match=r"find_unused_parameters=true .* needs torch 2.13"):
-            two[name]
-        return
     alone = {"replicas": 2, **options, "strategy": "single", "compile": False}
     if "tensor" in options["strategy"] and "replicas" not in options:
         alone["replicas"] = 1

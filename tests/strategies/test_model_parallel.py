@@ -53,12 +53,9 @@ class OnSimulated(DDPModelParallelStrategy):
         self.parts = self.devices = list(DEVICES)
         self.device = DEVICES[-1]
 
-    def copy_stream(self):
-        return None
-
 
 def simulated(task, devices=2, **options):
-    arguments = {"replicas": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    arguments = {"replicas": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "prefetch_to_device": False}
     with SimulatedDevices() as there:
         trainer = run(task, devices=devices, strategy=OnSimulated(**options), **arguments)
         return trainer, there
@@ -210,7 +207,7 @@ def test_validate_test_and_predict_through_the_parts():
 def test_predictions_leave_the_device_as_they_come():
     task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
     with SimulatedDevices() as there:
-        found = lg.Trainer(**QUIET, devices=2, strategy=OnSimulated()).predict(task, loader)
+        found = lg.Trainer(**QUIET, devices=2, strategy=OnSimulated(), prefetch_to_device=False).predict(task, loader)
         assert [device_of(one) for one in found] == [CPU] * 3
     assert [shape for source, target, shape in there.moves if target == CPU][:3] == [one.shape for one in found]
 

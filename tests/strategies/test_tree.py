@@ -16,8 +16,8 @@ from legato.trainer.data.sampling import Layout
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
-from legato.trainer.strategies.bitwise import tree as bitwise_tree
-from legato.trainer.strategies.bitwise.tree import (
+from legato.trainer.strategies import tree as bitwise_tree
+from legato.trainer.strategies.tree import (
     CarryStack,
     GradientStack,
     GradientTree,
@@ -143,15 +143,14 @@ def reduce_by_tree(layout, process, last_replica, elements, early):
         tree.send_early()
     found = []
     for _ in range(2):  # twice: the second step finds the memory of the first
-        tree.begin()
         replicas = [replica for replica in layout.owned(process) if replica <= last_replica]
         for replica in replicas:
+            tree.begin_replica(replica)
             if early and replica == replicas[-1]:
-                tree.expect_last(replica)
+                tree.expect_last()
             used = [i for i in range(len(trained)) if i != 4 and i not in ABSENT.get(replica, ())]
             gradients = gradients_of(replica, trained)
             sum((trained[i].double() * gradients[i].double()).sum() for i in used).backward()
-            tree.take(replica)
         tree.finish()
         found.append([None if p.grad is None else p.grad.clone() for p in trained])
         for parameter in trained[1:]:  # an optimizer has the others only: what is left of the first one adds up
@@ -213,11 +212,10 @@ def count_bytes(process, processes):
     dist.all_to_all_single, bitwise_tree.all_gather_single = exchange, hand_out
     try:
         tree.send_early()
-        tree.begin()
-        tree.expect_last(process)
+        tree.begin_replica(process)
+        tree.expect_last()
         sum(parameter.sum() for parameter in parameters).backward()
         assert len(sent) == 4  # within backward: every bucket, and the sum of the first one
-        tree.take(process)
         tree.finish()
     finally:
         dist.all_to_all_single, bitwise_tree.all_gather_single = all_to_all, all_gather
@@ -230,18 +228,16 @@ def late_gradients(process):
     weight, sparse = nn.Parameter(torch.ones(3, 3)), nn.Embedding(4, 2, sparse=True)
     tree = GradientTree([weight], Layout(2, 2), process)
     tree.send_early()
-    tree.begin()
-    tree.expect_last(process)
+    tree.begin_replica(process)
+    tree.expect_last()
     values = torch.ones(2, 3, requires_grad=True)
     for _ in range(2):
         values = checkpoint(lambda values: values @ weight, values, use_reentrant=True)
     values.sum().backward()
-    tree.take(process)
     messages = [message_of(tree.finish)]
     tree = GradientTree(sparse.parameters(), Layout(2, 2), process)
-    tree.begin()
+    tree.begin_replica(process)
     sparse(torch.tensor([1])).sum().backward()
-    tree.take(process)
     return [*messages, message_of(tree.finish)]
 
 

@@ -98,15 +98,7 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 
 def release(strategy: "Strategy") -> None:
     """Drop all users of the process group, so that its connections close and the others see that this process left."""
-    strategy.reducer.release()
-    strategy.buffers.rewind()
-
-
-def regroup(strategy: "Strategy", place: Place, layout: Layout) -> None:
-    """Set this process's place in a new process group, and its replicas."""
-    strategy.place, strategy.layout = place, layout
-    strategy.collectives.move(place.rank, place.world_size)
-    strategy.reducer.move(layout, place.rank)
+    strategy.regroup(None)
 
 
 def transfer_state(
@@ -122,7 +114,7 @@ def transfer_state(
     if validating:
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
-    regroup(strategy, place, layout)
+    strategy.regroup(layout, place)
     own = MemberState.of(run, consistent)
     states: list[MemberState] = strategy.collectives.gather_objects(own)
     # whole weights count most, then the furthest step, then the lowest rank: all ranks compute the same choice

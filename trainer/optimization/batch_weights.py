@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import TaskError
+from ...base.torch_private import divide_each, local_part
 from ..accelerators import has_float64
 from ..data.steps import ReplicaBatch, StepInput
 from ..processes.ranks import Ranks
@@ -26,28 +27,16 @@ FIRST_SCALE = 2.0**-10
 """Factor of all weights until the first step has shown how large they are."""
 
 
-class DividedGradients(Protocol):
-    """The gradients of a step, as a reducer has them."""
-
-    scale: float
-
-    def divide(self, divisor: Tensor) -> None:
-        """Divide them, once they have met."""
-
-
 class WeighingStrategy(Protocol):
     """Attributes of a strategy that the weights of batches use."""
 
     data_ranks: Ranks
+    loss_scale: float
+    task: Any
 
     @property
     def device(self) -> torch.device:
         """The device of the task."""
-        raise NotImplementedError
-
-    @property
-    def reducer(self) -> DividedGradients:
-        """The reducer of the gradients of its batches."""
         raise NotImplementedError
 
 
@@ -83,13 +72,13 @@ class BatchWeights:
             if self.used not in (None, weight is not None):
                 raise TaskError(MIXED)
         if weight is None:
-            return item.samples * self.strategy.reducer.scale / step.samples
+            return item.samples * self.strategy.loss_scale / step.samples
         self.sums[item.replica] += weight
         return self.factor(weight, step)
 
     def factor(self, weight: Any, step: StepInput) -> Any:
         """Return what the loss of a batch with this weight is multiplied with."""
-        return weight * (self.strategy.reducer.scale / step.samples * self._scale())
+        return weight * (self.strategy.loss_scale / step.samples * self._scale())
 
     def divide_gradients(self, step: StepInput) -> Tensor | float:
         """Divide the step's gradients by the sum of the weights of all its batches; every rank calls it.
@@ -112,8 +101,18 @@ class BatchWeights:
         divisor = torch.where(divisor == 0.0, 1.0, divisor)  # where no batch weighs anything
         if self.used is None:
             self._settle(float(total) / step.samples)
-        self.strategy.reducer.divide(divisor)
+        self._divide(divisor)
         return divisor
+
+    def _divide(self, divisor: Tensor) -> None:
+        kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+        for parameter in self.strategy.task.parameters():
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad).detach()
+                kinds.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
+        for (device, dtype, _), gradients in kinds.items():
+            # in their own type torch divides all at once; half precision would round the divisor
+            divide_each(gradients, divisor.to(device).to(dtype if dtype.itemsize >= 4 else divisor.dtype))
 
     def _scale(self) -> float:
         return self.state.weight_scale or FIRST_SCALE

@@ -10,6 +10,7 @@ from ...base.errors import ConfigError, NonFiniteError
 from ...base.torch_private import mark_stepped
 from ..metrics.log import PENDING_LIMIT
 from ..metrics.reduce import Reduced, to_floats
+from .finite import are_finite
 
 if TYPE_CHECKING:
     from .optimization import Optimization
@@ -99,7 +100,10 @@ class SkippingGuard(StepGuard):
         """Return whether the step is skipped. Raises NonFiniteError after too many in a row."""
         state = self.state
         # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
-        if self.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
+        finite = are_finite(parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        if self.strategy.gradients_in_parts:  # an inf may lie in one rank's part only
+            finite = not self.strategy.collectives.all_reduce(torch.tensor([float(not finite)]), "max").item()
+        if finite or not self._is_to_blame():
             state.skipped_in_a_row = 0
             return False
         self._roll_back()

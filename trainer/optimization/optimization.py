@@ -157,14 +157,14 @@ class Optimization:
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
         """Prepare for a step before its first forward, and follow parameters that hooks have frozen or unfrozen."""
-        reducer = self.strategy.reducer
         if self.guard is not None:
             self.guard.begin_step()
         # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
-        if reducer.has_frozen or self.epoch != self.state.epoch:
+        if self.strategy.frozen or self.epoch != self.state.epoch:
             self.epoch = self.state.epoch
-            if reducer.is_outdated():
-                self.strategy.make_reducer()
+            frozen = [id(parameter) for parameter in self.task.parameters() if not parameter.requires_grad]
+            if frozen != list(map(id, self.strategy.frozen)):
+                self.strategy.regroup(self.strategy.layout)
         if self.watch is not None:
             self.watch.begin_step()
         if self.weights.used is not False:
@@ -209,8 +209,8 @@ class Optimization:
             self._require_same_weights(self.watch)
         if self.weights.used is not False:
             self.divide_gradients(step)
-        if self.strategy.reducer.has_frozen:
-            self.strategy.reducer.drop_early_gradients()
+        for parameter in self.strategy.frozen:  # unfrozen since the step began: it is trained from the next one on
+            parameter.grad = None
         # before clipping and unscaling, which would hide what was not finite
         if self.guard is not None and self.guard.drops_step():
             return
@@ -378,8 +378,8 @@ class Optimization:
         if self.automatic:
             self.updating = True
             return strategy.optimizer_step(optimizer, closure, **options)
-        # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
-        strategy.reducer.average(optimizer_parameters(optimizer))
+        # averaged here, because backward ran inside of DDP's forward, before its hooks were ready (docs/decisions.md)
+        strategy.average(optimizer_parameters(optimizer))
         if self.guard is not None:
             self.guard.drops_step()
         # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
@@ -406,7 +406,7 @@ class Optimization:
 
         def evaluate() -> Any:
             loss = closure()
-            self.strategy.reducer.average(optimizer_parameters(optimizer))
+            self.strategy.average(optimizer_parameters(optimizer))
             if not isinstance(loss, Tensor):
                 return loss
             return ranks.all_reduce(loss.detach().clone(), "sum") / ranks.size
@@ -428,6 +428,6 @@ class Optimization:
             return
         optimizer, strategy = getattr(optimizer, "optimizer", optimizer), self.strategy
         if not self.automatic:
-            strategy.reducer.average(optimizer_parameters(optimizer))
+            strategy.average(optimizer_parameters(optimizer))
             strategy.precision.unscale(optimizer)
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)

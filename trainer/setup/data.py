@@ -14,13 +14,14 @@ from ...base.quantities import parse_duration
 from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
+from ..accelerators import has_streams
 from ..data.combined import combined, loaders_in, one_after_another
 from ..data.dealing import DealtData, EvaluationData, TrainingData, training_data
 from ..data.loaders import is_dealable, length_of, require_iterable
 from ..data.shares import LOCKSTEP, are_shares, reads_share, unpadded
 from ..data.steps import Dealing
 from ..data.streams import StreamData, own_shares
-from ..data.transfer import to_device, with_allocated_memory
+from ..data.transfer import CopyStream, to_device, with_allocated_memory
 from ..hooks import counter_of, overrides
 from ..processes.ranks import SINGLE
 from ..processes.script_collectives import StepCollectives, gathers
@@ -356,7 +357,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
     device, precision = call.strategy.device, call.strategy.precision
     bitwise, copies = call.bitwise, None
     if call.trainer.prefetch_to_device:
-        copies = call.strategy.copies = call.strategy.copy_stream()
+        copies = call.strategy.copies = CopyStream(device) if has_streams(device) else None
     unchanged = device.type == "cpu" and precision.weights_dtype is None and not bitwise
     if owners == [None] * 3 and unchanged:
         return None

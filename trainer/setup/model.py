@@ -39,8 +39,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
-    if trainer.sync_batchnorm and stage == "fit":
-        call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
     strategy.place_task(task)
     call.metrics.take_states(call.bitwise)
     other_dtypes: list[fingerprint.SettingChange] = []
@@ -58,7 +56,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     transfer = make_transfer(call)
     one_order = call.bitwise or call.members_change
     by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
-    strategy.setup(task, optimization.optimizers, call.layout, one_order and by_replica)
+    optimization.take_optimizers(strategy.prepare(task, optimization.optimizers, call.layout, one_order and by_replica))
     numerics = find_numerics(call, optimization) if stage == "fit" else {}
     if not strategy.compiles_blocks:
         kernels.compile_in_place(task, trainer.compile)
@@ -70,7 +68,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         by_replica=by_replica,
         keys_hooks=call.keyed and (trainer.world_size > 1 or call.state.replicas > 1),
         arity=arity,
-        gradient_scale=strategy.reducer.scale,
+        gradient_scale=strategy.loss_scale,
         fingerprint=described,
         other_dtypes=other_dtypes,
         numerics=numerics,
@@ -112,8 +110,6 @@ def make_optimizers(call: JoinedCall) -> Optimization:
         loop_part(callback, "extend_optimizers")(task, optimizers)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)
-    # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
-    optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))
     use_closures(call, optimization)

@@ -8,16 +8,17 @@ if TYPE_CHECKING:
     from .data_parallel.data_parallel import DataParallelStrategy as DataParallelStrategy
     from .ddp import DDPStrategy as DDPStrategy
     from .ddp_rpc.ddp_rpc import DDPRPCStrategy as DDPRPCStrategy
+    from .group import GroupStrategy as GroupStrategy
     from .mesh.mesh import FSDPStrategy as FSDPStrategy
     from .mesh.mesh import MeshStrategy as MeshStrategy
     from .model_parallel.model_parallel import DDPModelParallelStrategy as DDPModelParallelStrategy
     from .pipeline.pipeline import PipelineMeshStrategy as PipelineMeshStrategy
-    from .single import SingleStrategy as SingleStrategy
+    from .strategy import SingleStrategy as SingleStrategy
     from .strategy import Strategy as Strategy
     from .zero1 import Zero1Strategy as Zero1Strategy
 
 STRATEGIES = {
-    "single": ".single:SingleStrategy",
+    "single": ".strategy:SingleStrategy",
     "data_parallel": ".data_parallel.data_parallel:DataParallelStrategy",
     "ddp": ".ddp:DDPStrategy",
     "mesh": ".pipeline.pipeline:PipelineMeshStrategy",
@@ -30,6 +31,7 @@ STRATEGIES = {
 
 _HOMES = {
     "Strategy": ".strategy",
+    "GroupStrategy": ".group",
     "MeshStrategy": ".mesh.mesh",
     **{home.split(":")[1]: home.split(":")[0] for home in STRATEGIES.values()},
 }

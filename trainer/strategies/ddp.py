@@ -17,12 +17,10 @@ from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..optimization.precision import nothing
-from ..processes.ranks import Phase, Ranks
-from .averaging import FlatAverage, TreeAverage
-from .bitwise.batch_norm import synchronize
-from .bitwise.buffers import ReplicaBuffers
+from ..processes.place import Place
+from ..processes.ranks import Phase
+from .batch_norm import synchronize
 from .group import GroupStrategy
-from .reducers import AveragingReducer, Reducer
 from .strategy import trainable
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad 
 class DDPStrategy(GroupStrategy):
     """One process for each device. The arguments are DistributedDataParallel's and init_process_group's.
 
-    A subclass registers a communication hook of torch's, or of its own, on `self.ddp.module` in `make_reducer`.
+    A subclass registers a communication hook of torch's, or of its own, on `self.ddp` in `regroup`.
     """
 
     name = "ddp"
@@ -48,7 +46,6 @@ class DDPStrategy(GroupStrategy):
         join: str | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
         process_group_backend: str | None = None,
         init_method: str | None = None,
@@ -62,7 +59,6 @@ class DDPStrategy(GroupStrategy):
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self.finds_unused = find_unused_parameters
@@ -72,8 +68,14 @@ class DDPStrategy(GroupStrategy):
             self.elastic = ElasticProcesses(self._elastic_options(min_processes, join))
         elif join is not None or min_processes != 1:
             raise ConfigError("join and min_processes are for elastic runs: set elastic=true.")
-        self.ddp: DDPReducer | None = None
-        """The reducer, where it is torch's."""
+        self.ddp: DistributedDataParallel | None = None
+        """Lets gradients meet while backward computes them; None in one process, in one order, or in manual steps."""
+        self.ddp_forward: Callable[..., Any] | None = None
+        self.require_reduced: Callable[[], object] = nothing
+        """Raises RuntimeError where DDP misses a gradient after the last backward of a step."""
+        self.nothing: Tensor | None = None
+        """Loss without effect that stands in when training_step returns None."""
+        self.undo_batch_norm: Callable[[], None] | None = None
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
@@ -110,20 +112,22 @@ class DDPStrategy(GroupStrategy):
         """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
         return "gloo" if self.elastic.changes else super()._backend()
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
+    def place_task(self, task: "Task") -> None:
+        """Move the task to its device and precision. Raises ConfigError for options that exclude each other."""
         if self.elastic.changes and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
                 "which another process has died cannot be repeated."
             )
-        super().setup(task, optimizers, layout, one_order)
+        super().place_task(task)
 
-    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
-        """Compute the statistics of batch norm over all processes; return what undoes it."""
-        if replicas != self.data_ranks.size or replicas == 1:
-            return super().sync_batch_norm(task, replicas)
-        if self.elastic.changes or task.trainer.reproducible == "bitwise":
+    def _sync_batch_norm(self, task: "Task") -> None:
+        """Compute the statistics of batch norm over all processes, until `teardown`."""
+        trainer, replicas = task.trainer, self.layout.replicas
+        if not trainer.sync_batchnorm or trainer.stage != "fit" or replicas != self.data_ranks.size or replicas == 1:
+            super()._sync_batch_norm(task)
+            return
+        if self.elastic.changes or trainer.reproducible == "bitwise":
             raise ConfigError(
                 "sync_batchnorm=true ties a run to one number of processes, each with one replica; it does not go with "
                 "elastic=true or reproducible: bitwise. Leave one of the two out."
@@ -132,76 +136,90 @@ class DDPStrategy(GroupStrategy):
         # in the strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
-        return synchronize(task, self.device, self.batch_norm_group[1])
+        self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
-    def make_reducer(self) -> None:
-        """Make the reducer for the parameters that are trained now, and give every rank the weights of rank 0."""
-        # the strategy's own reference, too, must be gone before another DDP is made (see Strategy.make_reducer)
-        self.ddp, self.weight_ranks = None, self.collectives
-        super().make_reducer()
-        if self.task is not None and self.ddp is None and any(True for _ in trainable(self.task)):
-            self.collectives.broadcast_tensors([*self.task.parameters(), *self.task.buffers()])  # as DDP does
-
-    def _reducer_for(self, task: "Task") -> Reducer:
-        trains = any(True for _ in trainable(task))
-        # with `bitwise` gradients meet in the tree; without trained parameters DDP's constructor raises
-        if self.place.world_size == 1 or (task.automatic_optimization and (self.one_order or not trains)):
-            return super()._reducer_for(task)
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
+        """Prepare the placed task for training, in which torch's DDP lets gradients meet."""
+        prepared = super().prepare(task, optimizers, layout, one_order)
         if task.automatic_optimization:
-            self.ddp = self._wrap(task)
-            return self.ddp
-        # backward runs inside training_step, which DDP's forward cannot wrap
-        ranks = self.data_ranks
-        if task.trainer.reproducible == "bitwise":
-            return AveragingReducer(task.parameters(), TreeAverage(self.layout, ranks.rank, ranks.group))
-        return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size, ranks.group))
+            self.flat_sum = None
+        return prepared
 
-    def _wrap(self, task: "Task") -> "DDPReducer":
+    def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
+        """Attach to the parameters that are trained now: by torch's DDP, or in one order by the tree."""
+        # DDP takes its hooks off the parameters only when its C++ reducer is destroyed: before another one is made
+        self.ddp, self.ddp_forward, self.loss_scale = None, None, 1.0
+        super().regroup(layout, place)
+        task = self.task
+        if layout is None or task is None or self.place.world_size == 1 or self.one_order:
+            return
+        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without trained
+        # parameters DDP's constructor raises.
+        if task.automatic_optimization and any(True for _ in trainable(task)):
+            self.ddp = self._wrap(task)
+            self.ddp_forward = self.ddp.forward
+            self.require_reduced = reduction_check(self.ddp)
+            # DDP divides the sum over ranks by their number. Under 16-mixed that is undone on the gradients: a larger
+            # loss would overflow on more processes only.
+            if self.precision.scaler is None:
+                self.loss_scale = float(self.data_ranks.size)
+
+    def _share_weights(self, task: "Task") -> None:
+        if self.ddp is None:  # which has done it
+            super()._share_weights(task)
+
+    def _wrap(self, task: "Task") -> DistributedDataParallel:
         options = {name: value for name, value in self.module_options.items() if value is not None}
         with warnings.catch_warnings(), no_compiler_for_ddp():
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
-            module = DistributedDataParallel(
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers")
+            return DistributedDataParallel(
                 self._steps_of(task),
                 device_ids=self._device_ids(),
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
+                broadcast_buffers=False,  # in each forward; `end_step` does it
                 **options,
             )
-        return DDPReducer(task, module, self.collectives, self.precision.scaler is not None)
 
     def _steps_of(self, task: "Task") -> "DDPSteps":
-        return DDPSteps(task, self.buffers)
+        return DDPSteps(task)
 
     def _device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP may move inputs; None: they stay where they are."""
         return [self.device] if has_streams(self.device) else None
 
     def teardown(self) -> None:
-        """Drop the wrapper, and with it the reducer's hooks on the parameters."""
-        self.ddp = None
+        """Drop the wrapper, and with it its hooks on the parameters."""
+        self.ddp = self.ddp_forward = None
+        if self.undo_batch_norm is not None:
+            self.undo_batch_norm()
+        self.undo_batch_norm = None
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step through DDP, which prepares the reduction when this is the `last` local batch."""
-        if self.ddp is None:
-            return super().training_step(arguments, last)
-        self.ddp.set_sync(last)
-        self.buffers.settle()
+        ddp, forward = self.ddp, self.ddp_forward
+        if ddp is None or forward is None:
+            return super().training_step(arguments, replica, last)
+        if self.by_replica:
+            self._open_replica(replica)
+        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
+        if ddp.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
+            ddp.require_backward_grad_sync = last
         if self.precision.forward_context is nothing:  # four calls less
-            return self.ddp.training_step(arguments)
-        with self.precision.forward_context():
-            return self.ddp.training_step(arguments)
-
-    def backward(
-        self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
-    ) -> None:
-        """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes."""
-        super().backward(loss, last, inputs, retain_graph)
-        if last and not retain_graph:
-            self.reducer.complete()
+            output = forward("training_step", *arguments)
+        else:
+            with self.precision.forward_context():
+                output = forward("training_step", *arguments)
+        if type(output) is not _Nothing:
+            return output
+        # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
+        self.nothing = output.loss
+        return None
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Send a gradient of zero, since the other ranks' reduction waits for every parameter of every rank."""
@@ -211,95 +229,55 @@ class DDPStrategy(GroupStrategy):
                 f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."
             )
         if self.ddp is not None and last:
-            self.ddp.zero_loss(after_forward).backward()
-            self.ddp.complete()
+            self._zero_loss(after_forward).backward()
 
-
-class DDPReducer(Reducer):
-    """Lets torch's DistributedDataParallel average gradients over ranks, while backward computes them."""
-
-    def __init__(
-        self,
-        task: "Task",
-        module: DistributedDataParallel,
-        collectives: Ranks,
-        is_scaled: bool,
-    ) -> None:
-        """`is_scaled`: losses are multiplied by the factor of 16-mixed."""
-        super().__init__(task.parameters())
-        self.task, self.module, self.collectives, self.is_scaled = task, module, collectives, is_scaled
-        # Losses are weighted by their share of the step's samples, so a sum over ranks is the mean that is wanted, and
-        # DDP divides it by their number. Under 16-mixed that is undone on the gradients (undo_division).
-        self.scale = 1.0 if is_scaled else float(collectives.size)
-        self.names = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-        """The names of the parameters that DDP reduces, in its order."""
-        self.nothing: Tensor | None = None
-        """Zero loss that stands in when training_step returns None."""
-        self.check_reduced = reduction_check(module)
-        self.forward: Callable[..., Any] = module.forward
-
-    def set_sync(self, last: bool) -> None:
-        """Choose whether the next forward and its backward send gradients."""
-        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
-        if self.module.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
-            self.module.require_backward_grad_sync = last
-
-    def training_step(self, arguments: Sequence[Any]) -> Any:
-        """Call the task's training_step within DDP's forward."""
-        # the step's name goes through DDP.forward, which prepares the reduction and broadcasts buffers before it
-        output = self.forward("training_step", *arguments)
-        if type(output) is not _Nothing:
-            return output
-        # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
-        self.nothing = output.loss
-        return None
-
-    def complete(self) -> None:
-        """Check that all gradients were sent, and make means of samples out of them."""
-        self.require_reduced()
-        if self.is_scaled:
-            self.undo_division()
-
-    def require_reduced(self) -> None:
-        """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""
-        try:
-            self.check_reduced()
-        except RuntimeError as error:
-            found = UNUSED.search(str(error))
-            if found is None:
-                raise
-            unused = [self.names[int(index)] for index in found.group(1).split()]
-            raise TaskError(
-                f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for "
-                f"{first_names(unused)}. Freeze what no loss uses (requires_grad_(False)) or remove it; if only some "
-                f"batches use it, set find_unused_parameters=true for strategy ddp."
-            ) from error
-
-    def undo_division(self) -> None:
-        """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
-        if self.is_scaled:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            multiply_each(gradients, float(self.collectives.size))
-
-    def zero_loss(self, after_forward: bool) -> Tensor:
+    def _zero_loss(self, after_forward: bool) -> Tensor:
         """Return a loss whose backward sends zeros for this rank's last batch."""
-        self.set_sync(True)
-        nothing = self.nothing if after_forward else self.module("nothing").loss
-        self.nothing = None
-        assert nothing is not None
-        return nothing
+        assert self.ddp is not None
+        if not after_forward:
+            self.ddp.require_backward_grad_sync = True
+            self.nothing = self.ddp("nothing").loss
+        loss, self.nothing = self.nothing, None
+        assert loss is not None
+        return loss
+
+    def end_step(self) -> None:
+        """Check that all gradients were sent, and make means of samples out of them."""
+        if self.ddp is not None:
+            self._check_reduced()
+            if self.precision.scaler is not None:
+                gradients = [parameter.grad for parameter in self.ddp.parameters() if parameter.grad is not None]
+                if gradients:
+                    multiply_each(gradients, float(self.data_ranks.size))
+        super().end_step()
+
+    def _check_reduced(self) -> None:
+        """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""
+        assert self.task is not None
+        try:
+            self.require_reduced()
+        except RuntimeError as error:
+            indices = UNUSED.search(str(error))
+            if indices is None:
+                raise
+            names = [name for name, parameter in self.task.named_parameters() if parameter.requires_grad]
+            raise TaskError(
+                f"Step {self.task.global_step + 1} gave rank {self.place.rank} no gradient for "
+                f"{first_names([names[int(index)] for index in indices.group(1).split()])}. Freeze what no loss uses "
+                f"(requires_grad_(False)) or remove it; if only some batches use it, set find_unused_parameters=true "
+                f"for strategy ddp."
+            ) from error
 
 
 class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task, for DDP to wrap."""
 
-    def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:
+    def __init__(self, task: "Task") -> None:
         super().__init__()
-        self.task, self.replica_buffers = task, buffers
+        self.task = task
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
         """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
-        self.replica_buffers.begin()  # DDP has just given every process the buffers of the first one
         output = None if name == "nothing" else self.call(name, arguments)
         return _Nothing(self.nothing()) if output is None else output
 
@@ -308,9 +286,10 @@ class DDPSteps(nn.Module):
         return getattr(self.task, name)(*arguments)
 
     def nothing(self) -> Tensor:
-        """Return a loss whose gradient is zero for every parameter that is trained."""
-        # 0 times a parameter, not zeros: DDP's reducer counts gradients by hooks, which only a graph calls
-        nothing = [(parameter * 0.0).sum().float() for parameter in trainable(self.task)]
+        """Return a loss whose gradient changes nothing, for every parameter that is trained."""
+        # Times a parameter, not a constant: DDP's reducer counts gradients by hooks, which only a graph calls. -0.0,
+        # since 0.0 would turn other ranks' -0.0 into 0.0, which one process without this rank does not.
+        nothing = [(parameter * -0.0).sum().float() for parameter in trainable(self.task)]
         return torch.stack([zero.to(nothing[0].device) for zero in nothing]).sum()  # parts may live on several devices
 
 

@@ -1,20 +1,34 @@
 """Strategies with one process for each device, in one process group."""
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, TaskError
+from ...base.torch_private import copy_to_each
 from ..accelerators import backend_for, make_current
+from ..data.sampling import Layout
 from ..optimization.precision import Precision
 from ..processes.place import Place, find_group
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
 from ..processes.rendezvous import join_process_group
-from .strategy import Strategy
+from .strategy import Strategy, trainable
+from .tree import average_in_tree
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
 
 
 class GroupStrategy(Strategy):
-    """One process for each device, in one process group."""
+    """One process for each device, in one process group; gradients meet at the end of a step, in one flat sum.
+
+    The simplest base for a strategy of your own: override `end_step` for another way in which gradients meet.
+    """
 
     def __init__(
         self,
@@ -26,6 +40,7 @@ class GroupStrategy(Strategy):
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
+        self.flat_sum: FlatSum | None = None
 
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return one process for each device."""
@@ -56,7 +71,7 @@ class GroupStrategy(Strategy):
             self.timeouts.enter("startup")
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
-        self.collectives = self.data_ranks = Ranks(rank, place.world_size, group)
+        self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
         """Return the one device of this process; None if it has several, or if its groups come and go."""
@@ -65,3 +80,105 @@ class GroupStrategy(Strategy):
     def _backend(self) -> str:
         """Return the backend of the process group."""
         return backend_for(self.device, self.process_group_backend)
+
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
+        """Prepare the placed task for training; every rank begins with the weights of rank 0."""
+        self.flat_sum = FlatSum(task, self.data_ranks) if self.data_ranks.size > 1 else None
+        prepared = super().prepare(task, optimizers, layout, one_order)
+        self._share_weights(task)
+        return prepared
+
+    def _share_weights(self, task: "Task") -> None:
+        self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
+
+    def end_step(self) -> None:
+        """Add up the gradients of all ranks, and complete the buffers of the step."""
+        super().end_step()
+        task = self.task
+        if self.flat_sum is None or self.tree is not None or task is None or not task.automatic_optimization:
+            return  # manual optimization has averaged them before each update
+        self.flat_sum.add_up(list(trainable(task)))
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average gradients over ranks; a rank without one counts as zero."""
+        if self.flat_sum is None or self.task is None:
+            return
+        if self.task.trainer.reproducible == "bitwise":
+            average_in_tree(parameters, self.layout, self.data_ranks.rank, self.data_ranks.group)
+        else:
+            self.flat_sum.add_up(parameters, divisor=self.data_ranks.size)
+
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+class FlatSum:
+    """Adds gradients up over ranks, by one all_reduce of a flat buffer for each dtype and device.
+
+    A rank without a gradient for a parameter counts as zero, and gets one if any rank has one; the buffer ends with
+    flags that say which parameters have a gradient.
+    """
+
+    def __init__(self, task: nn.Module, ranks: Ranks) -> None:
+        self.ranks = ranks
+        sparse = (getattr(layer, "weight", None) for layer in task.modules() if getattr(layer, "sparse", False) is True)
+        self.sparse = {weight for weight in sparse if isinstance(weight, nn.Parameter)}
+        """Embeddings' weights, whose gradients are sparse and travel by themselves: known to all ranks beforehand."""
+        self.buffers: dict[Kind, Tensor] = {}
+
+    def add_up(self, parameters: Sequence[nn.Parameter], divisor: int = 1) -> None:
+        """Replace the gradients of `parameters` by their sums over ranks, divided; every rank calls it."""
+        kinds: dict[Kind, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for kind, alike in kinds.items():
+            sparse = [parameter for parameter in alike if parameter in self.sparse]
+            self._add_up(kind, [parameter for parameter in alike if parameter not in self.sparse], sparse, divisor)
+
+    def _add_up(self, kind: Kind, dense: list[nn.Parameter], sparse: list[nn.Parameter], divisor: int) -> None:
+        sizes, flags = [parameter.numel() for parameter in dense], len(dense) + len(sparse)
+        flat = self._room(kind, sum(sizes) + flags)
+        parts = flat[: sum(sizes)].split(sizes)
+        for parameter, part in zip(dense, parts, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            elif parameter.grad.is_sparse:
+                raise TaskError(
+                    f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, but no "
+                    f"Embedding(sparse=True) holds it: only those may have one here. Make it dense."
+                )
+            else:
+                part.view_as(parameter).copy_(parameter.grad)
+        # The flags travel behind the gradients, so that it is one collective and not two. In their dtype: only "not
+        # zero" is read, which a sum of ones keeps in every floating point type.
+        present = [parameter.grad is not None for parameter in chain(dense, sparse)]
+        flat[sum(sizes) :].copy_(torch.tensor(present))
+        dist.all_reduce(flat, group=self.ranks.group)
+        used = (flat[sum(sizes) :] != 0).tolist()
+        flat /= divisor
+        for parameter, is_used in zip([*dense, *sparse], used, strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = _no_rows(parameter) if parameter in self.sparse else torch.empty_like(parameter)
+        pairs = [(parameter.grad, part.view_as(parameter)) for parameter, part in zip(dense, parts, strict=True)]
+        targets = [(gradient, part) for gradient, part in pairs if gradient is not None]
+        if targets:
+            copy_to_each([gradient for gradient, _ in targets], [part for _, part in targets])
+        for parameter in sparse:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.ranks.group)
+                parameter.grad /= divisor
+
+    def _room(self, kind: Kind, length: int) -> Tensor:
+        """Return a buffer of `length` numbers, reused in every step: fresh memory costs a page fault every 4 KiB."""
+        if kind not in self.buffers or self.buffers[kind].numel() < length:
+            self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
+        return self.buffers[kind][:length]
+
+
+def _no_rows(parameter: nn.Parameter) -> Tensor:
+    """Return a sparse gradient without rows: gloo takes each rank's indices, but a rank must not stay away."""
+    rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
+    with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns of the argument
+        return torch.sparse_coo_tensor(rows, values, parameter.shape, device=parameter.device)

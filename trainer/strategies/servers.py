@@ -1,4 +1,4 @@
-"""Servers: processes of a run that only hold remote modules for the others. Only strategy ddp_rpc has some."""
+"""Remote modules: what strategy ddp_rpc keeps on servers, and every other strategy builds within the task."""
 
 import zlib
 from collections.abc import Callable
@@ -9,21 +9,9 @@ from torch import nn
 
 from ...base.errors import TaskError
 from ..data.sampling import mix
-from ..processes.place import Place
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
-
-
-class Servers:
-    """The servers of a run. Here there are none."""
-
-    def serves(self, place: Place) -> bool:
-        """Return whether the process at this place is a server, and takes no part in the loop."""
-        return False
-
-    def serve(self, place: Place, task: "Task", seed: int) -> None:
-        """Serve the other processes until their run is over."""
 
 
 def build_remote_modules(task: "Task", seed: int) -> None:

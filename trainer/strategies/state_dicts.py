@@ -1,7 +1,7 @@
 """State dicts of a task and its optimizers, as a checkpoint holds them: alike under every strategy and layout."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from ...tasks.task import Task
 
 
+class StateParts(NamedTuple):
+    """How the processes of a run share its batches and its state, as far as their number tells."""
+
+    batches: int
+    """Number of processes, or groups of them, that have batches of their own."""
+    weights: int | None = 1
+    """Number of equal parts of the weights and of the gradients; None if the task decides."""
+    optimizer: int = 1
+    """Number of equal parts of the optimizer's state."""
+    layers: int = 1
+    """Number of processes that a batch's layers, and with them its activations, are spread over."""
+
+
 class StateDicts:
     """Reads and loads state dicts. Here every rank has all of the state, and rank 0 writes it."""
 
@@ -22,6 +35,10 @@ class StateDicts:
     def __init__(self) -> None:
         self.writers: Ranks = SINGLE
         """The ranks that write a checkpoint together, where each has a part of the state; alone: rank 0 has it all."""
+
+    def parts(self, world_size: int) -> StateParts:
+        """Return how so many processes share a run, before any is started."""
+        return StateParts(world_size)
 
     def model(self, task: "Task") -> dict[str, Tensor]:
         """Return the task's state dict under the task's own names; every rank calls it.

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ...base import torch_private
 from ...base.errors import ConfigError, TaskError
-from ..accelerators import has_streams, make_current
+from ..accelerators import make_current
 from ..data.sampling import Layout
 from ..data.transfer import CopyStream, align_in_place
 from ..elastic.membership import Elasticity
@@ -19,35 +19,29 @@ from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
 from ..processes.place import Place
 from ..processes.ranks import DEFAULT, SINGLE, Ranks, Timeouts
-from .bitwise.buffers import ReplicaBuffers
-from .reducers import Reducer, TreeReducer
-from .servers import Servers, build_remote_modules
+from .buffers import ReplicaBuffers
+from .servers import build_remote_modules
 from .state_dicts import StateDicts
+from .tree import GradientTree, ReplicaTree
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
 
 
-class StateParts(NamedTuple):
-    """How the processes of a run share its batches and its state, as far as their number tells."""
-
-    batches: int
-    """Number of processes, or groups of them, that have batches of their own."""
-    weights: int | None = 1
-    """Number of equal parts of the weights and of the gradients; None if the task decides."""
-    optimizer: int = 1
-    """Number of equal parts of the optimizer's state."""
-    layers: int = 1
-    """Number of processes that a batch's layers, and with them its activations, are spread over."""
-
-
 class Strategy:
-    """Placement of replicas on devices and processes: puts the task there, and runs a step on it.
+    """Where the task's weights are, and how a step runs on them.
 
-    The loop calls, in this order: `join`, `build_model`, `place_task`, `setup`; then for each step `training_step` and
-    `backward` for every local batch and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. The
-    trainer never asks for a strategy's type. A strategy chooses the objects beside it: `collectives`, `reducer` (how
-    gradients meet), `state_dicts` (what a checkpoint holds), `servers` and `elastic`.
+    The loop calls, in this order: `join`, `build_model`, `place_task`, `prepare`; then for each step `training_step`
+    and `backward` for every local batch, `end_step`, and `optimizer_step` for every optimizer; `finish` and `teardown`
+    at the end. It never asks for a strategy's type. Five rules hold, which `legato.testing.check_strategy` tries:
+
+    1. After `prepare`, all ranks that hold a weight or buffer hold the same values, those of rank 0.
+    2. The loop weights losses by samples: their sum over ranks, divided by `loss_scale`, is the mean of the step.
+    3. After `end_step`, `parameter.grad` is the gradient of that mean (all of it, or this rank's part), and buffers
+       are those of replica 0. `weight_ranks` are the ranks for which that holds; local SGD has none.
+    4. All ranks call `end_step` and `optimizer_step` equally often, `training_step` not: a rank whose batch has no
+       loss, or that has none in a step, calls `leave_out`.
+    5. A strategy keeps no state between steps but what `state_dicts` saves; `task.global_step` counts steps.
     """
 
     name = ""
@@ -56,13 +50,14 @@ class Strategy:
     """The number of pieces that a training batch is cut into for its forward."""
     cuts_batches = False
     """Whether a training step is called with a part of a replica's batch."""
-
     needs_every_gradient = False
     """Whether a step fails where a trained parameter gets no gradient on some rank."""
     finds_unused = False
     """Whether the config says that batches may leave parameters out (find_unused_parameters=true)."""
     leaves_default_group = False
     """Whether the default process group has no collectives but the script's."""
+    gradients_in_parts = False
+    """Whether ranks have different gradients after `end_step`, each its part."""
 
     def __init__(self) -> None:
         self.place = Place()
@@ -72,9 +67,9 @@ class Strategy:
         """The ranks that share out the replicas: together they have every batch once."""
         self.weight_ranks: Ranks = SINGLE
         """The ranks that must hold the same weights as this one, bit for bit; none by default."""
-        self.reducer = Reducer()
+        self.loss_scale = 1.0
+        """Sum of a step's loss weights over all ranks that makes the gradient a mean over samples."""
         self.state_dicts = StateDicts()
-        self.servers = Servers()
         self.elastic = Elasticity()
         self.meeting = ""
         """Address at which the processes met, as "host:port" or a file."""
@@ -92,8 +87,10 @@ class Strategy:
         """Whether `place_task` compiles the task, and nothing is left for later."""
         self.devices: list[torch.device] = []
         self.device = torch.device("cpu")
+        self.parts: list[torch.device] = []
+        """The devices over which a task spreads within this process, from its inputs to its loss; empty: one."""
         self.copies: CopyStream | None = None
-        """Copies batches to a CUDA device while it computes, during a run."""
+        """Copies batches to an accelerator while it computes, during a run."""
         self.precision = Precision("32", "cpu")
         self.task: Task | None = None
         self.recomputing: Recomputing | None = None
@@ -102,6 +99,14 @@ class Strategy:
         self.layout = Layout(1, 1)
         self.one_order = False
         """Whether gradients are added up in an order that does not depend on the number of processes."""
+        self.by_replica = False
+        """Whether each replica begins with the step's buffers and, in one order, has a gradient of its own."""
+        self.replica: int | None = None
+        """The replica whose batches are under way; None between two steps."""
+        self.frozen: list[nn.Parameter] = []
+        """The parameters of the task to which it is not attached: they were not trained."""
+        self.tree: ReplicaTree | None = None
+        """What adds gradients up in one order."""
         self.one: Tensor | None = None
         """The gradient of a loss with respect to itself."""
         self.own_backward = self.plain_backward = False
@@ -111,17 +116,15 @@ class Strategy:
 
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return how many processes this machine runs for these devices."""
+        """Return how many processes this machine runs for these devices, before any is started."""
         return 1
 
-    def state_parts(self, world_size: int) -> StateParts:
-        """Return how so many processes share a run, before any is started."""
-        return StateParts(world_size)
+    def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
+        """Return whether the process at this place takes no part in the loop but serves others.
 
-    @property
-    def task_devices(self) -> list[torch.device]:
-        """The devices of this process over which the task may spread, from its inputs to its loss."""
-        return [self.device]
+        With a task: serve them, until their run is over.
+        """
+        return False
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Join the other processes of the run; raises ConfigError where that cannot be."""
@@ -139,27 +142,13 @@ class Strategy:
         task.configure_model()
         build_remote_modules(task, task.trainer.seed)
 
-    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
-        """Compute the statistics of batch norm over all replicas of a step; return what undoes it.
-
-        Raises ConfigError where the strategy cannot.
-        """
-        if replicas == 1:
-            return lambda: None
-        if replicas > self.data_ranks.size:
-            raise ConfigError(
-                f"sync_batchnorm=true takes statistics over all {replicas} replicas of a step at once, but they take "
-                f"turns on {self.data_ranks.size} processes. Start {replicas} processes (strategy ddp), or set "
-                f"replicas to their number."
-            )
-        raise ConfigError(f"sync_batchnorm=true works under strategy ddp, not under {self.name!r}. Leave it out.")
-
     def place_task(self, task: "Task") -> None:
         """Move the task to its device and precision, before its optimizers are made.
 
         Raises TaskError where it has parameters without values.
         """
         self.task = task
+        self._sync_batch_norm(task)
         empty = next((name for name, parameter in task.named_parameters() if parameter.is_meta), None)
         if empty is not None:
             raise TaskError(
@@ -169,22 +158,29 @@ class Strategy:
         self.precision.place(task)
         task.to(self.device)
 
-    def copy_stream(self) -> CopyStream | None:
-        """Return what copies batches to the device while that computes; None where it has no streams."""
-        return CopyStream(self.device) if has_streams(self.device) else None
+    def _sync_batch_norm(self, task: "Task") -> None:
+        """Have batch norm take statistics over all replicas of a step, where the trainer asks for it."""
+        trainer = task.trainer
+        if not trainer.sync_batchnorm or trainer.stage != "fit" or self.layout.replicas == 1:
+            return
+        if self.layout.replicas > self.data_ranks.size:
+            raise ConfigError(
+                f"sync_batchnorm=true takes statistics over all {self.layout.replicas} replicas of a step at once, but "
+                f"they take turns on {self.data_ranks.size} processes. Start {self.layout.replicas} processes "
+                f"(strategy ddp), or set replicas to their number."
+            )
+        raise ConfigError(f"sync_batchnorm=true works under strategy ddp, not under {self.name!r}. Leave it out.")
 
-    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to use instead of one of the placed task's."""
-        return optimizer
-
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Prepare the placed task for training on this layout of replicas.
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
+        """Prepare the placed task for training on this layout of replicas; return the optimizers to use.
 
         `one_order`: add gradients up in an order that does not depend on the number of processes.
         """
         from ...tasks.task import Task
 
-        self.layout, self.one_order = layout, one_order
+        self.one_order, self.replica = one_order, None
         self.own_backward = type(task).backward is not Task.backward
         self.plain_backward = not (self.own_backward or one_order or self.precision.scaler is not None)
         self.engine = torch_private.backward_engine()
@@ -192,42 +188,67 @@ class Strategy:
             # small matrix kernels give other bits at another memory alignment (F.linear with narrow outputs in 12 of 15
             # offsets)
             align_in_place([*task.parameters(), *task.buffers()])
-        local_replicas = len(layout.owned(self.data_ranks.rank))
+        several = len(layout.owned(self.data_ranks.rank)) > 1
+        self.by_replica = bool(optimizers) and task.automatic_optimization and (several or one_order)
         # one replica that nobody shares needs no snapshots of its buffers: a copy of all buffers in each step saved
-        several = local_replicas > 1 or self.data_ranks.size > 1 or self.elastic.changes
-        self.buffers = ReplicaBuffers(task if several else None)
-        self.make_reducer()
+        self.buffers = ReplicaBuffers(task if several or self.data_ranks.size > 1 or self.elastic.changes else None)
+        self.regroup(layout)
+        return list(optimizers)
 
-    def make_reducer(self) -> None:
-        """Make the reducer for the parameters that are trained now; every rank calls it, between two steps."""
-        assert self.task is not None
-        # First the old one goes: hooks on a parameter are called in the order of registration, so two trees would both
-        # send, and DDP takes its hooks off only when its C++ reducer is destroyed.
-        self.reducer.close()
-        self.reducer = Reducer()
-        self.reducer = self._reducer_for(self.task)
+    def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
+        """Attach to the parameters that are trained now, on this layout; every rank calls it, between two steps.
 
-    def _reducer_for(self, task: "Task") -> Reducer:
-        if not self.one_order:
-            return Reducer(task.parameters())
-        send_early = not self.own_backward and not task.trainer.current_run.hooks["on_after_backward"]
-        return TreeReducer(task.parameters(), self.layout, self.data_ranks.rank, send_early, self.collectives.group)
+        With a `place`, in a new process group. Without a layout only let go of the group, perhaps in the middle of a
+        step, which then counts as not begun.
+        """
+        # gloo closes its sockets only when the last reference to the group goes, and buckets hold the group and its
+        # works. Hooks on a parameter are called in the order of registration, so of two trees both would send.
+        if self.tree is not None:
+            self.tree.close()
+        self.tree, self.replica = None, None
+        if layout is None:
+            self.buffers.rewind()
+            return
+        self.layout = layout
+        if self.task is not None:
+            self.frozen = [parameter for parameter in self.task.parameters() if not parameter.requires_grad]
+        if place is not None:
+            self.place = place
+            self.collectives.move(place.rank, place.world_size)
+        if self.one_order and self.task is not None:
+            self.tree = self._make_tree(self.task)
+
+    def _make_tree(self, task: "Task") -> ReplicaTree:
+        ranks, hooks = self.data_ranks, task.trainer.current_run.hooks
+        tree = GradientTree(task.parameters(), self.layout, ranks.rank, group=ranks.group)
+        if not self.own_backward and not hooks["on_after_backward"]:
+            tree.send_early()  # no hook looks at the gradients of a single replica
+        return tree
 
     def finish(self) -> None:
         """Give the task all its weights after a run without an error; every rank calls it, before `teardown`."""
 
     def teardown(self) -> None:
-        """Release what `setup` made; the process group stays, and the task may still be saved."""
-        self.reducer.close()
-        self.reducer, self.copies, self.engine = Reducer(), None, None  # which does not pickle
+        """Release what `prepare` made; the process group stays, and the task may still be saved."""
+        if self.tree is not None:
+            self.tree.close()
+        self.tree, self.copies, self.engine = None, None, None  # which do not pickle
         if self.recomputing is not None:
             self.recomputing.undo()
         self.recomputing = None
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Call the task's training_step; `last` says that no further batch of this process is in the step."""
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
+        """Call the task's training_step.
+
+        Args:
+            arguments: what it takes: the batch and its index.
+            replica: whose batch it is; None for a masked batch, which counts for nothing.
+            last: no further batch of this process is in the step.
+        """
         assert self.task is not None
+        if self.by_replica:
+            self._open_replica(replica)
         # not an empty context: entering and leaving one is calls in each step (tests/trainer/test_step_path.py counts
         # them)
         if self.precision.forward_context is nothing:
@@ -235,9 +256,14 @@ class Strategy:
         with self.precision.forward_context():
             return self.task.training_step(*arguments)
 
-    def repeat_step(self, arguments: Sequence[Any]) -> Any:
-        """Re-run training_step on the whole task for diagnostics; gradients and logs are discarded."""
-        return Strategy.evaluation_step(self, "training_step", arguments)
+    def _open_replica(self, replica: int | None) -> None:
+        """Begin with the batches of a replica, where it is another one than before."""
+        if replica is None or replica == self.replica:
+            return
+        if self.tree is not None:
+            self.tree.begin_replica(replica)
+        self.buffers.open_replica(replica - self.layout.owned(self.data_ranks.rank).start)
+        self.replica = replica
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` of the task."""
@@ -272,8 +298,8 @@ class Strategy:
         if self.precision.scaler is not None:
             loss = self.precision.scale(loss)
         # with retain_graph another backward of the same step follows, so nothing may be sent yet
-        if last and not retain_graph:
-            self.reducer.expect_last()
+        if last and not retain_graph and self.tree is not None:
+            self.tree.expect_last()
         if self.own_backward:
             assert self.task is not None
             options = {"inputs": inputs, "retain_graph": True} if retain_graph else {"inputs": inputs} if inputs else {}
@@ -284,25 +310,29 @@ class Strategy:
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Take part in a step without a gradient: for a batch that was skipped, or when this process has none left."""
 
+    def end_step(self) -> None:
+        """Complete the gradients and buffers of a step after its last backward; every rank calls it."""
+        if self.tree is not None:
+            self.tree.finish()
+        if self.buffers.places:
+            if self.by_replica and self.replica is None:  # without a batch: others' buffers arrive all the same
+                self.buffers.open_replica(0)
+            # first this process's own first replica, then that of rank 0: the other way round the broadcast would be
+            # overwritten
+            self.buffers.close_step()
+            if self.data_ranks.size > 1:
+                self.align_buffers()
+        self.replica = None
+
     def abandon_step(self) -> None:
         """End a step before its last batch; it counts for nothing."""
-        self.reducer.abandon()
+        if self.tree is not None:
+            self.tree.abandon()
         self.buffers.close_step()
+        self.replica = None
 
-    def open_replica(self, replica: int) -> None:
-        """Begin with the batches of `replica` in this step."""
-        self.reducer.begin_replica(replica)
-        self.buffers.open_replica(replica - self.layout.owned(self.data_ranks.rank).start)
-
-    def finish_backward(self) -> None:
-        """Complete gradients and buffers after all local batches of a step that opened replicas."""
-        aligns_buffers = self.reducer.finish()
-        # first this process's own first replica, then that of rank 0: the other way round the broadcast would be
-        # overwritten
-        self.buffers.close_step()
-        if aligns_buffers:
-            self.buffers.await_others()
-            self.align_buffers()
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average gradients over ranks under manual optimization, just before their use. Twice does no harm."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Update the weights from the gradients, but where a scaled gradient overflowed; return what `step` returns."""
@@ -323,6 +353,12 @@ class Strategy:
         """Give every rank the buffers of replica 0, so that evaluation is the same everywhere."""
         if self.task is not None:
             self.collectives.broadcast_tensors(self.task.buffers())
+
+
+class SingleStrategy(Strategy):
+    """One process, one device; with several replicas, one after the other on it."""
+
+    name = "single"
 
 
 def trainable(task: nn.Module) -> Iterator[nn.Parameter]:

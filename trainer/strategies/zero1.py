@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,16 @@ from ...base.errors import ConfigError
 from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
 from ..data.randomness import generator_states, same_states
+from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions
 from ..optimization.optimizers import may_draw, needs_closure
 from ..processes.place import Place
 from ..processes.ranks import SINGLE
 from .ddp import DDPStrategy
-from .state_dicts import ShardedStateDicts
-from .strategy import StateParts
+from .state_dicts import ShardedStateDicts, StateParts
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script
@@ -43,17 +46,18 @@ class Zero1Strategy(DDPStrategy):
     def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
-    def state_parts(self, world_size: int) -> StateParts:
-        """Return a part of the optimizer's state for each process."""
-        return StateParts(world_size, optimizer=world_size)
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
+        """Prepare the placed task; return optimizers that update this process's part, and take the rest from others."""
+        prepared = super().prepare(task, optimizers, layout, one_order)
+        return prepared if self.place.world_size == 1 else [self._dealt_out(optimizer) for optimizer in prepared]
 
-    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer that updates this process's part and takes the rest from the others.
+    def _dealt_out(self, optimizer: Optimizer) -> Optimizer:
+        """Return what updates this process's part.
 
         It has the parameter groups of `optimizer`, so that learning rate schedulers made for that one reach it.
         """
-        if self.place.world_size == 1:
-            return optimizer
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(
                 "configure_optimizers returned a ZeroRedundancyOptimizer, which strategy zero1 makes of a plain one: "
@@ -102,6 +106,10 @@ class Zero1StateDicts(ShardedStateDicts):
     """State dicts of optimizers; each rank has the states of its own parameters, and placeholders for the others."""
 
     read_in_parts = ("optimizer_states",)
+
+    def parts(self, world_size: int) -> StateParts:
+        """Return a part of the optimizer's state for each process."""
+        return StateParts(world_size, optimizer=world_size)
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,9 +157,11 @@ class DataParallelStrategy(Strategy):
         self.root = device
 
     # --- the task ---------------------------------------------------------------------------------------------------
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
         """Prepare the task and a thread for each device; raises ConfigError for what several devices cannot do."""
-        super().setup(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers, layout, one_order)
         if len(self.devices) > 1:
             self._refuse_what_copies_cannot_do(task)
         self.cuts_batches = len(self.devices) > 1
@@ -167,6 +169,7 @@ class DataParallelStrategy(Strategy):
         self.checked_steps = set()
         self._close_threads()
         self.threads = DeviceThreads(self.devices)
+        return prepared
 
     def teardown(self) -> None:
         """End the threads and drop what they worked on."""
@@ -198,8 +201,10 @@ class DataParallelStrategy(Strategy):
             )
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Run training_step on the batch's chunks and return what it would return for the whole batch."""
+        if self.by_replica:
+            self._open_replica(replica)
         with self.precision.forward_context():
             return self._run_split("training_step", arguments)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -24,13 +23,12 @@ from ...data.sampling import Layout
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
 from ...processes.place import Place
-from ...processes.ranks import Phase, Ranks, Timeouts
+from ...processes.ranks import Phase
 from ...processes.rendezvous import find_store
 from ...processes.signals import handling_end_signals
 from ..ddp import DDPStrategy
-from ..servers import Servers
-from ..state_dicts import StateDicts
-from ..strategy import StateParts
+from ..state_dicts import StateDicts, StateParts
+from ..strategy import trainable
 from . import remote
 from .remote import Remote, RpcSession, peers_gone
 from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
@@ -40,59 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 _SERVER_POLL = 0.05  # seconds between two looks of a server at whether the run is over
-
-
-class RpcServers(Servers):
-    """The last processes of a run, which hold its remote modules."""
-
-    def __init__(self, count: int, init_method: str | None, timeouts: Timeouts) -> None:
-        self.count, self.init_method, self.timeouts = count, init_method, timeouts
-
-    def serves(self, place: Place) -> bool:
-        """Return whether the process at this place is a server."""
-        if place.origin == "script":
-            raise ConfigError(
-                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
-                "group, or set trainer.cluster=off."
-            )
-        return place.rank >= self.trainers(place)
-
-    def trainers(self, place: Place) -> int:
-        """Return the number of trainers, which are the first processes; raises ConfigError where there is none."""
-        trainers = place.world_size - self.count
-        if place.nodes > 1:
-            raise ConfigError(
-                f"strategy ddp_rpc runs on one node, here are {place.nodes}: remote calls between nodes are not "
-                f"supported yet. Set num_nodes to 1."
-            )
-        if trainers < 1:
-            raise ConfigError(
-                f"strategy ddp_rpc needs a trainer besides its servers: {place.world_size} processes - {self.count} "
-                f"servers = {trainers}. Start trainer.devices + servers processes."
-            )
-        return trainers
-
-    def enter(self, place: Place) -> RpcSession:
-        """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
-        trainers, limit = self.trainers(place), self.timeouts["startup"]
-        name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
-        if RpcSession.opened is None:
-            _, store = find_store(place, limit, self.init_method)
-            seconds = self.timeouts["step"].total_seconds()
-            RpcSession.opened = RpcSession(store, place.rank, place.world_size, name, seconds)
-        servers = [f"server{index}" for index in range(self.count)]
-        RpcSession.opened.begin_stage(servers, limit, own=name if name in servers else None)
-        return RpcSession.opened
-
-    def serve(self, place: Place, task: "Task", seed: int) -> None:
-        """Hold this server's modules until the trainers have ended the run, whatever signals say."""
-        names = dealt(task.remote_modules(), self.count)
-        remote.build_served_modules(task, names[place.rank - self.trainers(place)], seed)
-        # the modules first: entering tells the trainers, by the store, that they can be called
-        session = self.enter(place)
-        with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
-            while not session.is_over():
-                time.sleep(_SERVER_POLL)
 
 
 class DDPRPCStrategy(DDPStrategy):
@@ -122,7 +67,8 @@ class DDPRPCStrategy(DDPStrategy):
         )
         if isinstance(servers, bool) or servers < 1:
             raise ConfigError(f"servers={servers!r}: expected at least 1 process for the remote modules.")
-        self.servers: RpcServers = RpcServers(servers, init_method, self.timeouts)
+        self.servers = servers
+        self.state_dicts = RemoteStateDicts(self)
         self.has_all_weights = False  # those of remote modules are on servers
         self.session: RpcSession | None = None
         self.finished = False
@@ -139,20 +85,60 @@ class DDPRPCStrategy(DDPStrategy):
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return one trainer for each device, and the servers."""
-        return len(devices) + self.servers.count
+        return len(devices) + self.servers
 
-    def state_parts(self, world_size: int) -> StateParts:
-        """Return the trainers, which have the batches; what is remote, the task decides."""
-        return StateParts(world_size - self.servers.count, weights=None)
+    def _trainers(self, place: Place) -> int:
+        """Return the number of trainers, which are the first processes; raises ConfigError where there is none."""
+        trainers = place.world_size - self.servers
+        if place.origin == "script":
+            raise ConfigError(
+                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
+                "group, or set trainer.cluster=off."
+            )
+        if place.nodes > 1:
+            raise ConfigError(
+                f"strategy ddp_rpc runs on one node, here are {place.nodes}: remote calls between nodes are not "
+                f"supported yet. Set num_nodes to 1."
+            )
+        if trainers < 1:
+            raise ConfigError(
+                f"strategy ddp_rpc needs a trainer besides its servers: {place.world_size} processes - {self.servers} "
+                f"servers = {trainers}. Start trainer.devices + servers processes."
+            )
+        return trainers
+
+    def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
+        """Return whether this process is a server; hold its modules until the trainers have ended the run."""
+        index = place.rank - self._trainers(place)
+        if index >= 0 and task is not None:
+            remote.build_served_modules(task, dealt(task.remote_modules(), self.servers)[index], seed)
+            # the modules first: entering tells the trainers, by the store, that they can be called
+            session = self._enter(place)
+            with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
+                while not session.is_over():
+                    time.sleep(_SERVER_POLL)
+        return index >= 0
+
+    def _enter(self, place: Place) -> RpcSession:
+        """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
+        trainers, limit = self._trainers(place), self.timeouts["startup"]
+        name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
+        if RpcSession.opened is None:
+            _, store = find_store(place, limit, self.init_method)
+            seconds = self.timeouts["step"].total_seconds()
+            RpcSession.opened = RpcSession(store, place.rank, place.world_size, name, seconds)
+        servers = [f"server{index}" for index in range(self.servers)]
+        RpcSession.opened.begin_stage(servers, limit, own=name if name in servers else None)
+        return RpcSession.opened
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""
         # RPC before the process group: its rendezvous needs all processes, the group has the trainers only
-        self.session, self.finished = self.servers.enter(place), False
-        trainers = self.servers.trainers(place)
+        self.session, self.finished = self._enter(place), False
+        trainers = self._trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
         if self.meeting:
-            self.meeting += f"; besides them {self.servers.count} with remote modules"
+            self.meeting += f"; besides them {self.servers} with remote modules"
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
@@ -161,9 +147,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.makers = named_modules(task)
         self.remotes = {}
         homes = {
-            name: f"server{index}"
-            for index, names in enumerate(dealt(self.makers, self.servers.count))
-            for name in names
+            name: f"server{index}" for index, names in enumerate(dealt(self.makers, self.servers)) for name in names
         }
         for name in self.makers:
             before = dict(task.named_children()).get(name)
@@ -171,22 +155,26 @@ class DDPRPCStrategy(DDPStrategy):
             setattr(task, name, self.remotes[name])
             if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
                 self.remotes[name].load_state_dict(before.state_dict())  # of an earlier run of this task
-        self.state_dicts = RemoteStateDicts(task, self.remotes, self.collectives)
         # rank 0 loads weights on the servers; no other may call a module before that
         self.collectives.barrier()
 
-    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
+    def _sync_batch_norm(self, task: "Task") -> None:
         """Refuse: the sums of batch norm's gradients would meet within distributed autograd."""
-        raise ConfigError("sync_batchnorm=true does not go with strategy ddp_rpc. Leave it out, or use strategy ddp.")
+        if task.trainer.sync_batchnorm:
+            raise ConfigError(
+                "sync_batchnorm=true does not go with strategy ddp_rpc. Leave it out, or use strategy ddp."
+            )
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
         """Make the servers' optimizers. Raises ConfigError for what does not go with remote modules."""
         if optimizers:
             self._refuse(task, optimizers)
-        super().setup(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers, layout, one_order)
         self.context, self.held = None, {}
         if not optimizers:
-            return
+            return prepared
         (optimizer,) = optimizers
         if self.place.rank == 0:
             for server in servers_of(self.remotes):
@@ -194,6 +182,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.collectives.barrier()
         there = [parameter for one in self.remotes.values() for parameter in one.parameters_there()]
         self.remote_optimizer = remote.collecting_optimizer(there, self.place.rank)
+        return prepared
 
     def _refuse(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
         from ....tasks.task import Task
@@ -220,10 +209,10 @@ class DDPRPCStrategy(DDPStrategy):
         refuse_remote_optimizers(task, optimizers)
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step in a distributed autograd context of its own."""
         self._open_context()
-        output = super().training_step(arguments, last)
+        output = super().training_step(arguments, replica, last)
         if weight_of(output) is not None:
             raise TaskError(
                 "training_step returned a 'weight' beside its loss: strategy ddp_rpc sends gradients to its servers "
@@ -254,48 +243,43 @@ class DDPRPCStrategy(DDPStrategy):
         with peers_gone("server"):
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
-        if last and self.ddp is not None:
-            self.ddp.require_reduced()
         # distributed backward leaves gradients in the context and not in `grad`; DDP's hooks have reduced them there
         self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
         self._close_context()
 
-    def _take(self, found: Mapping[Tensor, Tensor], last: bool) -> None:
+    def _take(self, gradients: Mapping[Tensor, Tensor], last: bool) -> None:
         """Take the dense gradients of a batch; those of the last one are means over the trainers already."""
         assert self.task is not None
         for parameter in self.task.parameters():
-            if parameter in found:
-                gradient = found[parameter]
-                before = self.held.get(parameter)
-                if not last:
-                    self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
-                else:
-                    parameter.grad = gradient.clone()
-        # asked of the configuration and not of what this rank has held: all of them must meet in the same collectives
-        several = self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
-        if last and several:
-            self._add_held()
-
-    def _add_held(self) -> None:
-        """Add the gradients of the batches before the last one: in its context DDP reduces that one's alone."""
-        held, self.held = self.held, {}
-        for parameter in self.reducer.parameters:
-            if not parameter.requires_grad:
+            gradient, before = gradients.get(parameter), self.held.get(parameter)
+            if gradient is None:
                 continue
+            if last:
+                parameter.grad = gradient.clone()
+            else:
+                self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
+
+    def end_step(self) -> None:
+        """Add the gradients of the batches before the last one: in its context DDP reduces that one's alone."""
+        super().end_step()
+        assert self.task is not None
+        # asked of the configuration and not of what this rank has held: all of them must meet in the same collectives
+        if self.task.trainer.accumulate_grad_batches == 1 and self.layout.replicas <= self.layout.processes:
+            return
+        held, self.held = self.held, {}
+        for parameter in trainable(self.task):
             before = held.get(parameter)
             before = torch.zeros_like(parameter) if before is None else before
-            if self.place.world_size > 1:
-                dist.all_reduce(before, group=self.collectives.group)
-                before /= self.place.world_size
+            before = self.collectives.all_reduce(before, "sum").div_(self.place.world_size)
             parameter.grad = before if parameter.grad is None else parameter.grad + before
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Take part in the trainers' reduction without a gradient."""
         if self.ddp is None or not last:
             self._close_context()
-            return
-        self._open_context()
-        self.backward(self.ddp.zero_loss(after_forward), last=True)
+        else:
+            self._open_context()
+            self.backward(self._zero_loss(after_forward), last=True)
 
     def abandon_step(self) -> None:
         """Drop the gradients of a step that ends before its last batch, here and on the servers."""
@@ -312,7 +296,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Update the dense weights here, and let the servers update theirs once all trainers have come."""
-        scale, trainers = 1.0 / self.reducer.scale, self.place.world_size
+        scale, trainers = 1.0 / self.loss_scale, self.place.world_size
         changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
             # asynchronously, since a server answers when the last trainer has come, and the dense update can run
@@ -358,25 +342,27 @@ def servers_of(remotes: Mapping[str, Remote]) -> list[str]:
 class RemoteStateDicts(StateDicts):
     """State dicts of a task whose remote modules, and their optimizers' states, are on servers."""
 
-    def __init__(self, task: "Task", remotes: Mapping[str, Remote], collectives: Ranks) -> None:
+    def __init__(self, strategy: DDPRPCStrategy) -> None:
         super().__init__()
-        self.task, self.remotes, self.collectives = task, remotes, collectives
+        self.strategy = strategy
+
+    def parts(self, world_size: int) -> StateParts:
+        """Return the trainers, which have the batches; what is remote, the task decides."""
+        return StateParts(world_size - self.strategy.servers, weights=None)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load weights, those of remote modules from rank 0 to their servers."""
         super().load_model(task, weights, strict)
-        self.collectives.barrier()
+        self.strategy.collectives.barrier()
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of `optimizer` and the servers' as one process would have it; rank 0's is complete."""
         own = optimizer.state_dict()
-        if self.collectives.rank > 0:
+        if self.strategy.collectives.rank > 0:
             return own
         whole: dict[str, Any] = {"state": {}, "param_groups": [dict(own["param_groups"][0])]}
-        states, count = (
-            {server: remote.call(server, remote.served_optimizer_state) for server in servers_of(self.remotes)},
-            0,
-        )
+        servers, count = servers_of(self.strategy.remotes), 0
+        states = {server: remote.call(server, remote.served_optimizer_state) for server in servers}
         # renumbered as in one process, where remote modules' parameters lie among the others
         for position, (server, index) in enumerate(self._places()):
             state = own if server is None else states[server]
@@ -391,7 +377,7 @@ class RemoteStateDicts(StateDicts):
         group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
         parts: dict[str | None, dict[int, Any]] = {
             None: {},
-            **{server: {} for server in servers_of(self.remotes)},
+            **{server: {} for server in servers_of(self.strategy.remotes)},
         }
         places = self._places()
         if len(places) != len(state["param_groups"][0]["params"]):
@@ -405,13 +391,14 @@ class RemoteStateDicts(StateDicts):
             own = {"state": part, "param_groups": [{**group, "params": list(range(sizes[server]))}]}
             if server is None:
                 optimizer.load_state_dict(own)
-            elif self.collectives.rank == 0:
+            elif self.strategy.collectives.rank == 0:
                 remote.call(server, remote.load_served_optimizer, own)
-        self.collectives.barrier()
+        self.strategy.collectives.barrier()
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
         """Return None: parameters on servers have no names here."""
         return None
 
     def _places(self) -> list[tuple[str | None, int]]:
-        return remote.remote_indices(self.task, self.remotes)
+        assert self.strategy.task is not None
+        return remote.remote_indices(self.strategy.task, self.strategy.remotes)

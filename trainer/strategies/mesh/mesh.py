@@ -13,21 +13,18 @@ from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError, first_names
 from ....base.torch_private import drop_sharded_gradients
-from ... import masked
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...optimization.model_checks import require_dense_gradients, require_dimensions
 from ...processes import connections
 from ...processes.place import Place
 from ...processes.ranks import SINGLE, Phase, Ranks, serves_host
-from ..bitwise.buffers import ReplicaBuffers
 from ..group import GroupStrategy
-from ..reducers import Reducer
 from ..servers import build_remote_modules
 from ..state_dicts import ShardedStateDicts
-from ..strategy import StateParts
+from ..tree import ReplicaTree
 from . import dtensors, weight_broadcast
-from .reducer import MeshReducer, TreeMeshReducer
+from .shard_tree import ShardTree
 from .sharding import Sharding, as_sharded, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
@@ -150,7 +147,6 @@ class MeshStrategy(GroupStrategy):
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
         half_traffic: bool = False,
-        find_unused_parameters: bool = False,
         meta_init: bool = False,
         whole_at_end: bool = True,
         process_group_backend: str | None = None,
@@ -161,15 +157,14 @@ class MeshStrategy(GroupStrategy):
         `shard_blocks`: the classes whose modules are gathered as one, or how many parameters make such a block.
         `reshard_after_forward`: drop a block's gathered parameters after its forward; None: all but the outermost's.
         `cpu_offload`: keep parts, gradients and optimizer states on the host. `half_traffic`: gather in the type of a
-        mixed precision. `find_unused_parameters`: some batches leave parameters out. `meta_init`: only rank 0 builds
-        what configure_model makes, and hands the parts out. `whole_at_end`: give every process the whole task back when
-        a run ends; False: the weights are in the checkpoints only. `timeout`: in seconds, or those of each phase.
+        mixed precision. `meta_init`: only rank 0 builds what configure_model makes, and hands the parts out.
+        `whole_at_end`: give every process the whole task back when a run ends; False: the weights are in the
+        checkpoints only. `timeout`: in seconds, or those of each phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": pipeline}
         read_sizes(self.asked)
-        self.finds_unused = find_unused_parameters
-        self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward, half_traffic, find_unused_parameters)
+        self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward, half_traffic)
         self.meta_init, self.whole_at_end = meta_init, whole_at_end
         self.sizes = Sizes(1, 1, 1, 1)
         self.mesh: DeviceMesh | None = None
@@ -179,17 +174,16 @@ class MeshStrategy(GroupStrategy):
         self.steps: MeshSteps | None = None
         """The outermost sharded module, which calls the task's steps; None in one process."""
         self.wrapping: Wrapping | None = None
-        self.between_steps = True
+        self.sends: bool | None = None
+        """Whether gradients are sent in the next backward; None: as the step before left it."""
+        self.shard_tree: ShardTree | None = None
+        """What adds up sharded gradients in one order."""
+        self.cut: TensorGradients | None = None
+        """The gradients beside layers that are cut over the axis tensor."""
         self.single_tensor_steps = dtensors.SingleTensorSteps()
-        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.single_tensor_steps)
+        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.single_tensor_steps, self.asked)
 
     # --- processes --------------------------------------------------------------------------------------------------
-    def state_parts(self, world_size: int) -> StateParts:
-        """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
-        sizes = fit_sizes(self.asked, world_size)
-        cut = world_size // sizes.data
-        return StateParts(sizes.replicating, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
-
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
@@ -243,6 +237,7 @@ class MeshStrategy(GroupStrategy):
             super().place_task(task)
             return
         self.task = task
+        self._sync_batch_norm(task)
         refuse_empty(task, self.place.rank)
         if self.data_ranks.size > 1:
             require_dimensions(task, self.name)
@@ -280,7 +275,9 @@ class MeshStrategy(GroupStrategy):
             parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
         """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
         if self.mesh is not None:
             if one_order:
@@ -290,10 +287,12 @@ class MeshStrategy(GroupStrategy):
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
             self.single_tensor_steps.start(optimizers)
-        super().setup(task, optimizers, layout, one_order)
-        if self.steps is not None:
-            self.steps.replica_buffers = self.buffers
-        self.between_steps = True
+        prepared = super().prepare(task, optimizers, layout, one_order)
+        self.flat_sum = None  # gradients meet in backward
+        return prepared
+
+    def _share_weights(self, task: "Task") -> None:
+        """Do nothing: `place_task` has shared the weights out."""
 
     def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
         """Raise ConfigError for what changes the last bits with the number of processes."""
@@ -304,7 +303,6 @@ class MeshStrategy(GroupStrategy):
         reasons = {
             f"along the axis {' and '.join(axes)} torch adds up in an order of its own, unlike along shard": axes,
             "half_traffic computes with rounded weights, which one process does not": self.sharding.half_traffic,
-            "find_unused_parameters gives parameters zeros that have no gradient in one process": self.finds_unused,
             "cpu_offload updates weights on the host, one process on its device": (
                 self.sharding.cpu_offload and self.device.type != "cpu"
             ),
@@ -321,16 +319,19 @@ class MeshStrategy(GroupStrategy):
                 f"zero1, or reproducible: order."
             )
 
-    def _reducer_for(self, task: "Task") -> Reducer:
-        if self.mesh is None:
-            return super()._reducer_for(task)
+    def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
+        """Attach to the parameters that are trained now."""
+        self.sends, self.gradients_in_parts = None, self.mesh is not None
+        super().regroup(layout, place)
+        if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
+            self.cut = TensorGradients(self.task, self.task.tensor_plan(), self.mesh["tensor"].get_group())
+
+    def _make_tree(self, task: "Task") -> ReplicaTree:
         root = as_sharded(self.steps)
-        if self.one_order and root is not None:
-            return TreeMeshReducer(task, root, self.layout, self.data_ranks)
-        cut = None
-        if self.sizes.tensor > 1:
-            cut = TensorGradients(task, task.tensor_plan(), self.mesh["tensor"].get_group())
-        return MeshReducer(task.parameters(), root, cut, self.collectives)
+        if root is None:
+            return super()._make_tree(task)
+        self.shard_tree = ShardTree(root, self.layout, self.data_ranks.rank)
+        return self.shard_tree
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host, or one without values; every rank calls it."""
@@ -348,23 +349,25 @@ class MeshStrategy(GroupStrategy):
         """Remove the wrappers from the task's modules."""
         if self.wrapping is not None:
             self.wrapping.undo()
-        self.wrapping = self.steps = None
+        self.wrapping = self.steps = self.shard_tree = self.cut = None
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step, with the parameters of each block gathered while it runs.
 
         Raises TaskError where it leaves its batch out: the other processes wait in backward for this one's parameters.
         """
         if self.steps is None:
-            return super().training_step(arguments, last)
-        self.reducer.set_sync(last)
-        self.buffers.settle()
-        # once a step, as DDP does in its forward; accumulated batches go on with their own statistics
-        if self.between_steps and not self.one_order:  # the tree's reducer aligns them after each step
-            self.align_buffers()
-        self.between_steps = False
+            return super().training_step(arguments, replica, last)
+        if self.by_replica:
+            self._open_replica(replica)
+        root = as_sharded(self.steps)
+        if self.shard_tree is not None:
+            self.shard_tree.open_batch(is_masked=replica is None)
+        elif self.sends is not last and root is not None:
+            root.set_requires_gradient_sync(last)  # visits every module of the task, so only where something changes
+        self.sends = last
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
         if output is None and self.data_ranks.size > 1:
@@ -374,41 +377,18 @@ class MeshStrategy(GroupStrategy):
             )
         return output
 
-    def backward(
-        self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
-    ) -> None:
-        """Add the gradient of `loss`; with the `last` one of a step the parts of all processes meet."""
-        super().backward(loss, last, inputs, retain_graph)
-        if last and not retain_graph:
-            self._close_step()
-
-    def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step in which this process has no batch, with the masked batch that is still due."""
-        run = None if self.task is None else self.task.trainer.current_run
-        if not after_forward and run is not None and run.loop.step is not None:
-            # the other processes' forward and backward gather blocks from all ranks, so this one must go through both
-            # as well
-            masked.train(run, run.loop.step.masked[-1:], last=True)
-        elif last:
-            self._close_step()
-
-    def _close_step(self) -> None:
-        self.between_steps = True
-        self.reducer.complete()
+    def end_step(self) -> None:
+        """Sum the gradients of uncut parameters beside cut layers, and complete the buffers of the step."""
+        if self.cut is not None:
+            self.cut.complete()
+        super().end_step()
 
     def abandon_step(self) -> None:
         """Drop the gradients of the batches of a step that ends before its last one."""
         super().abandon_step()
-        self.between_steps = True
         root = as_sharded(self.steps)
         if root is not None:  # unsent gradients of the batches so far lie in FSDP's own state
             drop_sharded_gradients(root)
-
-    def repeat_step(self, arguments: Sequence[Any]) -> Any:
-        """Re-run training_step for diagnostics, with the parameters gathered; every rank calls it."""
-        return (
-            super().repeat_step(arguments) if self.steps is None else self.evaluation_step("training_step", arguments)
-        )
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` of the task."""
@@ -436,11 +416,10 @@ class MeshSteps(nn.Module):
 
     def __init__(self, task: "Task") -> None:
         super().__init__()
-        self.task, self.replica_buffers, self.inside = task, ReplicaBuffers(None), False
+        self.task, self.inside = task, False
 
     def forward(self, name: str, *arguments: Any) -> Any:
         """Return what the step `name` returns."""
-        self.replica_buffers.begin()
         self.inside = True
         try:
             return getattr(self.task, name)(*arguments)
@@ -465,31 +444,6 @@ class FSDPStrategy(MeshStrategy):
 
     name = "fsdp"
 
-    def __init__(
-        self,
-        *,
-        shard_blocks: list[str] | int = 1_000_000,
-        reshard_after_forward: bool | int | None = None,
-        cpu_offload: bool = False,
-        half_traffic: bool = False,
-        find_unused_parameters: bool = False,
-        meta_init: bool = False,
-        whole_at_end: bool = True,
-        process_group_backend: str | None = None,
-        init_method: str | None = None,
-        timeout: float | Mapping[Phase, float] = 1800.0,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         """The arguments are those of strategy mesh."""
-        super().__init__(
-            shard="auto",
-            shard_blocks=shard_blocks,
-            reshard_after_forward=reshard_after_forward,
-            cpu_offload=cpu_offload,
-            half_traffic=half_traffic,
-            find_unused_parameters=find_unused_parameters,
-            meta_init=meta_init,
-            whole_at_end=whole_at_end,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-        )
+        super().__init__(shard="auto", **options)

@@ -34,15 +34,9 @@ class Sharding:
     cpu_offload: bool
     reshard_after_forward: bool | int | None
     half_traffic: bool
-    find_unused_parameters: bool
 
     def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
         """Shard the blocks of `task`, and what is left as one more block with `root`, whose forward calls the task."""
-        if self.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ConfigError(
-                f"find_unused_parameters=true of sharded parameters needs torch 2.13 or later; this is "
-                f"{torch.__version__}. Add 0.0 times the parameters that a batch does not use to its loss."
-            )
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy(precision)}
         pinned = mesh.device_type != "cpu"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
@@ -58,8 +52,6 @@ class Sharding:
             # would else take ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if self.find_unused_parameters:
-                module.set_reduce_scatter_unused_params(True)
 
     def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
         if not self.half_traffic:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from ..state_dicts import ShardedStateDicts
+from ..state_dicts import ShardedStateDicts, StateParts
 from . import dtensors
+from .sizes import Size, fit_sizes
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -17,9 +18,16 @@ class MeshStateDicts(ShardedStateDicts):
 
     read_in_parts = ("state_dict", "optimizer_states")
 
-    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps) -> None:
+    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps, asked: Mapping[str, Size]) -> None:
+        """`asked`: the sizes of the mesh's axes, as the config has them."""
         super().__init__()
-        self.single_tensor_steps = single_tensor_steps
+        self.single_tensor_steps, self.asked = single_tensor_steps, asked
+
+    def parts(self, world_size: int) -> StateParts:
+        """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
+        sizes = fit_sizes(self.asked, world_size)
+        cut = world_size // sizes.data
+        return StateParts(sizes.replicating, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's parts of whole weights."""

@@ -115,7 +115,6 @@ class DDPModelParallelStrategy(DDPStrategy):
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
-        self.parts: list[torch.device] = []
         self.device_hooks = DeviceHooks()
         self.cut_task: nn.Module | None = None
         """The task whose blocks this strategy has put on devices."""
@@ -164,11 +163,6 @@ class DDPModelParallelStrategy(DDPStrategy):
             contexts = [Precision(precision, kind).forward_context for kind in kinds]
             self.precision.forward_context = partial(_together, contexts)
 
-    @property
-    def task_devices(self) -> list[torch.device]:
-        """The devices of the parts, from the first block to the loss."""
-        return list(self.parts)
-
     def _only_device(self) -> torch.device | None:
         """Return None: the parts are on several devices."""
         return None
@@ -184,6 +178,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         Raises ConfigError where it is neither placed nor says how it can be cut.
         """
         self.task = task
+        self._sync_batch_norm(task)
         self.precision.place(task)
         self.device_hooks.close()
         # a task that has spread itself in configure_model (or a second stage of a cut one) is left as it is
@@ -231,23 +226,25 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"{f' and {len(astray) - 4} more' if len(astray) > 4 else ''}. Place them in configure_model."
             )
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
         """Prepare the placed task for training. Raises ConfigError where micro-batches do not work."""
         if self.micro_batches > 1 and optimizers and not task.automatic_optimization:
             raise ConfigError(
                 f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
                 f"optimization each call would update the weights. Leave micro_batches out."
             )
-        super().setup(task, optimizers, layout, one_order)
+        return super().prepare(task, optimizers, layout, one_order)
 
-    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
-        """Compute the statistics of batch norm over all processes; return what undoes it."""
-        if self.micro_batches > 1:
+    def _sync_batch_norm(self, task: "Task") -> None:
+        """Compute the statistics of batch norm over all processes."""
+        if self.micro_batches > 1 and task.trainer.sync_batchnorm:
             raise ConfigError(
                 "sync_batchnorm=true takes statistics over whole batches, of which micro_batches makes pieces. Leave "
                 "one of the two out."
             )
-        return super().sync_batch_norm(task, replicas)
+        super()._sync_batch_norm(task)
 
     def teardown(self) -> None:
         """Remove the hooks; a task that was cut here is moved back to the host."""
@@ -259,12 +256,14 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def _steps_of(self, task: "Task") -> DDPSteps:
-        return DDPSteps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
+        return DDPSteps(task) if self.micro_batches == 1 else _SteppedByPieces(self, task)
 
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step, with each piece of the batch where there are `micro_batches`."""
         if self.micro_batches == 1 or self.ddp is not None:
-            return super().training_step(arguments, last)
+            return super().training_step(arguments, replica, last)
+        if self.by_replica:
+            self._open_replica(replica)
         with self.precision.forward_context():
             return self._run_pieces("training_step", arguments)
 
@@ -283,7 +282,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
 class _SteppedByPieces(DDPSteps):
     def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
-        super().__init__(task, strategy.buffers)
+        super().__init__(task)
         self._run_pieces = strategy._run_pieces  # noqa: SLF001 (ours)
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:

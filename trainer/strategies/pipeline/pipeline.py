@@ -73,13 +73,11 @@ class PipelineMeshStrategy(MeshStrategy):
         self.schedule: Schedule = schedule
         self.pieces_wanted, self.split = micro_batches, split
         self.owners = StageOwners([], [], 1, 0)
-        self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.single_tensor_steps)
+        self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.single_tensor_steps, self.asked)
         self.stages: Stages | None = None
         self.interceptor: BlockInterceptor | None = None
         self.line: dist.ProcessGroup | None = None
         """The processes of one pipeline."""
-        self.opening = True
-        """Whether the next batch is the first one of a step."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def _check_sizes(self, sizes: Sizes) -> None:
@@ -104,6 +102,7 @@ class PipelineMeshStrategy(MeshStrategy):
             return
         assert self.mesh is not None
         self.task, self.line = task, self.mesh["pipeline"].get_group()
+        self._sync_batch_norm(task)
         self.precision.place(task)
         stages = cut_task(task, self.sizes.pipeline * stages_each(self.schedule), self.split)
         if task.trainer.stage == "fit":
@@ -125,7 +124,6 @@ class PipelineMeshStrategy(MeshStrategy):
         self._keep_own()
         self.interceptor = BlockInterceptor(stages, modules, self._relay)
         self.stages = Stages(self.schedule, modules, len(stages), self.interceptor, self.device, self.line)
-        self.opening = True
 
     def _keep_own(self) -> None:
         """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
@@ -138,7 +136,9 @@ class PipelineMeshStrategy(MeshStrategy):
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
                 set_local_data(tensor, local.data.to(self.device))
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+    def prepare(
+        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
+    ) -> list[Optimizer]:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
         if self.stages is not None and optimizers:
             from ....tasks.task import Task
@@ -152,7 +152,7 @@ class PipelineMeshStrategy(MeshStrategy):
                     "A pipeline needs reproducible: order. All processes of one load the same batch, which without "
                     "keyed random numbers they would not."
                 )
-        super().setup(task, optimizers, layout, one_order)
+        return super().prepare(task, optimizers, layout, one_order)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host; every rank calls it."""
@@ -206,17 +206,16 @@ class PipelineMeshStrategy(MeshStrategy):
         return output
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+    def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Run training_step with its blocks dealt out over the pipeline, forward and backward.
 
         Returns what it returned on the last stage, and its loss on the others.
         """
         if self.stages is None:
-            return super().training_step(arguments, last)
+            return super().training_step(arguments, replica, last)
         assert self.task is not None
-        if self.opening:
-            self.opening = False
-            self.align_buffers()
+        if self.by_replica:
+            self._open_replica(replica)
         batch_run = BatchRun(self, self.task, arguments)
         # Before the schedule, which sets gradients. Where all batches of a step are left out they must be None again:
         # with zeros momentum and weight decay would still move the weights.
@@ -255,32 +254,18 @@ class PipelineMeshStrategy(MeshStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Let the gradients, which training_step has left, of all pipelines meet with the `last` batch of a step."""
+        """Do nothing in a pipeline: training_step has left the gradients."""
         if self.stages is None:
             super().backward(loss, last, inputs, retain_graph)
-        elif last:
-            self._reduce()
 
-    def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step in which this pipeline has no batch, or has left one out."""
-        if self.stages is None:
-            super().leave_out(last, after_forward)
-        elif self.lockstep and not after_forward:
-            super().leave_out(last, after_forward)  # takes the masked batch that is due
-        elif last:
-            if self.opening:
-                self.align_buffers()  # pipelines that have a batch in this step do so before it
+    def end_step(self) -> None:
+        """Add up the gradients of all pipelines, and give all of them the buffers of the first one."""
+        if self.stages is not None:
             self._reduce()
-
-    def abandon_step(self) -> None:
-        """Begin a new step with the next batch."""
-        self.opening = True
-        super().abandon_step()
+        super().end_step()
 
     def _reduce(self) -> None:
         """Add up the gradients of all pipelines; one that a pipeline lacks counts as zero."""
-        self.opening = True
-        self._close_step()
         own = [one for one in self.owners.own_tensors() if isinstance(one, nn.Parameter)]
         if self.sizes.shard > 1:  # what is sharded has met
             own = [one for one in own if not isinstance(one, DTensor)]

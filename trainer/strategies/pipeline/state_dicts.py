@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...checkpoints.shards import with_placeholders, without_placeholders
 from ..mesh import dtensors
+from ..mesh.sizes import Size
 from ..mesh.state_dicts import MeshStateDicts
 from .stages import StageOwners
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class PipelineStateDicts(MeshStateDicts):
     """State dicts with placeholders for the tensors of other stages. Without a pipeline, those of a mesh."""
 
-    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps) -> None:
-        super().__init__(single_tensor_steps)
+    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps, asked: Mapping[str, Size]) -> None:
+        super().__init__(single_tensor_steps, asked)
         self.owners: StageOwners | None = None
         self.line: dist.ProcessGroup | None = None
 

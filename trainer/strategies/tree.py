@@ -4,16 +4,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ....base.errors import TaskError
-from ....base.torch_private import add_to_each
-from ...data.sampling import Layout
+from ...base.errors import TaskError
+from ...base.torch_private import add_to_each, divide_each
+from ..data.sampling import Layout
 
 Value = TypeVar("Value")
 
@@ -285,6 +285,25 @@ def make_buckets(
     return [Bucket(bucket, layout, process, group) for bucket in [*full, *open_ones.values()]]
 
 
+class ReplicaTree(Protocol):
+    """What adds up the gradients of a step's replicas in one order."""
+
+    def begin_replica(self, replica: int) -> None:
+        """Begin with the backwards of a replica; those of the replica before it are done."""
+
+    def expect_last(self) -> None:
+        """Prepare for this process's last backward in the step."""
+
+    def finish(self) -> None:
+        """Set gradients to those of the whole step; every rank calls it."""
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step that ends before its last backward."""
+
+    def close(self) -> None:
+        """Remove what was attached to parameters."""
+
+
 BUCKET_ELEMENTS = 1 << 22
 """Numbers that travel together: enough to use the wire, few enough to add up one bucket while the next travels."""
 TRAVELLING = 2
@@ -307,7 +326,9 @@ class GradientTree:
         self.alone = layout.processes == 1
         self.hooks: list[RemovableHandle] = []
         self.replica: int | None = None
-        """The replica whose last backward is under way."""
+        """The replica whose backwards are under way; None between two steps."""
+        self.is_last = False
+        """Whether this process's last backward in the step is under way."""
         self.next_to_send = 0
         self.travelling: deque[Bucket] = deque()
 
@@ -324,30 +345,34 @@ class GradientTree:
             hook.remove()
         self.hooks = []
 
-    def expect_last(self, replica: int) -> None:
-        """Prepare for this process's last backward in the step, which completes `replica`'s gradients."""
+    def begin_replica(self, replica: int) -> None:
+        """Take the gradients of the replica before it, or before the first one those left from the step before."""
+        self._take()
         self.replica = replica
+
+    def _take(self) -> None:
+        for bucket in self.buckets[self.next_to_send :]:
+            if self.replica is None:
+                bucket.begin()
+            else:
+                bucket.take(self.replica)
+
+    def expect_last(self) -> None:
+        """Let buckets be sent as soon as the next backward, this process's last one in the step, completes them."""
+        self.is_last = self.replica is not None
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
 
-    def begin(self) -> None:
-        """Begin a step, before its first backward."""
-        for bucket in self.buckets:
-            bucket.begin()
-
-    def take(self, replica: int) -> None:
-        """Take the gradients of `replica` from the parameters; replicas before it that had no batch have none."""
-        for bucket in self.buckets[self.next_to_send :]:
-            bucket.take(replica)
-
     def abandon(self) -> None:
         """Drop the gradients of a step that ends before the last backward of this process's share."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.replica is not None else ():
             bucket.abandon()
+        self.replica, self.is_last = None, False
 
     def finish(self) -> None:
         """Set every parameter's gradient to that of the whole step; every process calls it."""
-        self.replica = None
+        self._take()
+        self.replica, self.is_last = None, False
         if self.alone:
             for bucket in self.buckets:
                 bucket.finish_alone()
@@ -365,7 +390,7 @@ class GradientTree:
 
     def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Hook: the gradient of `parameter` is complete; send the buckets that are complete now."""
-        if self.replica is None:
+        if not self.is_last or self.replica is None:
             return
         bucket.missing.discard(index)
         # Only in the order of the buckets, even if a later one is complete: collectives pair by their order, so every
@@ -383,3 +408,19 @@ class GradientTree:
         # hand_out is a collective, too.
         if len(self.travelling) > TRAVELLING:
             self.travelling.popleft().hand_out()
+
+
+def average_in_tree(
+    parameters: Sequence[nn.Parameter], layout: Layout, rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """Replace gradients by their means over ranks, each of which has one replica; every rank calls it."""
+    for bucket in make_buckets(parameters, layout, rank, BUCKET_ELEMENTS, group):
+        # not `begin`: it would set aside the very gradients that are averaged here
+        bucket.kept = [None] * len(bucket.parameters)
+        bucket.take(rank)
+        bucket.send()
+        bucket.hand_out()
+        bucket.write()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        divide_each(gradients, float(layout.processes))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ....base.torch_private import batch_norms, check_input
+from ...base.torch_private import batch_norms, check_input
 
 
 class _Sum(torch.autograd.Function):
