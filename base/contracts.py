@@ -1,6 +1,6 @@
 """Classes of the rooms above, for the signatures that users read: type checkers see them, and nothing is imported."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback as Callback
@@ -9,3 +9,15 @@ if TYPE_CHECKING:
     from ..tasks.task import Task as Task
     from ..trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
     from ..trainer.trainer import Trainer as Trainer
+
+
+class Stateful(Protocol):
+    """Part of a run with a state that a checkpoint holds; torch.distributed.checkpoint has the same protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain containers, numbers, text and tensors. Every rank calls it."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Restore what `state_dict` returned."""
+        ...

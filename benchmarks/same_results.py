@@ -208,14 +208,12 @@ def logged_values(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path) -> list[str]:
+    """Return a digest of each tensor in a checkpoint's files; their names there differ between versions."""
     from safetensors.torch import load_file
 
-    return {
-        f"{path.name}/{key}": value
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, value in load_file(path).items()
-    }
+    files = sorted(folder.glob("*.safetensors"))
+    return sorted(digest({"": value}) for path in files for value in load_file(path).values())
 
 
 def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:

@@ -174,7 +174,6 @@ class BaseFinetuning(Callback):
             ]
             for optimizer, given in zip(trainer.optimizers, self._given_groups, strict=True)
         ]
-        trainer.current_run.record_parameter_groups()
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Record which parameters are trained."""

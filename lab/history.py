@@ -42,8 +42,9 @@ class CheckpointRecord:
         tree = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)
         if "state" not in tree:
             return None
-        kept = unflatten({name: tree.get(name) for name in ("state", "numerics")}, {})
-        return cls(path, State.from_dict(kept["state"]), (kept["numerics"] or {}).get("threads"))
+        kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
+        threads = (kept["fingerprint"] or {}).get("numerics.threads")
+        return cls(path, State.from_dict(kept["state"]), threads)
 
 
 class RunHistory:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..base.contracts import Stateful
 from ..base.errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
 from ..base.torch_private import count_graphs
 from ..tasks.data_module import DataModule
@@ -39,7 +40,7 @@ from .processes.agreement import Agreement
 from .processes.hang import Watchdog
 from .processes.ranks import SINGLE
 from .processes.script_collectives import TrainingCollectives
-from .resume.fingerprint import record_groups
+from .resume.contents import CallbackStates, PublishedMetrics
 from .runs.record import note_epoch
 from .runs.run_file import RunFile
 from .schedule import Schedule
@@ -670,9 +671,18 @@ class Run(JoinedCall):
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
-    def record_parameter_groups(self) -> None:
-        """Take note of parameter groups that were added to the optimizers, for a resume to expect them."""
-        record_groups(self.fingerprint, self.optimization)
+    def parts(self) -> dict[str, Stateful]:
+        """Return what a checkpoint holds beside weights, optimizers and loop state, in the order of its restoring."""
+        data = {} if self.data.training is None else {"data": self.data.training}
+        module = {} if self.datamodule is None else {"datamodule": self.datamodule}
+        return {
+            "precision": self.strategy.precision,
+            "metrics": self.metrics,
+            "callback_metrics": PublishedMetrics(self.trainer),
+            **data,
+            **module,
+            "callbacks": CallbackStates(self.trainer.callbacks),
+        }
 
     def set_accumulation(self, batches: int) -> None:
         """Accumulate this many batches of a replica for a step, from the epoch on that begins."""

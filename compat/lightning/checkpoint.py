@@ -30,6 +30,7 @@ from ...trainer.checkpoints.storage import whole_file
 from ...trainer.processes.ranks import Ranks
 from ...trainer.resume.checkpoint_format import DirectoryFormat
 from ...trainer.resume.left_out import BUILT, LEFT_OUT, plain_containers
+from ...trainer.resume.parameter_names import has_names, named, numbered
 from ...trainer.resume.rebuild import averaged_weights, averaging_state
 from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAINED, contents_of, loops_of
 
@@ -37,7 +38,7 @@ log = logging.getLogger("legato")
 
 KEY = "legato"
 OF_LEGATO = {
-    *("state", "run_id", "numerics", "fingerprint", "metrics", "callback_metrics", "data", "versions", "config"),
+    *("state", "run_id", "fingerprint", "optimizer_names", "metrics", "callback_metrics", "data", "versions", "config"),
 }
 """Keys of a checkpoint's contents that lie under KEY; all others are Lightning's, or the program's."""
 written: set[str] = set()
@@ -97,6 +98,12 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
     of_legato = {key: contents[key] for key in OF_LEGATO if key in contents}
     saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
+    if "optimizer_states" in saved:
+        states = saved["optimizer_states"]
+        names = [[group["params"] for group in one["param_groups"]] if has_names(one) else None for one in states]
+        of_legato["optimizer_names"] = names
+        pairs = zip(states, names, strict=True)
+        saved["optimizer_states"] = [state if own is None else numbered(state, own) for state, own in pairs]
     for prefix in ("", "datamodule_"):
         for key in (LEFT_OUT, BUILT):
             saved.pop(prefix + key, None)
@@ -121,12 +128,14 @@ def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, A
         if "state" in contents:
             contents["state_dict"] = saved.get(TRAINED, saved["state_dict"])
             contents["precision"] = saved.get(SCALER, {})
+            pairs = zip(saved["optimizer_states"], contents.pop("optimizer_names"), strict=True)
+            contents["optimizer_states"] = [named(state, names) for state, names in pairs]
     elif LIGHTNING in saved:
         contents = contents_of(trainer, path, _with_averages(saved))
     else:
         return dict(saved)
-    data_module = trainer.current_run.datamodule
-    return {**contents, "datamodule": saved.get(type(data_module).__qualname__, {}) if data_module is not None else {}}
+    name = type(trainer.current_run.datamodule).__qualname__
+    return {**contents, "datamodule": saved[name]} if saved.get(name) else contents
 
 
 def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
         raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
     contents = reading.read_checkpoint(find.resolve(source))
     state = contents.get("state")
-    if state is not None and not setting(contents, "training", "automatic_optimization", default=True):
+    if state is not None and not setting(contents, "training.automatic_optimization", default=True):
         contents["global_step"] = state["optimizer_steps"]  # as Lightning counts in manual optimization
     write(target, to_file(contents))
     return int(contents["epoch"]), int(contents["global_step"])

@@ -100,17 +100,14 @@ def _seconds_of(saved: Mapping[str, Any]) -> float:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
-def setting(contents: Mapping[str, Any], *path: str, default: Any = None) -> Any:
+def setting(contents: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a setting in the fingerprint of a run's checkpoint; the default where it is not known."""
-    found: Any = contents.get("fingerprint") or {}
-    for name in path:
-        found = (found or {}).get(name, default)
-    return found
+    return (contents.get("fingerprint") or {}).get(name, default)
 
 
 def is_at_end(contents: Mapping[str, Any]) -> bool:
     """Return whether the checkpoint was saved between the last batch of an epoch and the end of it."""
-    rounds = setting(contents, "samples", "batches of an epoch")
+    rounds = setting(contents, "samples.batches of an epoch")
     return bool(rounds) and contents["state"]["epoch_rounds"] >= rounds
 
 
@@ -118,9 +115,9 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the progress of a run as Lightning's loops keep it."""
     state = contents["state"]
     ended = state["epoch_ended"] or is_at_end(contents)
-    automatic = setting(contents, "training", "automatic_optimization", default=True)
+    automatic = setting(contents, "training.automatic_optimization", default=True)
     rounds, step = state["rounds"], state["global_step"]
-    of_epoch = setting(contents, "samples", "batches of an epoch") or rounds // max(1, state["epoch"])
+    of_epoch = setting(contents, "samples.batches of an epoch") or rounds // max(1, state["epoch"])
     epoch, within = state["epoch"], state["epoch_rounds"] > 0 and not ended
     done = state["epoch_rounds"] if within or ended else of_epoch
     steps = state["epoch_steps"] if within or ended else step // max(1, epoch)

@@ -105,13 +105,13 @@ def good_manifest() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=4), "newer than this Legato reads"),
+        (lambda body: body.update(format=5), "newer than this Legato reads"),
         (
             lambda body: body.update(format=2),
             "of an earlier Legato; the last commit that reads it is [0-9a-f]{7}",
         ),
-        (lambda body: body.update(format=True), "format must be 3"),
-        (lambda body: body.update(format=0), "format must be 3"),
+        (lambda body: body.update(format=True), "format must be 4"),
+        (lambda body: body.update(format=0), "format must be 4"),
         (lambda body: body.pop("legato"), "legato is missing"),
         (lambda body: body.update(pickle="yes"), "unknown field pickle"),
         (lambda body: body.update(legato=3), "must be texts"),

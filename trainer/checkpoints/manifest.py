@@ -17,7 +17,7 @@ from .hashed import parse_json as parse_json
 
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
-FORMAT = 3
+FORMAT = 4
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 

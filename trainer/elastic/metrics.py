@@ -188,10 +188,10 @@ class SharedMetrics(Metrics):
         ]
         return {"series": series, "states": self.states.all()}
 
-    def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums of all replicas."""
         self.unshared = []
-        super().load_state_dict(state, replicas)
+        super().load_state_dict(state)
 
     def load_sums(self, series: Series, saved: dict[str, Any], owned: set[int]) -> None:
         """Restore the sums of a series, for all replicas."""

@@ -555,9 +555,9 @@ class Metrics:
             "states": self.gather_states(metrics),
         }
 
-    def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
-        """Restore the sums of `replicas`, those of this process."""
-        owned, before = set(replicas), self.stages.get("train", {})
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the sums of this process's replicas."""
+        owned, before = set(self.states.replicas), self.stages.get("train", {})
         # not in checkpoints: series that only rank 0 logs, and those without values of an epoch
         kept = {key: series for key, series in before.items() if series.alone or not series.on_epoch}
         self.stages["train"], self.pending = kept, []

@@ -1,6 +1,6 @@
 """Contents of a checkpoint of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,24 +11,26 @@ from ...base.errors import ConfigError, TaskError
 from ..checkpoints import reading
 from ..optimization import kernels
 from ..runs import places
+from .fingerprint import below
 from .left_out import (
     BUILT,
     LEFT_OUT,
     built_hyperparameters,
     split_hyperparameters,
 )
+from .parameter_names import named
 
 if TYPE_CHECKING:
-    from ...base.contracts import Trainer
+    from ...base.contracts import Callback, Trainer
     from ...tasks.hyperparameters import Hyperparameters
     from ..strategies.strategy import Strategy
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """Return the contents of a checkpoint of this moment; every rank calls it."""
-    run, strategy = trainer.current_run, trainer.strategy
+    run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
     found: dict[str, Any] = {
-        "state_dict": strategy.state_dicts.model(run.task),
+        "state_dict": state_dicts.model(run.task),
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         **hyperparameters_of(run.task),
@@ -42,22 +44,19 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         trainer.state.elapsed = trainer.elapsed
         if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
             run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
+        samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
+        settings = run.fingerprint | below("samples", samples) | below("numerics", run.numerics)
         # whatever is collective here is called on every rank, in this order
         found |= {
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
-            "numerics": run.numerics,
-            "fingerprint": {**run.fingerprint, "samples": run.loop.samples_of_epoch or run.data.samples},
+            "fingerprint": settings,
             "optimizer_states": [
-                strategy.state_dicts.optimizer(optimizer) for optimizer in run.optimization.optimizers
+                named(state_dicts.optimizer(optimizer), state_dicts.parameter_names(run.task, optimizer))
+                for optimizer in run.optimization.optimizers
             ],
             "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
-            "precision": strategy.precision.state_dict(),
-            "metrics": run.metrics.state_dict(),
-            "callback_metrics": {name: float(value) for name, value in trainer.agreed_metrics.items()},
-            "data": run.data.training.state_dict() if run.data.training is not None else {},
-            "callbacks": callback_states(trainer),
-            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            **{name: part.state_dict() for name, part in run.parts().items()},
         }
     # last: a hook may look at all of it, and replace some
     run.hooks.call("on_save_checkpoint", found)
@@ -116,13 +115,41 @@ def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled:
     return {**found, "micro_batches": strategy.micro_batches, **numeric_variables()}
 
 
-def callback_states(trainer: "Trainer") -> dict[str, Any]:
-    """Return the state of every callback that has one, by its key."""
-    states = {}
-    for callback in trainer.callbacks:
-        state = callback.state_dict()
-        if state:
-            if callback.state_key in states:
+class CallbackStates:
+    """States of the callbacks that have one, by their keys."""
+
+    def __init__(self, callbacks: "Sequence[Callback]") -> None:
+        self.callbacks = callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states. Raises ConfigError for two of one key."""
+        states = {}
+        for callback in self.callbacks:
+            state = callback.state_dict()
+            if state and callback.state_key in states:
                 raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}; give one of them its own.")
-            states[callback.state_key] = state
-    return states
+            if state:
+                states[callback.state_key] = state
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each callback its state, if there is one."""
+        for callback in self.callbacks:
+            if callback.state_key in state:
+                callback.load_state_dict(state[callback.state_key])
+
+
+class PublishedMetrics:
+    """The values in `trainer.callback_metrics` that all ranks have."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the values."""
+        return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Publish the values again, as of an earlier step."""
+        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state.items()})
+        self.trainer.current_run.metrics.measured_at.update(dict.fromkeys(state, -1))

@@ -1,16 +1,19 @@
-"""Fingerprint of a run: its settings besides config text, data and seed, stored in each checkpoint.
+"""Fingerprint of a run: its settings besides config text, data and seed, stored in each checkpoint as a flat dict.
 
-A resume compares the checkpoint's with its own (`compare`): settings that decide which samples make up a step, other
-settings that change the training, and those that are restored from the checkpoint.
+    samples.*                    which samples make up a step
+    training.*, schedulers.0.*   other settings that change the training
+    optimizers.0.groups.1.lr     settings of parameter groups, which are restored from the checkpoint
+    numerics.*                   what changes the last bits of a result
+
+A resume compares the checkpoint's with its own (`compare`); a name that only one of them has counts as equal.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from ...base.arguments import TrainerArguments
@@ -19,17 +22,16 @@ from ..data.loaders import is_plain_shuffle, length_of
 from ..optimization import kernels
 
 if TYPE_CHECKING:
-    from ...tasks.optimizers import SchedulerConfig
     from ..optimization.optimization import Optimization
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
 """Keys of a new scheduler's state that follow from the optimizer's learning rate, which is compared by itself."""
-SCHEDULER = "learning rate scheduler"
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers"}
-"""Keys of `kernels.numerics` that may differ between machines and layouts, and change last bits only."""
+"""Names below `numerics` that may differ between machines and layouts, and change last bits only."""
+ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
 """The setting of samples that may change within an epoch, and under bitwise: all other samples keep their step."""
 MISSING = object()
@@ -60,36 +62,41 @@ class Changes:
     """Whether the rest of the epoch is skipped, as its steps would have other samples."""
 
 
+def below(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values under the names that they have in a section of a fingerprint."""
+    return {f"{section}.{name}": value for name, value in values.items()}
+
+
+def section_of(fingerprint: Mapping[str, Any] | None, section: str) -> dict[str, Any]:
+    """Return a section of a fingerprint, under the names within it."""
+    start = f"{section}."
+    return {name.removeprefix(start): value for name, value in (fingerprint or {}).items() if name.startswith(start)}
+
+
 # --- taking it --------------------------------------------------------------------------------------------------------
 def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
-    """Return the fingerprint of a run whose optimizers were just made; for its samples see `samples_of`."""
-    names = optimization.strategy.state_dicts.parameter_names
+    """Return the fingerprint of a run whose optimizers were just made, without its samples and numerics."""
     limit = trainer.gradient_clip_val or None
-    return {
-        "training": {
-            "reproducible": trainer.reproducible,
-            "gradient_clip_val": limit,
-            "gradient_clip_algorithm": None if limit is None else trainer.gradient_clip_algorithm,
-            "nan": trainer.nan,
-            "sync_batchnorm": trainer.sync_batchnorm,
-            "automatic_optimization": optimization.automatic,
-            LEFT_OUT_SAMPLES: sorted(trainer.leave_out_samples or ()),
-        },
-        "optimizers": [
-            _describe_optimizer(optimizer, names(optimization.task, optimizer)) for optimizer in optimization.optimizers
-        ],
-        "schedulers": [_describe_scheduler(config) for config in optimization.schedulers],
+    found: dict[str, Any] = {
+        "training.reproducible": trainer.reproducible,
+        "training.gradient_clip_val": limit,
+        "training.gradient_clip_algorithm": None if limit is None else trainer.gradient_clip_algorithm,
+        "training.nan": trainer.nan,
+        "training.sync_batchnorm": trainer.sync_batchnorm,
+        "training.automatic_optimization": optimization.automatic,
+        f"training.{LEFT_OUT_SAMPLES}": sorted(trainer.leave_out_samples or ()),
     }
-
-
-def record_groups(found: dict[str, Any], optimization: "Optimization") -> None:
-    """Add the parameter groups that were added to optimizers in the course of a run to its fingerprint."""
-    for described, optimizer in zip(found["optimizers"], optimization.optimizers, strict=True):
-        names = optimization.strategy.state_dicts.parameter_names(optimization.task, optimizer)
-        now = _describe_optimizer(optimizer, names)
-        for part in ("parameters", "groups"):
-            if described[part] is not None and now[part] is not None:
-                described[part] += now[part][len(described[part]) :]
+    for index, optimizer in enumerate(optimization.optimizers):
+        found[f"optimizers.{index}.class"] = kernels.class_of(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            settings = settings_of(group)
+            settings.pop("initial_lr", None)  # a scheduler sets it to lr: one change of the config is told once
+            found |= below(f"optimizers.{index}.groups.{number}", settings)
+    for index, config in enumerate(optimization.schedulers):
+        own = {"class": type(config.scheduler).__name__, "interval": config.interval, "frequency": config.frequency}
+        state = _plain_or_missing(config.scheduler.state_dict())
+        found |= below(f"schedulers.{index}", own | dict(_flat(state, "state")) if isinstance(state, dict) else own)
+    return found
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
@@ -103,14 +110,13 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
         "limit_train_batches": trainer.limit_train_batches,
         "overfit_batches": trainer.overfit_batches,
         "use_distributed_sampler": dealt_out,
-        "batches of an epoch": rounds,
+        ROUNDS: rounds,
     }
-    several = isinstance(loader, CombinedLoader)
-    if several:
-        found |= {"loaders": len(loader.names), "mode": loader.mode}
-    for name, part in zip(loader.names if several else [""], loaders_in(loader), strict=False):
-        described = _describe_loader(part, dealt_out)
-        found |= {f"{name}.{key}" if several else key: value for key, value in described.items()}
+    if not isinstance(loader, CombinedLoader):
+        return found | _describe_loader(loader, dealt_out)
+    found |= {"loaders": len(loader.names), "mode": loader.mode}
+    for name, part in zip(loader.names, loaders_in(loader), strict=False):
+        found |= below(name, _describe_loader(part, dealt_out))
     return found
 
 
@@ -137,43 +143,23 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
     }
 
 
-def _describe_optimizer(optimizer: Optimizer, names: Any) -> dict[str, Any]:
-    return {
-        "class": kernels.class_of(optimizer),
-        "groups": [settings_of(group) for group in optimizer.param_groups],
-        "parameters": names,
-    }
-
-
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain settings of an optimizer's parameter group, except those that choose a kernel."""
     values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
-def _describe_scheduler(config: "SchedulerConfig") -> dict[str, Any]:
-    scheduler = config.scheduler
-    state = _plain_or_missing(scheduler.state_dict())
-    return {
-        "class": type(scheduler).__name__,
-        "interval": config.interval,
-        "frequency": config.frequency,
-        "state": _flat(state) if isinstance(state, dict) else {},
-    }
-
-
-def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values under dotted names; a sequence of schedulers has one name each."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        inner = dict(enumerate(value)) if isinstance(value, list) else value
-        if isinstance(inner, dict) and any(isinstance(item, dict) for item in inner.values()):
-            found |= _flat({str(number): item for number, item in inner.items()}, f"{prefix}{key}.")
-        elif isinstance(value, dict) and value and not any(name.isdigit() for name in value):
-            found |= _flat(value, f"{prefix}{key}.")
-        elif key not in POSITION:
-            found[prefix + key] = value
-    return found
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in a scheduler's state by dotted names; a scheduler within it has names of its own."""
+    inner = dict(enumerate(value)) if isinstance(value, list) else value
+    # milestones are a dict of numbers, and one setting
+    has_names = isinstance(value, dict) and value and not any(str(key).isdigit() for key in value)
+    if not has_names and not (isinstance(inner, dict) and any(isinstance(item, dict) for item in inner.values())):
+        yield name, value
+        return
+    for key, item in inner.items():
+        if key not in POSITION:
+            yield from _flat(item, f"{name}.{key}")
 
 
 def _plain_or_missing(value: Any) -> Any:
@@ -192,55 +178,36 @@ def _plain_or_missing(value: Any) -> Any:
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
-def compare(
-    saved: Mapping[str, Any], samples: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Collection[int]
-) -> Changes:
-    """Return the differences between a checkpoint's contents and a run's fingerprint; unknown settings count as equal.
+def compare(saved: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Collection[int], every_bit: bool) -> Changes:
+    """Return the differences between a checkpoint's fingerprint and a run's.
 
-    `rescheduled`: optimizers whose learning rates follow a new schedule from here on.
+    rescheduled: optimizers whose learning rates follow a new schedule from here on.
+    every_bit: whether numerics count that depend on the machine.
     """
-    was, found = saved.get("fingerprint") or {}, Changes()
-    found.samples = _changed_samples(was.get("samples", {}), samples)
-    found.changed = _changed_values(was.get("training", {}), own["training"])
-    for index, now in enumerate(own["optimizers"]):
-        number = f"[{index}]" if len(own["optimizers"]) > 1 else ""
-        before = _at(was.get("optimizers", ()), index)
-        if before is None:  # a file of another program does not tell
+    found = Changes()
+    for name, now in own.items():
+        if name not in saved or saved[name] == now:
             continue
-        for group, (one, other) in enumerate(zip(in_group_order(before, now), now["groups"], strict=False)):
-            place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
-            # a scheduler sets initial_lr to lr: one change of the config is told once
-            same_rate = one.get("lr") == other.get("lr")
-            for change in _changed_values(
-                one, {name: other[name] for name in other if same_rate or name != "initial_lr"}, f"{place}."
-            ):
-                new = index in rescheduled and change.name.rpartition(".")[2] in SCHEDULED
-                (found.changed if new else found.restored).append(change)
-        if None not in (before["parameters"], now["parameters"]) and before["parameters"] != now["parameters"]:
-            found.changed.append(SettingChange(f"{now['class']}{number}.params", "another order", "matched by name"))
-    for index, now in enumerate(own["schedulers"]):
-        found.changed += changed_schedule(_at(was.get("schedulers", ()), index), now)
+        section, _, rest = name.partition(".")
+        if section in ("optimizers", "schedulers"):
+            kept = section == "optimizers" and not follows_schedule(name, rescheduled)
+            (found.restored if kept else found.changed).append(SettingChange(name, saved[name], now))
+        elif section == "samples":
+            found.samples.append(SettingChange(rest, saved[name], now))
+        elif section != "numerics" or every_bit or rest not in LAYOUT:
+            found.changed.append(SettingChange(rest, saved[name], now))
+    # a limit that leaves as many batches as before changes nothing, and other changes explain another number of batches
+    names = {change.name for change in found.samples}
+    explained = {"limit_train_batches"} if ROUNDS not in names and own.get(f"samples.{ROUNDS}") is not None else set()
+    explained |= {ROUNDS} if names - {ROUNDS} else set()
+    found.samples = [change for change in found.samples if change.name not in explained]
     return found
 
 
-def in_group_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the saved settings of an optimizer's groups in the current order of groups."""
-    groups, was, names = before["groups"], before["parameters"], now["parameters"]
-    if was is None or names is None:
-        return list(groups)
-    places = {frozenset(group): index for index, group in enumerate(was)}
-    return [groups[places.get(frozenset(group), min(index, len(groups) - 1))] for index, group in enumerate(names)]
-
-
-def changed_schedule(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[SettingChange]:
-    """Return the settings of a learning rate scheduler that differ from the checkpoint's; none where it has none."""
-    name = now["class"]
-    if before is None:
-        return []
-    if before["class"] != name:
-        return [SettingChange(SCHEDULER, before["class"], name)]
-    how = _changed_values(before, {key: now[key] for key in ("interval", "frequency")}, f"{name} ")
-    return how + _changed_values(before["state"], now["state"], f"{name}.")
+def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
+    """Return whether a name is of a parameter group's setting that a new schedule decides."""
+    section, index, *_, setting = name.split(".")
+    return section == "optimizers" and int(index) in rescheduled and setting in SCHEDULED
 
 
 def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChange]:
@@ -255,26 +222,3 @@ def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChang
         SettingChange(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *map(str, pair))
         for pair, names in found.items()
     ]
-
-
-def numerics_changed(saved: Mapping[str, Any], own: Mapping[str, Any], every_bit: bool) -> list[SettingChange]:
-    """Return differences in `kernels.numerics`; unless every bit counts, without those that depend on the machine."""
-    return _changed_values(saved, {name: value for name, value in own.items() if every_bit or name not in LAYOUT})
-
-
-def _changed_values(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[SettingChange]:
-    """Return the differences under the keys that both have."""
-    return [SettingChange(prefix + key, was[key], now[key]) for key in now if key in was and was[key] != now[key]]
-
-
-def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Drop a limit that leaves as many batches as before, and a number of batches that another change explains."""
-    found, rounds = _changed_values(was, now), "batches of an epoch"
-    names = {change.name for change in found}
-    limits = {"limit_train_batches"} if now[rounds] is not None and rounds not in names else set()
-    left_out = limits | ({rounds} if names - {rounds} else set())
-    return [change for change in found if change.name not in left_out]
-
-
-def _at(sequence: Sequence[Any], index: int) -> Any:
-    return sequence[index] if index < len(sequence) else None

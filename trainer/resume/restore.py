@@ -1,10 +1,9 @@
-"""Restore of a run from a checkpoint: schedulers, loop state, weights, optimizers, and the rest."""
+"""Restore of a run from a checkpoint: loop state, weights, optimizers, schedulers, and the other parts of the run."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -14,6 +13,7 @@ from ..optimization import kernels
 from ..state import State
 from . import fingerprint
 from .fingerprint import Changes, SettingChange
+from .parameter_names import differences, has_names, match_groups, numbered
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
@@ -23,6 +23,83 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
+# --- loop state and weights -------------------------------------------------------------------------------------------
+def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
+    """Set the trainer's state to the start of a run, or to a checkpoint's.
+
+    A run keeps its seed, and says so where the trainer has another. Raises ConfigError if that one has other replicas.
+    """
+    state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size
+    if saved is not None and "state" in saved:
+        restored = State.from_dict(saved["state"])
+        if asked is not None and asked != restored.replicas:
+            raise ConfigError(
+                f"trainer.replicas={asked}, but the run began with {restored.replicas} replicas, which are fixed for a "
+                f"run. Leave trainer.replicas out to go on with it; up to {restored.replicas} processes will do."
+            )
+        if trainer.seed != restored.seed and trainer.is_global_zero:
+            log.info("The run keeps the seed that it began with, %d; seed=%d is ignored.", restored.seed, trainer.seed)
+        vars(state).update(restored.to_dict())
+        if asked is None and trainer.is_global_zero and restored.replicas > processes:
+            log.info(
+                "The run began with %d replicas and keeps them: they take turns on %d process%s, so a step has the "
+                "samples that it had. For other replicas begin a new run from the weights (Task.load_from_checkpoint).",
+                restored.replicas, processes, "es" * (processes > 1),
+            )  # fmt: skip
+        run_id = saved.get("run_id")
+        trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
+    elif state.global_step == 0:
+        state.replicas, state.seed = asked if asked is not None else processes, trainer.seed
+    if asked is not None and asked < 1:
+        raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
+
+
+def load_task_weights(
+    task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
+) -> None:
+    """Load a checkpoint's weights, by `state_dicts` for a sharded task.
+
+    Raises CheckpointError with the names of parameters that differ.
+    """
+    weights, own = saved.get("state_dict"), task.state_dict()
+    if not isinstance(weights, Mapping):
+        raise CheckpointError("The checkpoint holds no weights ('state_dict').")
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    shapes = [
+        f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the task"
+        for name in own.keys() & weights.keys()
+        # what get_extra_state of a module returns need not be a tensor
+        if hasattr(weights[name], "shape") and hasattr(own[name], "shape") and weights[name].shape != own[name].shape
+    ]
+    if shapes or (strict and (missing or unexpected)):
+        problem = differences(missing, unexpected, shapes)
+        hint = did_you_mean(missing[0], unexpected) if missing and unexpected else ""
+        raise CheckpointError(f"The checkpoint is of another model than {type(task).__name__}: {problem}.{hint}")
+    if state_dicts is None:
+        task.load_state_dict(dict(weights), strict=strict)
+    else:
+        state_dicts.load_model(task, weights, strict)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+def require_same_optimizers(optimizers: Sequence[Optimizer], before: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an optimizer is of another class than the one whose state was saved.
+
+    Torch would load the state, settings included, and fail in the first step or train with the old settings.
+    """
+    for index, optimizer in enumerate(optimizers):
+        own = kernels.class_of(optimizer)
+        was = before.get(f"optimizers.{index}.class", own)
+        if was != own:
+            number = f" {index}" if len(optimizers) > 1 else ""
+            raise CheckpointError(
+                f"The checkpoint's optimizer{number} is {was}, the task now returns {own}, which cannot go on from "
+                f"that state. Return the one from before in configure_optimizers, or begin a new run from the weights "
+                f"alone (load_from_checkpoint)."
+            )
+
+
+# --- learning rate schedulers -----------------------------------------------------------------------------------------
 class Replay(NamedTuple):
     """Learning rate scheduler with other settings than the saved one, advanced to the same step."""
 
@@ -32,7 +109,7 @@ class Replay(NamedTuple):
     """Settings of the optimizer's parameter groups after the replay."""
 
 
-def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[int, Replay]:
+def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
     """Advance each scheduler whose settings changed to the saved step; return them by index.
 
     The learning rate so follows the schedule as it is set now. Not replayed: ReduceLROnPlateau, schedulers that the
@@ -42,47 +119,39 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[int, 
     optimizers = [getattr(one, "original", one) for one in optimization.optimizers]
     whose = [getattr(config.scheduler, "optimizer", None) for config in optimization.schedulers]
     for index, config in enumerate(optimization.schedulers):
-        changed = changes_of(trainer, saved, index)
+        changed = changed_schedule(trainer, before, index)
         if not changed:
             continue
         # Replayed and not restored: with the new length in the old state a cosine turns round (torch multiplies the
         # rate it finds), and the rate rose from 3.9e-7 to 9.2e-4 in a test.
-        scheduler, optimizer, steps = config.scheduler, whose[index], _position(trainer, saved, index, changed)
-        plain = isinstance(scheduler, LRScheduler) and not _has_plateau(scheduler)
-        alone = optimizer is not None and whose.count(optimizer) == 1 and not optimization.own_scheduler_step
-        if plain and alone and steps is not None:
+        scheduler, optimizer, own = config.scheduler, whose[index], optimization.own_scheduler_step
+        if (
+            isinstance(scheduler, LRScheduler)
+            and not _has_plateau(scheduler)
+            and whose.count(optimizer) == 1
+            and not own
+        ):
+            steps = saved["lr_schedulers"][index].get("last_epoch")
+            # the saved count may be in another unit: then it is counted from the beginning in the new one
+            if not isinstance(steps, int) or changed.keys() & {"interval", "frequency"}:
+                state = trainer.state
+                steps = (state.global_step if config.interval == "step" else state.scheduled_epochs) // config.frequency
             found[index] = Replay(optimizers.index(optimizer), _replay(scheduler, optimizer, steps))
-            continue
-        if changed[0].name == fingerprint.SCHEDULER:
+        elif "class" in changed:
+            was, now = changed["class"]
             raise CheckpointError(
-                f"The checkpoint's learning rate scheduler is {changed[0].was}, the task now returns {changed[0].now}, "
-                f"which cannot go on from that state. Return the one from before in configure_optimizers, or begin a "
-                f"new run from the weights alone (load_from_checkpoint)."
+                f"The checkpoint's learning rate scheduler is {was}, the task now returns {now}, which cannot go on "
+                f"from that state. Return the one from before in configure_optimizers, or begin a new run from the "
+                f"weights alone (load_from_checkpoint)."
             )
     return found
 
 
-def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list[SettingChange]:
-    """Return the settings of a scheduler that differ from the checkpoint's."""
-    before = (saved.get("fingerprint") or {}).get("schedulers", ())
-    own = trainer.current_run.fingerprint["schedulers"][index]
-    return fingerprint.changed_schedule(before[index] if index < len(before) else None, own)
-
-
-def _position(trainer: "Trainer", saved: Mapping[str, Any], index: int, changed: list[SettingChange]) -> int | None:
-    """Return the number of steps that a scheduler must have made; None if the saved state lacks it."""
-    config, state = trainer.current_run.optimization.schedulers[index], trainer.state
-    if any(change.name.endswith((" interval", " frequency")) for change in changed):
-        # the saved count is in the old unit, so it is counted from the beginning in the new one
-        done = state.global_step if config.interval == "step" else state.epoch + state.epoch_ended
-        return done // config.frequency
-    return _steps_of(saved["lr_schedulers"][index])
-
-
-def _steps_of(state: Mapping[str, Any]) -> int | None:
-    inner = state.get("_schedulers")
-    found = state.get("last_epoch", _steps_of(inner[0]) if isinstance(inner, list) and inner else None)
-    return found if isinstance(found, int) and found >= 0 else None
+def changed_schedule(trainer: "Trainer", before: Mapping[str, Any], index: int) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of a scheduler that differ from the checkpoint's, by name: what was, and what is now."""
+    own = fingerprint.section_of(trainer.current_run.fingerprint, f"schedulers.{index}")
+    was = fingerprint.section_of(before, f"schedulers.{index}")
+    return {name: (was[name], own[name]) for name in own.keys() & was.keys() if was[name] != own[name]}
 
 
 def _has_plateau(scheduler: Any) -> bool:
@@ -109,14 +178,16 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> list[SettingChange]:
+def load_schedulers(
+    trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any], replays: Mapping[int, Replay]
+) -> list[SettingChange]:
     """Load the schedulers' states, keeping changed settings; return how learning rates change."""
     rates = []
     for index, config in enumerate(trainer.current_run.optimization.schedulers):
         scheduler, state = config.scheduler, saved["lr_schedulers"][index]
         if index not in replays:
             own = scheduler.state_dict()
-            names = {change.name.rpartition(".")[2] for change in changes_of(trainer, saved, index)}
+            names = {name.removeprefix("state.") for name in changed_schedule(trainer, before, index)}
             scheduler.load_state_dict({**state, **{name: own[name] for name in names & own.keys()}})
             continue
         was = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
@@ -127,133 +198,35 @@ def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mappi
     return rates
 
 
-WRAPPER = "ZeroRedundancyOptimizer"
-"""Class that checkpoints of strategy zero1 once named, rather than that of the optimizer in it."""
-
-
-def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
-    """Set the trainer's state to the start of a run, or to a checkpoint's.
-
-    A run keeps its seed, and says so where the trainer has another. Raises ConfigError if that one has other replicas.
-    """
-    state = trainer.state
-    asked = trainer.replicas
-    if saved is not None and "state" in saved:
-        restored = State.from_dict(saved["state"])
-        if asked is not None and asked != restored.replicas:
-            raise ConfigError(
-                f"trainer.replicas={asked}, but the run began with {restored.replicas} replicas, which are fixed for a "
-                f"run. Leave trainer.replicas out to go on with it; up to {restored.replicas} processes will do."
-            )
-        if trainer.seed != restored.seed and trainer.is_global_zero:
-            log.info("The run keeps the seed that it began with, %d; seed=%d is ignored.", restored.seed, trainer.seed)
-        for name, value in restored.to_dict().items():
-            setattr(state, name, value)
-        if asked is None and trainer.is_global_zero:
-            tell_of_replicas(restored.replicas, trainer.strategy.data_ranks.size)
-        run_id = saved.get("run_id")
-        trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
-    elif state.global_step == 0:
-        begin_state(trainer)
-    if asked is not None and asked < 1:
-        raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
-
-
-def tell_of_replicas(replicas: int, processes: int) -> None:
-    """Say that a resumed run has more replicas than processes, where it was not asked for."""
-    if replicas > processes:
-        log.info(
-            "The run began with %d replicas and keeps them: they take turns on %d process%s, so a step has the samples "
-            "that it had. For other replicas begin a new run from the weights (Task.load_from_checkpoint).",
-            replicas, processes, "es" * (processes > 1),
-        )  # fmt: skip
-
-
-def begin_state(trainer: "Trainer") -> None:
-    """Set what the trainer's arguments decide for a run, and no checkpoint of another does."""
-    asked = trainer.replicas
-    trainer.state.replicas = asked if asked is not None else trainer.strategy.data_ranks.size
-    trainer.state.seed = trainer.seed
-
-
-def load_task_weights(
-    task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
-) -> None:
-    """Load a checkpoint's weights, by `state_dicts` for a sharded task.
-
-    Raises CheckpointError with the names of parameters that differ.
-    """
-    weights, own = saved.get("state_dict"), task.state_dict()
-    if not isinstance(weights, Mapping):
-        raise CheckpointError("The checkpoint holds no weights ('state_dict').")
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [
-        f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the task"
-        for name in own.keys() & weights.keys()
-        # what get_extra_state of a module returns need not be a tensor
-        if hasattr(weights[name], "shape") and hasattr(own[name], "shape") and weights[name].shape != own[name].shape
-    ]
-    if shapes or (strict and (missing or unexpected)):
-        parts = [_few("it lacks", missing)] if missing else []
-        parts += [_few("it has unknown", unexpected)] if unexpected else []
-        parts += [_few("other shapes:", sorted(shapes))] if shapes else []
-        hint = did_you_mean(missing[0], unexpected) if missing and unexpected else ""
-        raise CheckpointError(
-            f"The checkpoint is of another model than {type(task).__name__}: {'; '.join(parts)}.{hint}"
-        )
-    if state_dicts is None:
-        task.load_state_dict(dict(weights), strict=strict)
-    else:
-        state_dicts.load_model(task, weights, strict)
-
-
-def _few(words: str, names: list[str]) -> str:
-    return f"{words} {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an optimizer is of another class than the one whose state was saved.
-
-    Torch would load the state, settings included, and fail in the first step or train with the old settings.
-    """
-    classes = [described[0] for described in saved.get("numerics", {}).get("optimizers", ())]
-    for index, (optimizer, state) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
-        own, was = kernels.class_of(optimizer), classes[index] if index < len(classes) else WRAPPER
-        if was == own:
-            continue
-        if was == WRAPPER:  # the class was not saved: compare settings, to which torch versions may add some
-            settings: set[str] = set(next(iter(state.get("param_groups", ())), ()))
-            foreign = sorted(settings - optimizer.param_groups[0].keys())
-            missing = sorted(optimizer.param_groups[0].keys() - settings)
-            if not (foreign and missing):
-                continue
-            was = f"one with {', '.join(foreign)} and without {', '.join(missing)}"
-        number = f" {index}" if len(optimizers) > 1 else ""
-        raise CheckpointError(
-            f"The checkpoint's optimizer{number} is {was}, the task now returns {own}, which cannot go on from that "
-            f"state. Return the one from before in configure_optimizers, or begin a new run from the weights alone "
-            f"(load_from_checkpoint)."
-        )
-
-
-def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Collection[int]) -> Changes:
+# --- settings that have changed ---------------------------------------------------------------------------------------
+def find_changes(
+    trainer: "Trainer", before: Mapping[str, Any], rescheduled: Collection[int], reordered: Collection[int]
+) -> Changes:
     """Return the differences from the saved run, as seen by rank 0; every rank calls it.
 
-    `rescheduled`: see `fingerprint.compare`. Raises ConfigError, on every rank, for other samples in the middle of an
-    epoch, and for any difference that `bitwise` does not allow.
+    before: the checkpoint's fingerprint, with its groups in the current order.
+    rescheduled: see `fingerprint.compare`.
+    reordered: optimizers whose parameters are in another order.
+
+    Raises ConfigError, on every rank, for other samples in the middle of an epoch, and for any difference that
+    `bitwise` does not allow.
     """
     run, state = trainer.current_run, trainer.state
     changes = None
     if trainer.is_global_zero:
-        changes = fingerprint.compare(saved, run.data.samples, run.fingerprint, rescheduled)
-        changes.changed += fingerprint.numerics_changed(saved.get("numerics", {}), run.numerics, run.bitwise)
+        samples = fingerprint.below("samples", run.data.samples)
+        own = samples | run.fingerprint | fingerprint.below("numerics", run.numerics)
+        changes = fingerprint.compare(before, own, rescheduled, run.bitwise)
         changes.changed += run.other_dtypes
+        changes.changed += [
+            SettingChange(f"optimizers.{index}.params", "another order", "matched by name") for index in reordered
+        ]
     # ranks may see different things (threads, a length that a share of the data has), but must decide alike
     found: Changes = trainer.strategy.collectives.broadcast(changes)
-    before = (saved.get("fingerprint") or {}).get("samples")
-    done = before is not None and before["batches of an epoch"] == state.epoch_rounds
+    dealt_out = fingerprint.section_of(before, "samples")
+    is_done = bool(dealt_out) and dealt_out[fingerprint.ROUNDS] == state.epoch_rounds
     within = state.epoch_steps > 0 and not state.epoch_ended
-    if within and not done and found.samples and trainer.resume_at == "step" and run.goes_on:
+    if within and not is_done and found.samples and trainer.resume_at == "step" and run.goes_on:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
             f"cannot be continued with other samples in a step: {_list_changes(found.samples)}. Set that as it "
@@ -262,15 +235,14 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
     differing = [change for change in found.changed + found.restored if change.name not in allowed]
-    begun = (saved.get("fingerprint") or {}).get("training", {}).get("reproducible", "bitwise")
-    if run.bitwise and begun == "bitwise" and differing:
+    if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
             f"reproducible: bitwise cannot go on with the same bits here: {_list_changes(differing)}. Go on as it was, "
             f"or with reproducible: order, which keeps samples and random numbers but not the last bits."
         )
     if within and found.samples:
-        found.end_epoch = not done
-        run.end_epoch_here(before)
+        found.end_epoch = not is_done
+        run.end_epoch_here(dealt_out)
     return found
 
 
@@ -297,77 +269,58 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
     log.warning("%s", "\n".join(lines))
 
 
-def in_parameter_order(
-    optimizer: Optimizer, state: dict[str, Any], before: list[list[str]] | None, now: list[list[str]] | None
-) -> dict[str, Any]:
-    """Return an optimizer's saved state with its parameters in the current order.
+# --- all of it --------------------------------------------------------------------------------------------------------
+def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> None:
+    """Load all but loop state and weights from a checkpoint.
 
-    Raises CheckpointError, with names, if a parameter is new, gone or in a group with others.
+    `resumes`: the run resumes from it; else another process of an elastic run sent it.
     """
-    if before is None or now is None or before == now:
-        return state
-    old, new = ({name for group in groups for name in group} for groups in (before, now))
-    kind = kernels.class_of(optimizer)
-    if old != new:
-        lacks, unknown = sorted(new - old), sorted(old - new)
-        parts = [_few("it lacks", lacks)] * bool(lacks) + [_few("it has unknown", unknown)] * bool(unknown)
-        raise CheckpointError(f"The checkpoint's {kind} is of other parameters: {'; '.join(parts)}.")
-    # groups are told by the names in them: their order, and that of parameters, may have changed
-    places = {frozenset(group): index for index, group in enumerate(before)}
-    for group in now:
-        if frozenset(group) not in places:
-            was = {name: index for index, names in enumerate(before) for name in names}
-            apart = _few("of", group[:5])
-            raise CheckpointError(
-                f"The checkpoint's {kind} has other parameter groups: {apart} one group is made, in which were groups "
-                f"{sorted({was[name] for name in group})}. Return the groups from before in configure_optimizers."
-            )
-    number = {name: index for index, name in enumerate(name for group in before for name in group)}
-    order = [number[name] for group in now for name in group]
-    groups, start = [], 0
-    for group in now:
-        groups.append(
-            {**state["param_groups"][places[frozenset(group)]], "params": [*range(start, start + len(group))]}
-        )
-        start += len(group)
-    return {
-        "state": {index: state["state"][place] for index, place in enumerate(order) if place in state["state"]},
-        "param_groups": groups,
-    }
-
-
-def load_optimizers(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Load the optimizers' states, by the names of parameters where they are known."""
-    run, before = trainer.current_run, (saved.get("fingerprint") or {}).get("optimizers", ())
-    for index, (optimizer, state) in enumerate(
-        zip(run.optimization.optimizers, saved["optimizer_states"], strict=True)
-    ):
-        was = before[index]["parameters"] if index < len(before) else None
-        state = in_parameter_order(optimizer, state, was, run.fingerprint["optimizers"][index]["parameters"])
+    run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
+    optimizers = run.optimization.optimizers
+    _require_complete(trainer, saved)
+    before = dict(saved.get("fingerprint") or {})
+    require_same_optimizers(optimizers, before)
+    states, reordered, replays, rescheduled, changes = [], [], {}, set[int](), Changes()
+    for index, (optimizer, state) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
+        names = state_dicts.parameter_names(run.task, optimizer)
+        if names is not None and has_names(state):
+            places = match_groups(kernels.class_of(optimizer), state, names)
+            before |= _in_current_order(before, index, places)
+            if [group["params"] for group in state["param_groups"]] != names:
+                reordered.append(index)
+            state = numbered({**state, "param_groups": [state["param_groups"][place] for place in places]}, names)
+        elif has_names(state):
+            state = numbered(state, [group["params"] for group in state["param_groups"]])
+        states.append(state)
+    # In this order: a replay moves the settings of the optimizers' groups, loading the optimizers puts the saved ones
+    # in their place, and load_schedulers sets those of replayed schedules once more.
+    if resumes:
+        replays = replay_schedules(trainer, saved, before)
+        rescheduled = {replay.optimizer for replay in replays.values()}
+        changes = find_changes(trainer, before, rescheduled, reordered)
+    for optimizer, state in zip(optimizers, states, strict=True):
         try:
-            trainer.strategy.state_dicts.load_optimizer(optimizer, state)
+            state_dicts.load_optimizer(optimizer, state)
         except ValueError as error:
             raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
         # Else a learning rate scheduler warns if the resumed run begins with the end of an epoch.
         mark_stepped(optimizer, trainer.global_step > 0)
+    log_changes(trainer, changes, load_schedulers(trainer, saved, before, replays))
+    if resumes:  # the saved settings count from here on, also for the next resume
+        kept = {name for name in run.fingerprint if name.startswith("optimizers.") and name in before}
+        run.fingerprint.update(
+            {name: before[name] for name in kept if not fingerprint.follows_schedule(name, rescheduled)}
+        )
+    else:
+        run.fingerprint.clear()
+        mine = ("samples.", "numerics.")
+        run.fingerprint.update({name: value for name, value in before.items() if not name.startswith(mine)})
+    load_parts(trainer, saved)
 
 
-def record_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> None:
-    """Record in the run's fingerprint which settings of optimizers count, for the next resume to compare with."""
-    before, own = (saved.get("fingerprint") or {}).get("optimizers", ()), trainer.current_run.fingerprint["optimizers"]
-    rescheduled = {replay.optimizer for replay in replays.values()}
-    for index, (was, now) in enumerate(zip(before, own, strict=False)):
-        new = fingerprint.SCHEDULED if index in rescheduled else set()
-        for one, other in zip(fingerprint.in_group_order(was, now), now["groups"], strict=False):
-            other |= {name: one[name] for name in (one.keys() & other.keys()) - new}
-
-
-def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> None:
-    """Load optimizers, schedulers, metrics, data position and callbacks from a checkpoint.
-
-    `resumes`: the run resumes from it; else another process of an elastic run sent it.
-    """
-    run, strategy = trainer.current_run, trainer.strategy
+def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights alone, and for other numbers of optimizers or schedulers."""
+    run = trainer.current_run
     if "state" not in saved:
         is_file = run.source is not None and run.source.is_file()
         hint = " A run of Lightning's goes on from its file by `legato lightning SCRIPT`." if is_file else ""
@@ -381,34 +334,20 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     ):
         if len(own) != len(states):
             raise CheckpointError(f"The checkpoint has {len(states)} {what}, the task now has {len(own)}.")
-    require_same_optimizers(run.optimization.optimizers, saved)
-    # In this order: a replay moves the settings of the optimizers' groups, loading the optimizers puts the saved ones
-    # in their place, and load_schedulers sets those of replayed schedules once more.
-    replays = replay_schedules(trainer, saved) if resumes else {}
-    changes = find_changes(trainer, saved, {replay.optimizer for replay in replays.values()}) if resumes else Changes()
-    load_optimizers(trainer, saved)
-    rates = load_schedulers(trainer, saved, replays)
-    log_changes(trainer, changes, rates)
-    if resumes:
-        record_settings(trainer, saved, replays)
-    else:
-        run.fingerprint.clear()
-        run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
-    strategy.precision.load_state_dict(saved["precision"])
-    if "metrics" in saved:
-        run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
-    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})
-    run.metrics.measured_at.update(dict.fromkeys(saved["callback_metrics"], -1))
-    if run.data.training is not None:
-        run.data.training.load_state_dict(saved.get("data", {}))
-    load_saved_states(trainer, saved)
 
 
-def load_saved_states(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Load the states of the data module and of callbacks, where the checkpoint has them."""
-    module, states = trainer.current_run.datamodule, saved.get("callbacks", {})
-    if module is not None and saved.get("datamodule"):
-        module.load_state_dict(saved["datamodule"])
-    for callback in trainer.callbacks:
-        if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
+def _in_current_order(before: Mapping[str, Any], index: int, places: Sequence[int]) -> dict[str, Any]:
+    """Return the saved settings of an optimizer's groups under the current numbers of the groups."""
+    groups = [fingerprint.section_of(before, f"optimizers.{index}.groups.{place}") for place in places]
+    return {
+        name: value
+        for number, group in enumerate(groups)
+        for name, value in fingerprint.below(f"optimizers.{index}.groups.{number}", group).items()
+    }
+
+
+def load_parts(trainer: "Trainer", saved: Mapping[str, Any], *names: str) -> None:
+    """Load the states of the parts of a run, or of those of these names, where the checkpoint has them."""
+    for name, part in trainer.current_run.parts().items():
+        if name in saved and (not names or name in names):
+            part.load_state_dict(saved[name])

@@ -47,7 +47,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         other_dtypes = fingerprint.other_dtypes(task, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers
-    make_loaders(call, (saved.get("fingerprint") or {}).get("samples") if saved and call.goes_on else None)
+    begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.goes_on else None
+    make_loaders(call, begun or None)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
     optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
     # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is

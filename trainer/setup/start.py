@@ -26,7 +26,7 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
     elif saved is not None and trainer.evaluates_with_states:
-        restore.load_saved_states(trainer, saved)
+        restore.load_parts(trainer, saved, "callbacks", "datamodule")
     open_loggers(run)
     run.membership.open_outputs = open_outputs
     if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
