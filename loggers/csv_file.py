@@ -1,4 +1,4 @@
-"""CSVLogger: writes `metrics.csv`, a row for each logged point, and `hparams.yaml`."""
+"""CSVLogger: writes `metrics.csv`, a row for each logged point, and `hparams.yaml` to the run directory."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .folder import LogFolder, with_prefix, write_hyperparameters
+from .hyperparameters import write_hyperparameters
 from .logger import Logger
 
 METRICS_FILE = "metrics.csv"
@@ -16,27 +16,17 @@ METRICS_FILE = "metrics.csv"
 class CSVLogger(Logger):
     """Writes a row for each call of `log_metrics`, with the columns in order of their names.
 
-    * The file is in the run directory, with `save_dir` in `save_dir/name/version` (see `LogFolder`).
     * Each row reaches the operating system at once, so a killed process loses nothing.
     * A new metric is a new column, for which the file is replaced by a rename.
     * A resume removes the rows of later steps, and writes no value twice.
 
     Args:
-        prefix: is put before the name of each metric: `prefix-name`.
         flush_logs_every_n_steps: how often the file is synced to the disk.
     """
 
-    def __init__(
-        self,
-        save_dir: str | Path | None = None,
-        name: str | None = None,
-        version: int | str | None = None,
-        prefix: str = "",
-        flush_logs_every_n_steps: int = 100,
-    ) -> None:
+    def __init__(self, *, flush_logs_every_n_steps: int = 100) -> None:
         super().__init__()
-        self.own_folder = None if save_dir is None else LogFolder(save_dir, name, version)
-        self.prefix, self.flush_logs_every_n_steps = prefix, flush_logs_every_n_steps
+        self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.hparams: dict[str, Any] = {}
         self._path: Path | None = None
         self.columns: list[str] = []
@@ -45,14 +35,10 @@ class CSVLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Choose the file, and remove the rows that a resume voids."""
+        """Remove the rows that a resume voids."""
         super().open(run_dir, resume_step)
-        if self.own_folder is not None:
-            self.own_folder.choose(resume_step is not None)
-            self._directory = self.own_folder.path
-        assert self._directory is not None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._path = self._directory / METRICS_FILE
+        self._path = Path(run_dir, METRICS_FILE)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         rows, self.columns = _read(self._path)
         kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
         last = [row for row in kept if int(row["step"]) == resume_step]
@@ -65,7 +51,7 @@ class CSVLogger(Logger):
         """Write a row. Does nothing before `open`."""
         if self._path is None:
             return
-        row = {name: _number(value) for name, value in with_prefix(self.prefix, metrics).items()}
+        row = {name: _number(value) for name, value in metrics.items()}
         if step == self._resume_step:
             row = {name: value for name, value in row.items() if name not in self._recorded}
             if not row:

@@ -4,11 +4,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .folder import LogFolder
-
+from typing import Any
 
 log = logging.getLogger("legato")
 
@@ -39,8 +35,6 @@ class Logger:
     calls, so that a task may use `self.logger` in every process.
     """
 
-    own_folder: "LogFolder | None" = None
-    """The logger's own folder; None: the run directory."""
     saves_points = False
     """Whether `save` is called after each point of the log, and not with checkpoints alone."""
     _directory: Path | None = None
@@ -57,34 +51,22 @@ class Logger:
         self._directory, self._is_open = Path(run_dir), True
 
     def follow(self, run_dir: Path) -> None:
-        """Learn where rank 0 writes, in a process that opens nothing: another rank, or the one that started workers.
-
-        run_dir: the run directory, or the logger's own folder.
-        """
-        if self.own_folder is not None:
-            self.own_folder.follow(Path(run_dir))
-        else:
-            self._directory = Path(run_dir)
+        """Learn where rank 0 writes, in a process that opens nothing: another rank, or the one that started workers."""
+        self._directory = Path(run_dir)
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder of the runs; None before a run, unless it has its own."""
-        if self.own_folder is not None:
-            return self.own_folder.save_dir
+        """The parent folder of the runs; None before a run."""
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
-        """The run's name; None before a run, unless it has its own."""
-        if self.own_folder is not None:
-            return self.own_folder.name or ""
+        """The run's name; None before a run."""
         return None if self._directory is None else self._directory.parent.name
 
     @property
     def version(self) -> int | str | None:
-        """N of `version_N`, or the folder's name; None before a run, unless it has its own."""
-        if self.own_folder is not None:
-            return self.own_folder.version
+        """N of `version_N`, or the folder's name; None before a run."""
         if self._directory is None:
             return None
         found = re.fullmatch(r"version_(\d+)", self._directory.name)
@@ -92,16 +74,12 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory; None before a run, unless it has its own."""
-        if self.own_folder is not None:
-            return self.own_folder.log_dir
+        """The run directory; None before a run."""
         return None if self._directory is None else str(self._directory)
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions of the run; None before a run, unless it has its own."""
-        if self.own_folder is not None:
-            return self.own_folder.root_dir
+        """The folder of all versions of the run; None before a run."""
         return None if self._directory is None else str(self._directory.parent)
 
     @property

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .folder import flat_params, with_prefix
+from .hyperparameters import flat_params
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
-from .remote import CheckpointUploads, kept_id, read_id
+from .remote import CheckpointUploads, kept_id, read_id, with_prefix
 
 FILE_PREFIX, SQLITE_PREFIX = "file:", "sqlite:///"
 DATABASE = "mlflow.db"

@@ -1,6 +1,6 @@
-"""Common parts of tracking services' loggers: the id of a run, kept beside it, and checkpoints that are sent once."""
+"""Common parts of tracking services' loggers: the id of a run, names with a prefix, checkpoints that are sent once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,11 @@ def read_id(run_dir: Path, service: str) -> str | None:
     """Return the id in that file; None where there is none."""
     file = kept_id(run_dir, service)
     return file.read_text().strip() if file.exists() else None
+
+
+def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
+    """Return metrics named `prefix-name`, or as they are with an empty prefix."""
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 class CheckpointUploads:

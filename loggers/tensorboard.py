@@ -4,13 +4,13 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import ConfigError
 from ..base.run_names import not_writable, run_directory_gone
-from .folder import LogFolder, flat_params, with_prefix
+from .hyperparameters import flat_params
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
 
@@ -25,44 +25,38 @@ OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
 LAST = "~run/"
 """The group of these metrics: TensorBoard sorts groups by name, and this comes after all letters."""
 BEST = "~best/"
+_FOLDER = (
+    "It writes to the run directory: set default_root_dir and run_name of the Trainer (run.root, run.name in a config)."
+)
+INSTEAD = {
+    **dict.fromkeys(("save_dir", "name", "version", "sub_dir"), _FOLDER),
+    "prefix": "Put it into the names that you log.",
+    "log_graph": "Call self.logger.experiment.add_graph(self, batch) in on_train_start.",
+    "default_hp_metric": "Leave it out: HPARAMS shows the metrics that were logged.",
+}
+"""Arguments of Lightning's, and what to do instead."""
 
 
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
 
-    Event files go to the run directory, whose name TensorBoard shows; with `save_dir` to `save_dir/name/version`, see
-    `LogFolder`.
-    `experiment` is torch's SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger
-    is opened.
+    Event files go to the run directory, whose name TensorBoard shows. `experiment` is torch's SummaryWriter, for
+    graphs, videos and the rest. TensorBoard is imported when the logger is opened.
 
     Args:
-        sub_dir: a folder in that folder.
-        log_graph: record the graph of a task that has `example_input_array`.
-        default_hp_metric: show -1 as `hp_metric` beside hyperparameters that have no metrics.
-        prefix: is put before the name of each metric: `prefix-name`.
         own_metrics_last: show `epoch`, `lr-...`, `throughput/...`, `straggler/...` in a group `~run` below all others.
         writer_options: options of SummaryWriter, such as `flush_secs`.
+
+    Raises ConfigError for Lightning's arguments, and says what to do instead.
     """
 
-    def __init__(
-        self,
-        save_dir: str | Path | None = None,
-        name: str | None = None,
-        version: int | str | None = None,
-        sub_dir: str | Path | None = None,
-        log_graph: bool = False,
-        default_hp_metric: bool = False,
-        prefix: str = "",
-        own_metrics_last: bool = True,
-        **writer_options: Any,
-    ) -> None:
+    def __init__(self, *, own_metrics_last: bool = True, **writer_options: Any) -> None:
         super().__init__()
-        self.own_folder = None if save_dir is None else LogFolder(save_dir, name, version)
-        self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
-        self.own_metrics_last = own_metrics_last
-        self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
-        self._writer_options = writer_options
+        for name in writer_options.keys() & INSTEAD.keys():
+            raise ConfigError(f"TensorBoardLogger has no argument {name}. {INSTEAD[name]}")
+        self.own_metrics_last, self._writer_options = own_metrics_last, writer_options
         self._events: Path | None = None
+        """The directory of the event files, once it was opened."""
         self._writer: Any = None
         self._params: dict[str, Any] = {}
         self._final: dict[str, float] = {}
@@ -70,15 +64,6 @@ class TensorBoardLogger(Logger):
         self._points: dict[str, tuple[int, float]] = {}
         self._step = 0
         self._session_started = False
-        self._resume_step: int | None = None
-
-    @property
-    def log_dir(self) -> str | None:
-        """The folder with the event files, for `tensorboard --logdir`; None before a run, unless own."""
-        if self.own_folder is not None:
-            return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
-        found = self._events or self._directory
-        return None if found is None else str(found)
 
     @property
     def experiment(self) -> "SummaryWriter | NoExperiment":
@@ -89,20 +74,15 @@ class TensorBoardLogger(Logger):
         """Start a new event file, which voids the points after `resume_step` in earlier ones."""
         if self._writer is not None:
             self._writer.close()
-        before = self._events
-        if self.own_folder is None:
-            self._directory = self._events = Path(run_dir)
-        else:
-            self.own_folder.choose(resume_step is not None)
-            self._directory = self._events = self.own_folder.path
-        self._events = self._events / (self.sub_dir or "")
+        super().open(run_dir, resume_step)
+        before, self._events = self._events, Path(run_dir)
         # another run; hyperparameters given before the first `open` belong to the first run
         if before not in (None, self._events):
             self._params, self._final, self._points, self._best = {}, {}, {}, {}
         if resume_step is not None:  # points voided by the new file must be written again
             self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
         self._events.mkdir(parents=True, exist_ok=True)
-        self._resume_step, self._session_started = resume_step, False
+        self._session_started = False
         # TensorBoard voids steps >= purge_step. The point of the checkpoint's own step was written before it; what is
         # logged again at that step, such as a validation, is there twice.
         purge = None if resume_step is None else resume_step + 1
@@ -122,10 +102,8 @@ class TensorBoardLogger(Logger):
         self._require_folder()
         if not self._session_started:
             self._start_session()
-        named = with_prefix(self.prefix, metrics)
-        if self.own_metrics_last:
-            named = {put_last(name): value for name, value in named.items()}
-        points = {name: (step, float(value)) for name, value in named.items()}
+        tag_of = put_last if self.own_metrics_last else str
+        points = {tag_of(name): (step, float(value)) for name, value in metrics.items()}
         values = [
             {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
         ]
@@ -138,32 +116,6 @@ class TensorBoardLogger(Logger):
         """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
         self._params.update(flat_params(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
-        if self._default_hp_metric and not self._final and self._resume_step is None:
-            self._final["hp_metric"] = -1.0
-            self.log_metrics(self._final, 0)
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
-        given = getattr(model, "example_input_array", None) if input_array is None else input_array
-        if self._writer is None or not self._log_graph:
-            return
-        if given is None:
-            log.warning("TensorBoardLogger(log_graph=True): the task has no example_input_array, so there is no graph.")
-            return
-        import torch
-
-        from ..trainer.data.transfer import to_device
-
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.random.fork_rng(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
-                self._writer.add_graph(model, to_device(given, device))
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, which TensorBoard renders as Markdown."""
@@ -203,15 +155,13 @@ class TensorBoardLogger(Logger):
         if self._events is not None and not os.access(self._events, os.W_OK):
             return
         self._start_session()
-        final = with_prefix(self.prefix, self._final)
-        shown = dict(zip(self._final, final, strict=True))
-        absent = {name: value for name, value in self._final.items() if shown[name] not in self._points}
+        absent = {name: value for name, value in self._final.items() if name not in self._points}
         if absent or self._best:
-            self.log_metrics({**absent, **self._best}, self._step)
+            # not self.log_metrics: that of a subclass may change names, which these have behind them
+            TensorBoardLogger.log_metrics(self, {**absent, **self._best}, self._step)
         if self._params:
-            names = final or [name for name in self._points if not name.startswith(LAST)]
-            best = with_prefix(self.prefix, self._best)
-            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*best, *names], 0.0))
+            names = self._final or [name for name in self._points if not name.startswith(LAST)]
+            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*self._best, *names], 0.0))
             if status != "success":
                 _mark_failed(end)
             self._add(experiment.value)
@@ -223,7 +173,7 @@ class TensorBoardLogger(Logger):
         if self._events is None or os.access(self._events, os.W_OK):
             return
         if self._events.is_dir():
-            raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
+            raise not_writable(self._events, f"no right to write to {self._events}")
         raise run_directory_gone(self._events)
 
     def _start_session(self) -> None:

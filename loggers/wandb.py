@@ -10,10 +10,10 @@ from typing import Any, Literal
 from ..base.errors import ConfigError
 from ..base.run_names import require_local
 from ..trainer.processes.place import current_rank, find_place
-from .folder import plain, with_prefix
+from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
-from .remote import CheckpointUploads, kept_id, read_id
+from .remote import CheckpointUploads, kept_id, read_id, with_prefix
 
 STEP = "trainer/global_step"
 """The metric that is the x-axis of all others."""

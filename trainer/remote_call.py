@@ -60,8 +60,6 @@ class RunResult:
     """Lengths of the loaders."""
     callbacks: list[tuple[str, dict[str, Any]]]
     """Key and state of each callback."""
-    logger_folders: list[Path | None]
-    """Folder of its own that each logger has chosen; None: it writes to the run directory."""
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
@@ -143,9 +141,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics, trainer.progress_bar_metrics = outcome.logged_metrics, outcome.progress_bar_metrics
     trainer.should_stop = outcome.should_stop
-    for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
-        if outcome.run_dir is not None:
-            loop_part(logger, "follow")(folder or outcome.run_dir)
+    for logger in trainer.loggers if outcome.run_dir is not None else ():
+        loop_part(logger, "follow")(outcome.run_dir)
     trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         loop_part(callback, "find_folder")(trainer)
@@ -217,5 +214,4 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.should_stop,
         trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
-        [None if logger.own_folder is None else logger.own_folder.path for logger in trainer.loggers],
     )

@@ -3,6 +3,7 @@
 import os
 import secrets
 import statistics
+import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...base.environment import get_variable
+from ...base.run_names import require_local
 from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
-from ...loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
+from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
+from ...loggers.remote import with_prefix
+from ...trainer.data.transfer import to_device
 from ...trainer.hooks import loop_part
 from ...trainer.resume.left_out import plain_containers
 from .aliases import alias, item
@@ -140,8 +145,11 @@ class DummyLogger(Logger):
         return lambda *args, **kwargs: None
 
 
-class FolderOfLogger(LogFolder):
-    """The folder of a logger, made of the logger's attributes, which subclasses override as properties.
+class FolderOfLogger:
+    """The folder of a logger: `save_dir/name/version_N` or, with a version that is a text, `save_dir/name/version`.
+
+    It is made of the logger's attributes, which subclasses override as properties. Without a version it is the next
+    free `version_N`, chosen when it is first asked for.
 
     Args:
         logger: the logger.
@@ -151,8 +159,17 @@ class FolderOfLogger(LogFolder):
     def __init__(
         self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
     ) -> None:
-        super().__init__(save_dir, name, version)
+        require_local(save_dir, "A logger's save_dir")
         self.logger, self.kind = logger, kind
+        self.save_dir, self.name, self._version = os.fspath(save_dir), name, version
+        self._start = os.getcwd()  # wherever the process goes later
+
+    @property
+    def version(self) -> int | str:
+        """The version: the given one, or the next after the newest that there is, or what a subclass chooses."""
+        if self._version is None:
+            self._version = self.logger._get_next_version()
+        return self._version
 
     @property
     def root_dir(self) -> str:
@@ -167,34 +184,92 @@ class FolderOfLogger(LogFolder):
         version = version if isinstance(version, str) else f"version_{version}"
         return os.path.expanduser(os.path.expandvars(os.path.join(self.logger.root_dir, version)))
 
-    def next_version(self) -> int:
-        """Return the version after the newest one, or what a subclass of the logger chooses."""
-        found: int = self.logger._get_next_version()
-        return found
-
     @property
     def path(self) -> Path:
         """The same, absolute; or what a subclass has as `log_dir`."""
         own = type(self.logger).log_dir is not self.kind.log_dir
-        return Path(self._start, self.logger.log_dir) if own else super().path
+        return Path(self._start, self.logger.log_dir if own else self.log_dir)
+
+    def choose(self, resume: bool) -> None:
+        """Choose the version if there is none: on a resume the newest, else the next free one."""
+        if self._version is None and resume:
+            self._version = max(self.versions(), default=0)
+
+    def follow(self, directory: Path) -> None:
+        """Take the version of a folder that another process has chosen, if it is one of this logger's."""
+        if self._version is None and directory.parent == self._root:
+            number = directory.name.removeprefix("version_")
+            self._version = int(number) if number.isdigit() and number != directory.name else directory.name
+
+    def versions(self) -> list[int]:
+        """Return the numbers of the versions that there are."""
+        return [int(path.name[8:]) for path in self._root.glob("version_*") if path.name[8:].isdigit()]
+
+    @property
+    def _root(self) -> Path:
+        return Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))
 
 
-class FolderParts:
-    """Names by which programs that subclass a logger read and set its folder; private in Lightning."""
+class FolderParts(logger.Logger):
+    """Base class of loggers with a folder of their own, and the names by which programs read and set it."""
 
-    own_folder: LogFolder | None
+    own_folder: FolderOfLogger | None = None
+    """The logger's own folder; None: the run directory."""
     prefix: str
+    sub_dir: str | None = None
     names_are_free = True
+    # private in Lightning, and read and set by programs that subclass a logger
     _save_dir, _name, _version, _root_dir, _prefix = map(
         alias, ("own_folder.save_dir", "own_folder.name", "own_folder._version", "own_folder.root_dir", "prefix")
     )
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of all experiments."""
+        return self.own_folder.save_dir if self.own_folder else super().save_dir
+
+    @property
+    def name(self) -> str | None:
+        """The name of the experiment."""
+        return (self.own_folder.name or "") if self.own_folder else super().name
+
+    @property
+    def version(self) -> int | str | None:
+        """The version of the experiment."""
+        return self.own_folder.version if self.own_folder else super().version
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder of all versions."""
+        return self.own_folder.root_dir if self.own_folder else super().root_dir
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this version."""
+        if self.own_folder is None:
+            return super().log_dir
+        return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Start writing, to the logger's own folder if it has one."""
+        if self.own_folder is not None:
+            self.own_folder.choose(resume_step is not None)
+            run_dir = self.own_folder.path
+        super().open(run_dir / (self.sub_dir or ""), resume_step)
+
+    def follow(self, run_dir: Path) -> None:
+        """Learn where rank 0 writes."""
+        if self.own_folder is not None:
+            self.own_folder.follow(run_dir)
+        else:
+            super().follow(run_dir)
 
     @property
     def _fs(self) -> Any:
         return get_filesystem(self.own_folder.root_dir if self.own_folder else "")
 
     def _get_next_version(self) -> int:
-        return LogFolder.next_version(self.own_folder) if self.own_folder else 0
+        return max(self.own_folder.versions(), default=-1) + 1 if self.own_folder else 0
 
 
 class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
@@ -214,7 +289,10 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         sub_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, False, **kwargs)
+        super().__init__(own_metrics_last=False, **kwargs)
+        self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
+        self._is_resumed = False
         if save_dir is not None:  # else that of the run
             self.own_folder = FolderOfLogger(self, TensorBoardLogger, save_dir, name, version)
         self.hparams: dict[str, Any] = {}
@@ -227,6 +305,11 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     @staticmethod
     def _sanitize_params(params: Any) -> dict[str, Any]:  # private in Lightning, and called by programs
         return flat_params(as_dict(params))
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Start a new event file."""
+        super().open(run_dir, resume_step)
+        self._is_resumed = resume_step is not None
 
     @property
     def experiment(self) -> Any:
@@ -245,18 +328,41 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         for name, values in metrics.items():
             if isinstance(values, Mapping):
                 self.experiment.add_scalars(name, values, step)
-        super().log_metrics(
-            {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}, step or 0
-        )
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
+        super().log_metrics(with_prefix(self.prefix, scalars), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         """Record hyperparameters, and metrics to show beside them: a dict, or the value of `hp_metric`."""
         found = as_dict(params)
         self.hparams.update(found)
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
+        if not values and self._default_hp_metric and not self._final and not self._is_resumed:
+            values, step = {"hp_metric": -1.0}, 0
         if values:
             self.log_metrics(values, step)
-        super().log_hyperparams(self._sanitize_params(flatten_dict(sanitize_callables(found))), values)
+        flat = self._sanitize_params(flatten_dict(sanitize_callables(found)))
+        super().log_hyperparams(flat, with_prefix(self.prefix, values or {}))
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
+        given = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if self._writer is None or not self._log_graph:
+            return
+        if given is None:
+            rank_zero_warn(
+                "TensorBoardLogger(log_graph=True): the module has no example_input_array, so there is no graph."
+            )
+            return
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.random.fork_rng(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
+                self._writer.add_graph(model, to_device(given, device))
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def make_writer(self, purge_step: int | None) -> Any:
         """Return the writer of a new event file: that of a subclass's own `experiment`, if it has one."""
@@ -349,7 +455,8 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        super().__init__(flush_logs_every_n_steps=flush_logs_every_n_steps)
+        self.prefix = prefix
         if save_dir is not None:
             self.own_folder = FolderOfLogger(self, CSVLogger, save_dir, name, version)
         self._experiment: ExperimentWriter | None = None
@@ -384,7 +491,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write a row."""
-        self.experiment.log_metrics(metrics, step)
+        self.experiment.log_metrics(with_prefix(self.prefix, metrics), step)
         if step is not None and (step + 1) % self.flush_logs_every_n_steps == 0:
             if self._has_own_writer():
                 self.save()

@@ -22,62 +22,15 @@ def read_rows(path):
 
 
 def test_a_row_for_each_call_and_a_column_for_each_metric(tmp_path):
-    logger = CSVLogger(tmp_path, "mine")
-    logger.open(tmp_path / "run", None)
+    folder, logger = tmp_path / "mine" / "version_0", CSVLogger()
+    logger.open(folder, None)
     logger.log_metrics({"loss": torch.tensor(0.5), "epoch": 0}, 9)
     logger.log_metrics({"acc": 0.25}, 9)
     logger.log_hyperparams({"lr": np.float64(0.1), "kind": torch.nn.Linear})
     logger.finalize("success")
-    folder = tmp_path / "mine" / "version_0"
     assert (folder / "metrics.csv").read_text().splitlines() == ["acc,epoch,loss,step", ",0,0.5,9", "0.25,,,9"]
     assert yaml.safe_load((folder / "hparams.yaml").read_text())["lr"] == 0.1
-    assert not (tmp_path / "run").exists()
     assert (logger.log_dir, logger.root_dir) == (str(folder), str(folder.parent))
-
-
-def test_what_is_known_before_it_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    logger = CSVLogger("logs", "name", "mine")
-    assert (logger.log_dir, logger.save_dir, logger.name, logger.version) == ("logs/name/mine", "logs", "name", "mine")
-    assert CSVLogger("logs", version=7).log_dir == "logs/version_7"
-    (tmp_path / "logs" / "version_4").mkdir(parents=True)
-    logger = CSVLogger("logs")
-    assert (logger.version, logger.name) == (5, "")
-    (tmp_path / "logs" / "version_5").mkdir()
-    logger.open(tmp_path / "run", 3)
-    assert logger.version == 5
-    logger = CSVLogger("logs")
-    logger.open(tmp_path / "run", 3)
-    assert logger.version == 5, "a resume goes on in the newest version"
-
-
-def test_other_ranks_know_the_folder_of_rank_0(tmp_path):
-    for name, version in (("version_3", 3), ("mine", "mine")):
-        (tmp_path / "logs" / "run" / name).mkdir(parents=True)
-        logger = CSVLogger(tmp_path / "logs", "run")
-        logger.follow(tmp_path / "logs" / "run" / name)
-        assert logger.version == version
-        other = CSVLogger(tmp_path / "other", "run")
-        other.follow(tmp_path / "logs" / "run" / name)
-        assert other.version == 0
-
-
-@pytest.mark.slow
-def test_the_process_that_started_workers_knows_the_folder_too(tmp_path):
-    logger = CSVLogger(tmp_path / "logs", "mine")
-    trainer, task = make_trainer(tmp_path, logger=logger, strategy="ddp", devices=2), Validated()
-    trainer.fit(task, make_loader())
-    assert logger.log_dir == str(tmp_path / "logs" / "mine" / "version_0")
-    trainer.validate(task, make_loader(), verbose=False)
-    assert [path.name for path in (tmp_path / "logs" / "mine").iterdir()] == ["version_0"]
-    assert "val_loss" in read_rows(tmp_path / "logs" / "mine" / "version_0" / "metrics.csv")[-1]
-
-
-def test_a_prefix(tmp_path):
-    logger = CSVLogger(prefix="run1")
-    logger.open(tmp_path, None)
-    logger.log_metrics({"loss": 1.0}, 1)
-    assert read_rows(tmp_path / "metrics.csv") == [{"run1-loss": "1.0", "step": "1"}]
 
 
 def test_a_resume_removes_later_rows_and_repeats_none(tmp_path):
@@ -117,11 +70,9 @@ def test_a_killed_process_loses_no_row(tmp_path):
 
 def test_a_run_and_its_resume(tmp_path):
     for epochs in (1, 2):
-        logger = CSVLogger(tmp_path / "logs", "mine")
-        trainer = make_trainer(
-            tmp_path, logger=logger, log_every_n_steps=1, max_epochs=epochs, enable_checkpointing=True
-        )
+        options = {"log_every_n_steps": 1, "max_epochs": epochs, "enable_checkpointing": True}
+        trainer = make_trainer(tmp_path, logger=CSVLogger(), **options)
         trainer.fit(Validated(), make_loader(), make_loader(), resume="auto")
-    rows = read_rows(tmp_path / "logs" / "mine" / "version_0" / "metrics.csv")
+    rows = read_rows(trainer.run_dir / "metrics.csv")
     assert [row["step"] for row in rows if "val_loss" in row] == ["5", "10"]
-    assert len(list((tmp_path / "logs" / "mine").iterdir())) == 1
+    assert len(list(trainer.run_dir.parent.glob("version_*"))) == 1

@@ -151,24 +151,6 @@ def test_a_run_that_was_killed_shows_its_hyperparameters(tmp_path):
     logger.finalize("failed")
 
 
-def test_a_directory_of_ones_own_counts_versions(tmp_path):
-    for expected in (0, 1):
-        logger = TensorBoardLogger(tmp_path / "logs", name="mine")
-        logger.open(tmp_path / "run", None)
-        assert (logger.version, logger.name, logger.save_dir) == (expected, "mine", str(tmp_path / "logs"))
-        assert logger.log_dir == str(tmp_path / "logs" / "mine" / f"version_{expected}")
-        logger.finalize("success")
-    logger = TensorBoardLogger(tmp_path / "logs", name="mine")
-    logger.open(tmp_path / "run", 10)
-    assert logger.version == 1
-    logger.finalize("success")
-    logger = TensorBoardLogger(tmp_path / "logs", version="final")
-    logger.open(tmp_path / "run", None)
-    assert logger.log_dir == str(tmp_path / "logs" / "final")
-    logger.finalize("success")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_second_run_of_the_same_logger_starts_afresh(tmp_path):
     logger = TensorBoardLogger()
     logger.log_hyperparams({"seed": 0})
@@ -234,45 +216,11 @@ def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
     }
 
 
-def test_a_folder_of_ones_own_is_known_before_it_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    logger = TensorBoardLogger("logs", "mine", 3, sub_dir="sub")
-    assert (logger.log_dir, logger.root_dir, logger.version) == ("logs/mine/version_3/sub", "logs/mine", 3)
-    logger.open(tmp_path / "run", None)
-    logger.finalize("success")
-    assert len(list((tmp_path / "logs" / "mine" / "version_3" / "sub").iterdir())) == 1
-    logger.open(tmp_path / "run", None)
-    logger.finalize("success")
-    assert len(list((tmp_path / "logs" / "mine").iterdir())) == 1, "a later stage writes to the same folder"
-
-
-def test_a_prefix_and_the_metric_of_hyperparameters_without_one(tmp_path):
-    logger = TensorBoardLogger(tmp_path, prefix="a", default_hp_metric=True)
-    logger.open(tmp_path / "run", None)
-    logger.log_hyperparams({"lr": 0.1})
-    logger.log_metrics({"loss": 1.0}, 5)
-    logger.finalize("success")
-    folder = tmp_path / "version_0"
-    assert scalars(folder, "a-loss") == [(5, 1.0)]
-    assert scalars(folder, "a-hp_metric") == [(0, -1.0)]
-    metrics = [info.name.tag for info in hyperparameter_records(folder)["experiment"].experiment.metric_infos]
-    assert metrics == ["a-hp_metric"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_graph_of_a_task(tmp_path, caplog):
-    from tiny import Tiny, make_loader, make_trainer
-
-    task = Tiny()
-    task.example_input_array = torch.zeros(2, 3)
-    logger = TensorBoardLogger(tmp_path, log_graph=True)
-    make_trainer(tmp_path, logger=logger).fit(task, make_loader())
-    assert accumulate(tmp_path / "version_0").Graph().node
-    assert task.training
-    logger = TensorBoardLogger(tmp_path, log_graph=True)
-    make_trainer(tmp_path, logger=logger).fit(Tiny(), make_loader())
-    assert "no example_input_array" in caplog.text
+def test_arguments_of_lightnings_say_what_to_do_instead():
+    with pytest.raises(ConfigError, match="default_root_dir and run_name"):
+        TensorBoardLogger(save_dir="logs")
+    with pytest.raises(ConfigError, match="add_graph"):
+        TensorBoardLogger(log_graph=True)
 
 
 def fitted(folder, **options):

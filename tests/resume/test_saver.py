@@ -144,7 +144,7 @@ def test_relative_folders_are_those_of_when_the_trainer_was_made(
     options: dict[str, Any] = {"enable_checkpointing": True, "strategy": "ddp", "devices": devices}
     for epochs in (1, 2):
         os.chdir(tmp_path)
-        loggers = [JSONLinesLogger("own/metrics.jsonl"), TensorBoardLogger("own/tensorboard")]
+        loggers = [JSONLinesLogger("own/metrics.jsonl"), TensorBoardLogger()]
         callbacks = [Leaving(tmp_path / "elsewhere"), Checkpoint(), Checkpoint(dirpath="own/checkpoints")]
         trainer = make_trainer("runs", max_epochs=epochs, logger=loggers, callbacks=callbacks, **options)
         os.chdir(tmp_path / "elsewhere")
@@ -157,4 +157,4 @@ def test_relative_folders_are_those_of_when_the_trainer_was_made(
     assert not names_in(tmp_path / "elsewhere")
     assert trainer.global_step == (8 if devices == 1 else 4)
     assert trainer.run_dir == tmp_path / "runs" / "default" / "version_0"
-    assert names_in(tmp_path / "own") == ["checkpoints", "metrics.jsonl", "tensorboard"]
+    assert names_in(tmp_path / "own") == ["checkpoints", "metrics.jsonl"]

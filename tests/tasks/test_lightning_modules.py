@@ -29,10 +29,11 @@ def test_the_template_with_partials_and_metrics(tmp_path, capsys):
         partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=10),
     )
     checkpoint = Checkpoint(monitor="val/acc", mode="max", dirpath=tmp_path / "best", save_last=True)
-    logger = TensorBoardLogger(save_dir=str(tmp_path / "tb"), name="blobs")
+    logger = TensorBoardLogger()
     trainer = lg.Trainer(
         **QUIET,
         default_root_dir=str(tmp_path),
+        run_name="blobs",
         devices="auto",
         max_epochs=4,
         logger=logger,

@@ -1,0 +1,40 @@
+"""Hyperparameters as loggers write them: as YAML, or as one name for each value."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HPARAMS_FILE = "hparams.yaml"
+
+
+def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
+    """Write `hparams.yaml`; values that are neither numbers, texts, nor lists or mappings of these become text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HPARAMS_FILE).write_text(yaml.safe_dump(plain(params), sort_keys=False) if params else "{}\n")
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML and JSON can write it."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)  # numpy.float64 is a float that YAML refuses
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
+    """Return nested hyperparameters under "outer/inner" names; values that are not numbers become text."""
+    flat: dict[str, int | float | str] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= flat_params(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str)) else str(value)
+    return flat
