@@ -1,34 +1,50 @@
-"""`legato export`: writes a checkpoint's weights as safetensors, or its model as ONNX or a program of torch.export."""
+"""`legato export`: a checkpoint's weights as safetensors, or its task's `forward` as ONNX or a program of torch.export.
 
+What was written is loaded again, and its outputs are compared with the task's.
+"""
+
+import inspect
+import warnings
 from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from ..base.errors import CheckpointError, ConfigError
+from ..base.errors import CheckpointError, ConfigError, TaskError
+from ..base.run_names import CONFIG
+from ..tasks.task import Task
 from ..trainer.checkpoints import find, reading, storage
 from ..trainer.checkpoints.codec import KNOWN_EVERYWHERE
 from ..trainer.checkpoints.hashed import HashedFile
 from ..trainer.checkpoints.tensors import write_tensors
 from ..trainer.resume.rebuild import averaged_weights
 from ..trainer.runs.directory import find_run
+from .config.build import build_config
+from .config.check import load_config
 
-MODELS = " The whole model is written to x.onnx or x.pt2."
+if TYPE_CHECKING:
+    from .config.build import ConfiguredRun
+
+TOLERANCE = 1e-4
+"""Greatest difference of outputs, relative to the largest of them: other kernels round otherwise."""
+STAGES = {"predict_dataloader": "predict", "val_dataloader": "validate"}
+"""Loaders whose first batch may be an example, and the stage that the data is set up for."""
 
 
 def run_export(arguments: Namespace) -> None:
     """Run `legato export`: the suffix of the file says what it is."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
-    if target.suffix not in (".onnx", ".pt2"):
+    if target.suffix in MODELS:
+        storage.require_new(target)
+        with storage.whole_file(target) as partial:
+            export_model(source, partial, arguments.config)
+        print(f"forward, outputs compared  {target}")
+    else:
         print(f"{export_weights(source, target)} tensors  {target}")
-        return
-    storage.require_new(target)
-    from .export_model import export_model
-
-    with storage.whole_file(target) as partial:
-        said = export_model(source, partial, arguments.config)
-    print(f"{said}  {target}")
 
 
 def path_of(word: str) -> Path:
@@ -48,7 +64,8 @@ def export_weights(source: Path, target: Path) -> int:
     """
     if target.suffix != ".safetensors":
         raise CheckpointError(
-            f"{target}: the file is one of safetensors, and its name must end in .safetensors.{MODELS}"
+            f"{target}: the file is one of safetensors, and its name must end in .safetensors. The whole model is "
+            f"written to {' or '.join(f'x{suffix}' for suffix in MODELS)}."
         )
     storage.require_new(target)
     weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
@@ -62,3 +79,161 @@ def export_weights(source: Path, target: Path) -> int:
     with storage.whole_file(target) as partial:
         write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
     return len(weights)
+
+
+def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
+    """Write the model of a checkpoint to `partial`, by whose suffix it is an ONNX file or a program of torch.export.
+
+    words: files and overrides of the config that names the task; without a file that of the checkpoint's run.
+
+    Raises ConfigError if no config is known or a package is missing, TaskError if the task's `forward` is missing or
+    cannot be exported, CheckpointError if the file computes something else than the task.
+    """
+    task, run = trained_task(source, words)
+    arguments, options = example_input(task, run)
+    # the first size of each tensor may be another one, as far as forward allows; one of the two is empty
+    auto = {0: torch.export.Dim.AUTO}
+    shapes = mapped(options or arguments, lambda tensor: auto if tensor.dim() else None)
+    write, compute = MODELS[partial.suffix]
+    with torch.no_grad(), warnings.catch_warnings():
+        expected = tensors_in(task(*arguments, **options))
+        warnings.simplefilter("ignore")  # of the exporters, about themselves and about what they have read
+        try:
+            write(task, arguments, options, shapes, partial)
+        except ImportError as error:
+            raise ConfigError(f"{partial.suffix} needs {error.name}: pip install 'legato[onnx]'.") from error
+        except Exception as error:  # the exporters raise many kinds
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            told = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            raise TaskError(f"{type(task).__name__}.forward cannot be exported. {told}") from error
+        compare_outputs(expected, compute(partial, arguments, options))
+
+
+def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredRun]":
+    """Return the task with the weights of a checkpoint, in evaluation mode."""
+    checkpoint = find.resolve(source)
+    files = [word for word in words if word.endswith((".yaml", ".yml"))]
+    stored = checkpoint.parent.parent / CONFIG
+    if not files and not stored.is_file():
+        raise ConfigError(
+            f"There is no {CONFIG} beside {checkpoint}, which would name its task: give the config after the file."
+        )
+    run = build_config(load_config([*([] if files else [str(stored)]), *words]))
+    task: Any = run.task
+    if type(task).forward is Task.forward:
+        raise TaskError(f"{type(task).__name__} has no forward, which is what is exported: define forward(self, x).")
+    task.configure_model()
+    try:
+        task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
+    return task.eval(), run
+
+
+def example_input(task: Task, run: "ConfiguredRun") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments for forward: `example_input_array`, else the inputs of the data's first batch."""
+    example, origin = task.example_input_array, "example_input_array"
+    if example is None:
+        batch, origin = first_batch(task, run), "the first batch of the data"
+        example = batch[0] if isinstance(batch, list | tuple) else batch
+    named = dict(example) if isinstance(example, Mapping) else {}
+    positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
+    sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
+    remedy = (
+        "Set example_input_array in the task: a tensor, a tuple of forward's arguments, or a dict of them by name; an "
+        "argument that is a dict itself stands in a tuple, (dict,)."
+    )
+    if sizes == {1}:  # torch.export takes a size of 1 for the only one
+        raise TaskError(f"{origin} holds a single sample, and forward would take no other number. {remedy} Give two.")
+    try:
+        inspect.signature(task.forward).bind(*positional, **named)
+    except TypeError as error:
+        held = f"the keys {', '.join(map(repr, named))}" if named else f"{len(positional)} inputs"
+        name = type(task).__name__
+        raise TaskError(f"{name}.forward does not take what {origin} holds, {held}: {error}. {remedy}") from error
+    return positional, named
+
+
+def first_batch(task: Task, run: "ConfiguredRun") -> Any:
+    """Return the first batch of the prediction or validation data. Raises ConfigError if there is none."""
+    for source in filter(None, (run.data, task)):
+        source.prepare_data()
+        for name, stage in STAGES.items():
+            source.setup(stage)
+            loader: Any = getattr(source, name)()
+            loader = loader[0] if isinstance(loader, list | tuple) and loader else loader
+            if loader is not None:
+                return next(iter(loader))
+    raise ConfigError("There is no input to export with: set example_input_array in the task, or give it data.")
+
+
+def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return nested lists, tuples and mappings with a function called for each tensor; None in place of all else."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: mapped(item, function) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, function) for item in value)
+    return None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and mappings, in order."""
+    tensors: list[Tensor] = []
+    mapped(value, tensors.append)
+    return tensors
+
+
+def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> None:
+    """Raise CheckpointError if the file's outputs are not the task's."""
+    shapes = [[tuple(output.shape) for output in outputs] for outputs in (exported, expected)]
+    if shapes[0] != shapes[1]:
+        raise CheckpointError(f"The exported file returns shapes {shapes[0]}, the task {shapes[1]}. It was not kept.")
+    for index, (ours, theirs) in enumerate(zip(expected, exported, strict=True)):
+        if ours.numel() == 0:
+            continue
+        limit = TOLERANCE * max(1.0, float(ours.double().abs().max()))
+        worst = float((ours.double() - theirs.double()).abs().max())
+        if not worst <= limit:  # NaN is more than rounding
+            raise CheckpointError(
+                f"Output {index} of the exported file differs from the task's by {worst:.3g}, more than rounding "
+                f"({limit:.3g}). It was not kept."
+            )
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+def write_onnx(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
+    """Write an ONNX file."""
+    import onnx  # noqa: F401  (named where it is missing)
+
+    program = torch.onnx.export(task, arguments, kwargs=options, dynamic_shapes=shapes, dynamo=True, verbose=False)
+    assert program is not None
+    program.save(path)
+
+
+def compute_onnx(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+    """Return the outputs of an ONNX file."""
+    from onnx.reference import ReferenceEvaluator
+
+    program = ReferenceEvaluator(str(path))
+    inputs = [tensor.numpy() for tensor in tensors_in((arguments, options))]
+    outputs: Any = program.run(None, dict(zip(program.input_names, inputs, strict=True)))
+    return [torch.as_tensor(output) for output in outputs]
+
+
+def write_program(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
+    """Write a program of torch.export."""
+    torch.export.save(torch.export.export(task, arguments, options, dynamic_shapes=shapes, strict=False), path)
+
+
+def compute_program(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+    """Return the outputs of a program of torch.export."""
+    return tensors_in(torch.export.load(path).module()(*arguments, **options))
+
+
+MODELS: dict[str, tuple[Callable[..., None], Callable[..., list[Tensor]]]] = {
+    ".onnx": (write_onnx, compute_onnx),
+    ".pt2": (write_program, compute_program),
+}
+"""By suffix, functions that write a model and compute its outputs."""

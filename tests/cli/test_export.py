@@ -8,7 +8,7 @@ from command_line_folder import CONFIG, TASK
 from safetensors.torch import load_file
 
 from legato.base.errors import CheckpointError
-from legato.cli.export_model import compare_outputs, doubled
+from legato.cli.export import compare_outputs
 from legato.cli.main import main
 from legato.trainer.checkpoints import commit
 
@@ -20,7 +20,7 @@ FORWARD = """
 class WithExample(Line):
     def __init__(self, lr: float = 0.1, fault: str = "none"):
         super().__init__(lr, fault)
-        self.example_input_array = torch.ones(1, 1)
+        self.example_input_array = torch.ones(2, 1)
 
 
 class TwoInputs(WithExample):
@@ -51,6 +51,12 @@ class AsOne(Batches):
     def __init__(self, lr: float = 0.1, fault: str = "none"):
         super().__init__(lr, fault)
         self.example_input_array = ({"x": torch.ones(3, 1)},)
+
+
+class Alone(WithExample):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = torch.ones(1, 1)
 
 
 class Random(WithExample):
@@ -116,6 +122,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     use(folder, "Branches")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "Branches.forward cannot be exported. " in capsys.readouterr().err
+    use(folder, "Alone")
+    assert main(["export", "run", "net.pt2"]) == 1
+    assert "example_input_array holds a single sample" in capsys.readouterr().err
     use(folder, "Random")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "differs from the task's by" in capsys.readouterr().err
@@ -150,9 +159,3 @@ def test_outputs_are_compared_up_to_rounding() -> None:
         compare_outputs([ones], [ones / 0 * 0])
     with pytest.raises(CheckpointError, match=r"returns shapes \[\(3, 2\)\], the task \[\(2, 3\)\]"):
         compare_outputs([ones], [ones.T])
-
-
-def test_a_single_sample_is_doubled_since_its_size_would_be_fixed() -> None:
-    assert doubled(torch.ones(1, 3)).shape == (2, 3)
-    assert doubled((torch.ones(1, 3), torch.ones(2, 3)))[0].shape == (1, 3)
-    assert doubled({"a": torch.ones(1, 3)})["a"].shape == (2, 3)
