@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
             "words", nargs="*", metavar="CONFIG.yaml|KEY=VALUE", help="files, merged left to right, then values"
         )
         words.complete = {"bash": "_legato_config_words", "zsh": "_files"}  # type: ignore[attr-defined] # read by shtab
-    if name in ("runs", "board", "clean"):
+    if name in ("runs", "clean"):
         add("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)")
     if name in ("samples", "replay"):
         add("run", metavar="RUN", help=A_RUN)
@@ -84,12 +84,9 @@ def _add_of_runs(parser: ArgumentParser, name: str) -> None:
         add("--json", action="store_true", help="all of it as JSON, for programs")
     elif name == "show":
         add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (the newest below runs/)")
-        add("--metric", metavar="NAME", help="the metric to chart in large (the best one)")
     elif name == "compare":
         add("runs", metavar="RUN", nargs="+", help=f"two or more of these: {A_RUN}")
         add("--bits", action="store_true", help="find the first step and tensor at which two runs differ")
-    elif name == "board":
-        add("--port", type=int, default=0, metavar="N", help="the port (a free one)")
     elif name == "clean":
         kinds = ["empty", "failed", "checkpoints"]
         add("--only", action="append", choices=kinds, help="only this kind; may be given again")

@@ -156,6 +156,7 @@ def example_input(task: Task, run: "ConfiguredRun") -> tuple[tuple[Any, ...], di
 
 def first_batch(task: Task, run: "ConfiguredRun") -> Any:
     """Return the first batch of the prediction or validation data. Raises ConfigError if there is none."""
+    source: Any
     for source in filter(None, (run.data, task)):
         source.prepare_data()
         for name, stage in STAGES.items():

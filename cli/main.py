@@ -50,9 +50,8 @@ GROUPS = {
     },
     "runs on disk": {
         "runs": Command(".runs.runs:run_runs", "List runs: state, step, best value, and by what they differ."),
-        "show": Command(".runs.show:run_show", "Show one run: its config, metrics as charts, last error and files."),
+        "show": Command(".runs.show:run_show", "Show one run: its config, metrics, last error and files."),
         "compare": Command(".runs.compare:run_compare", "Compare runs: configs that differ, metrics side by side."),
-        "board": Command(".runs.board:run_board", "Look at runs in TensorBoard, until Ctrl-C."),
         "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs, and old checkpoints; asks before."),
         "samples": Command(".samples:run_samples", "Tell which samples a step had, or when a sample was seen."),
         "replay": Command(".replay:run_replay", "Compute steps of a run again, and verify them."),
@@ -68,6 +67,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 GONE = {
     "tune": "legato tune is gone. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 --metric "
     "throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
+    "board": "legato board is gone. Look at runs with `tensorboard --logdir runs`.",
     "schema": "legato schema is gone. `legato config CONFIG.yaml` prints all keys, `legato help KEY` explains one.",
 }
 """Commands that Legato had, and what to do instead."""

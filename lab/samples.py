@@ -70,17 +70,23 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], DealtData | StreamData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return where a step is. Raises DataError for one that the run does not have."""
+        """Return where a step is; of one that the run has not reached, where its newest settings put it."""
         epoch, begun, steps = self.history.epoch_of(step)
-        if steps is None:  # it was the last epoch to begin, and may have been cut short
-            data = self.data(step, epoch)
-            if isinstance(data, DealtData):
-                steps = data.order_and_deal(epoch)[1].steps
-            elif data.rounds is not None:
-                steps = -(-data.rounds // data.dealing.accumulate)
-        if steps is not None and step > begun + steps:
-            raise DataError(f"The run has no step {step}: epoch {epoch}, its last one, ends with step {begun + steps}.")
+        if steps is None:  # of the last epoch to begin, which may have been cut short
+            steps = self.steps_in(step, epoch)
+            while steps is not None and step > begun + steps:
+                epoch, begun = epoch + 1, begun + steps
+                steps = self.steps_in(step, epoch)
+                if steps == 0:
+                    raise DataError(f"Epoch {epoch} has no step under the settings of step {step}.")
         return StepPlace(step, epoch, step - begun - 1, steps)
+
+    def steps_in(self, step: int, epoch: int) -> int | None:
+        """Return the number of steps of an epoch under the settings of a step; None for a stream without a length."""
+        data = self.data(step, epoch)
+        if isinstance(data, DealtData):
+            return data.order_and_deal(epoch)[1].steps
+        return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
 
     def data(self, step: int, epoch: int) -> DealtData | StreamData:
         """Return the training data in a step, dealt out to all replicas in this process."""

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by ChromeDriver over HTTP; docs/screenshots.py uses it, too."""
+"""A headless Chromium, driven by ChromeDriver over HTTP."""
 
 import base64
 import json

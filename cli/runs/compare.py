@@ -1,5 +1,6 @@
 """`legato compare`: the configs and metrics of several runs side by side."""
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -7,7 +8,6 @@ from ...base.errors import ConfigError
 from ...base.quantities import time_taken
 from ...trainer.runs.directory import RunDirectory, find_run
 from .differences import config_of, varying_keys
-from .show import finite_points
 from .text import fitting, metric_names, number, table
 
 
@@ -48,11 +48,8 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
         return "metrics: none"
     rows = [["last (min .. max)", *(run.name for run in runs)]]
     for name in names:
-        cells = []
-        for run in runs:
-            values = [value for _, value in finite_points(run, name)] if name in run.metrics else []
-            told = f"{number(values[-1])} ({number(min(values))} .. {number(max(values))})" if values else "-"
-            cells.append(told)
+        logged = [[value for value in run.metrics.get(name, ()) if math.isfinite(value)] for run in runs]
+        cells = (f"{number(one[-1])} ({number(min(one))} .. {number(max(one))})" if one else "-" for one in logged)
         rows.append([name, *cells])
     return table(rows)
 

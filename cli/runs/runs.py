@@ -1,18 +1,21 @@
 """`legato runs`: a table of the runs below a folder."""
 
 import json
+import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...base.quantities import time_taken
 from ...trainer.runs.directory import ROOT, RunDirectory, find_runs
 from .differences import differing_values
-from .text import evaluated_values, fitting, metric_names, number, plural, table
+from .text import evaluated_values, fitting, number, plural, table
 
 MOST_ROWS = 50
 """The newest runs that are shown, unless all are asked for."""
-SORT_KEYS = ("time", "name", "best", "step", "duration")
+PAIRS_SHOWN = 6
+"""Keys at most in the column "differs by"; `legato compare` shows all."""
 
 
 def run_runs(arguments: Namespace) -> None:
@@ -22,7 +25,7 @@ def run_runs(arguments: Namespace) -> None:
     if arguments.state:
         found = [run for run in found if run.state == arguments.state]
     shown = found if arguments.all or arguments.json else found[-MOST_ROWS:]
-    shown = ordered(shown, arguments.sort)
+    shown = sorted(shown, key=ORDERS[arguments.sort])
     if arguments.json:
         print(json.dumps([as_json(run) for run in shown], indent=1))
         return
@@ -32,10 +35,6 @@ def run_runs(arguments: Namespace) -> None:
     print(fitting(table(table_rows(shown))))
     if len(shown) < len(found):
         print(f"{plural(len(found) - len(shown), 'older run')} not shown; --all shows them.")
-
-
-PAIRS_SHOWN = 6
-"""Keys at most in the column "differs by"; `legato compare` shows all."""
 
 
 def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
@@ -51,40 +50,24 @@ def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
     return rows
 
 
-def ordered(runs: Sequence[RunDirectory], key: str) -> list[RunDirectory]:
-    """Return runs by one of SORT_KEYS, the best last; runs without a value come first."""
-    if key == "best":
-        return sorted(runs, key=lambda run: (run.best is not None, _rank(run)))
-    if key in ("step", "duration"):
-        return sorted(runs, key=lambda run: (run.step if key == "step" else run.seconds) or 0)
-    return sorted(runs, key=lambda run: run.name) if key == "name" else list(runs)
-
-
-def _rank(run: RunDirectory) -> float:
+def signed_best(run: RunDirectory) -> float:
+    """Return the best value, so that more is better; less than any other where there is none."""
     if run.best is None:
-        return 0.0
+        return -math.inf
     return run.best.value if run.best.mode == "max" else -run.best.value
+
+
+ORDERS: dict[str, Callable[[RunDirectory], Any]] = {
+    "time": lambda run: 0,  # as they were found: by time
+    "name": lambda run: run.name,
+    "best": signed_best,
+    "step": lambda run: run.step,
+    "duration": lambda run: run.seconds or 0,
+}
 
 
 def as_json(run: RunDirectory) -> dict[str, object]:
     """Return a row for programs."""
     best = None if run.best is None else vars(run.best)
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        "state": run.state,
-        "step": run.step,
-        "best": best,
-        "seconds": run.seconds,
-        "began": run.began,
-        "error": run.error,
-        "evaluations": [
-            {
-                "name": one.name,
-                "path": str(one.path),
-                "step": one.step,
-                "values": {name: one.last_point[name] for name in metric_names(one.last_point)},
-            }
-            for one in run.evaluations
-        ],
-    }
+    names = ("name", "state", "step", "seconds", "began", "error")
+    return {"path": str(run.path), "best": best, **{name: getattr(run, name) for name in names}}

@@ -1,20 +1,18 @@
 """`legato show`: one run: its state, config, metrics, last error and files."""
 
+import math
 import shlex
 from argparse import Namespace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from ...base.errors import ConfigError, did_you_mean
 from ...base.quantities import format_bytes, time_taken
-from ...base.run_names import EVENT_FILES
+from ...base.run_names import CHECKPOINTS
 from ...trainer.runs.directory import RunDirectory, find_run
 from ...trainer.runs.record import FILES, read_starts
 from ...trainer.runs.run_file import FAILED
 from .differences import config_of
 from .text import (
-    chart,
     evaluated_values,
     fitting,
     folder_size,
@@ -34,12 +32,7 @@ LAST_LINES = 12
 def run_show(arguments: Namespace) -> None:
     """Print what a run directory tells. Raises ConfigError if there is no such run."""
     run = find_run(arguments.run)
-    if arguments.metric is not None and arguments.metric not in run.metrics:
-        names = metric_names(run.metrics)
-        hint = did_you_mean(arguments.metric, names) or f" It has logged {', '.join(names) or 'nothing'}."
-        raise ConfigError(f"{run.name} has not logged {arguments.metric!r}.{hint}")
-    parts = [heading(run), error_text(run), config_text(run), metrics_text(run, arguments.metric)]
-    parts += [evaluations_text(run), files_text(run)]
+    parts = [heading(run), error_text(run), config_text(run), metrics_text(run), evaluations_text(run), files_text(run)]
     print(fitting("\n\n".join(part for part in parts if part)))
 
 
@@ -93,56 +86,39 @@ def config_text(run: RunDirectory) -> str:
     return "\n".join(["config, without defaults:" if keys is not None else "config:", *lines])
 
 
-def metrics_text(run: RunDirectory, wanted: str | None = None) -> str:
-    """Return each metric with its first, last and extreme values and a chart, and one of them larger."""
-    metrics = {name: known for name in metric_names(run.metrics) if (known := finite_points(run, name))}
-    if not metrics:
-        return "metrics: none"
+def metrics_text(run: RunDirectory) -> str:
+    """Return each metric with its first, last and extreme values and a chart."""
     rows = [["metric", "first", "last", "min", "max", ""]]
-    for name, points in metrics.items():
-        values = [value for _, value in points]
-        rows.append([name, *map(number, (values[0], values[-1], min(values), max(values))), sparkline(values)])
-    chosen = wanted if wanted in metrics else run.best.metric if run.best is not None else None
-    lines = ["metrics:", *(f"  {line}" for line in table(rows).splitlines())]
-    if chosen in metrics and len(metrics[chosen]) > 1:
-        points = metrics[chosen]
-        drawn = chart([value for _, value in points], points[0][0], points[-1][0])
-        lines += ["", f"{chosen} over steps:", *(f"  {line}" for line in drawn.splitlines())]
-    return "\n".join(lines)
+    for name in metric_names(run.metrics):
+        if values := [value for value in run.metrics[name].tolist() if math.isfinite(value)]:
+            rows.append([name, *map(number, (values[0], values[-1], min(values), max(values))), sparkline(values)])
+    return "\n".join(["metrics:", *indented(table(rows))]) if len(rows) > 1 else "metrics: none"
 
 
 def evaluations_text(run: RunDirectory) -> str:
     """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
-    rows = [[one.name, when(one.began), f"step {one.step}", evaluated_values(one)] for one in run.evaluations]
-    return "\n".join(["evaluations:", *(f"  {line}" for line in table(rows).splitlines())]) if rows else ""
-
-
-def finite_points(run: RunDirectory, name: str) -> list[tuple[int, float]]:
-    """Return the steps and values at which a metric was logged."""
-    pairs: Any = zip(run.metrics["step"].tolist(), run.metrics[name].tolist(), strict=True)
-    return [(step, value) for step, value in pairs if value == value and abs(value) != float("inf")]
+    rows = [
+        [evaluation.name, when(evaluation.began), f"step {evaluation.step}", evaluated_values(evaluation)]
+        for evaluation in run.evaluations
+    ]
+    return "\n".join(["evaluations:", *indented(table(rows))]) if rows else ""
 
 
 def files_text(run: RunDirectory) -> str:
     """Return what the directory holds, a line each."""
-    rows, events = [], list(run.path.glob(f"{EVENT_FILES}*"))
+    rows = []
     for path in sorted(run.path.iterdir()):
-        if path.name.startswith(".") or path in events[1:]:
+        if path.name.startswith("."):
             continue
-        if path in events:
-            rows.append([f"{EVENT_FILES}*", format_bytes(sum(map(folder_size, events))), file_text(path)])
-            continue
-        held = run.checkpoints if path.name == "checkpoints" else []
-        text = file_text(path)
-        if held:
-            steps = [one.step for one in held if one.complete]
-            text = f"{plural(len(held), 'checkpoint')}, {step_range(steps)}" if steps else "no complete checkpoint"
-        rows.append([path.name + "/" * path.is_dir(), format_bytes(folder_size(path)), text])
-    lines = table(rows).splitlines() if rows else ["nothing"]
-    return "\n".join(["files:", *(f"  {line}" for line in lines)])
+        name = path.name + "/" * path.is_dir()
+        text = next((text for pattern, text in FILES.items() if fnmatch(name, pattern)), "")
+        if path.name == CHECKPOINTS and run.checkpoints:
+            steps = [entry.step for entry in run.checkpoints if entry.complete]
+            text = f"{plural(len(run.checkpoints), 'checkpoint')}, {step_range(steps)}" if steps else "no complete one"
+        rows.append([name, format_bytes(folder_size(path)), text])
+    return "\n".join(["files:", *indented(table(rows))]) if rows else "files: none"
 
 
-def file_text(path: Path) -> str:
-    """Return the line that says what a file of a run directory is; "" for one that Legato does not write."""
-    name = path.name + "/" * path.is_dir()
-    return next((text for pattern, text in FILES.items() if fnmatch(name, pattern)), "")
+def indented(text: str) -> list[str]:
+    """Return lines two columns to the right."""
+    return [f"  {line}" for line in text.splitlines()]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...trainer.runs.directory import RunDirectory
 
-BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
-"""Heights of a chart from low to high; the second where the output cannot show the first."""
+BARS = "▁▂▃▄▅▆▇█"
+"""Heights of a chart, from low to high."""
 
 
 def width() -> int | None:
@@ -44,49 +44,14 @@ def number(value: float) -> str:
 
 def sparkline(values: Sequence[float], columns: int = 24) -> str:
     """Return a chart of one line: means of equal parts of the values; a space for a part without a finite one."""
-    parts = min(columns, len(values))
-    return "".join(row[0] for row in zip(*_heights(values, parts, 1), strict=True))
-
-
-def chart(values: Sequence[float], first: int, last: int, columns: int = 60, rows: int = 8) -> str:
-    """Return a chart of several lines with its range on the left, over the steps `first` to `last`."""
-    finite = [one for one in values if math.isfinite(one)]
-    if not finite:
-        return ""
-    lines = ["".join(line) for line in _heights(values, min(columns, len(values)), rows)]
-    labels = [number(max(finite)), *[""] * (rows - 2), number(min(finite))]
-    margin = max(map(len, labels))
-    drawn = [f"{label:>{margin}} |{line}".rstrip() for label, line in zip(labels, lines, strict=True)]
-    foot = f"{first:<{max(len(str(first)) + 1, len(lines[0]) - len(str(last)))}}{last}"
-    return "\n".join([*drawn, f"{'':>{margin}}  {foot}"])
-
-
-def _heights(values: Sequence[float], parts: int, rows: int) -> list[list[str]]:
-    """Return rows of characters, top first: bars of the means of equal parts of the values."""
-    means = []
-    for part in range(parts):
-        inside = values[part * len(values) // parts : (part + 1) * len(values) // parts]
-        finite = [float(one) for one in inside if math.isfinite(one)]
-        means.append(sum(finite) / len(finite) if finite else math.nan)
-    known = [one for one in means if math.isfinite(one)]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    bars = BARS if _can_show(BARS) else PLAIN_BARS
-    drawn = [[" "] * parts for _ in range(rows)]
-    for column, mean in enumerate(means):
-        if math.isfinite(mean):
-            level = round((mean - low) / (high - low) * (rows * len(bars) - 1)) if high > low else 0
-            for row in range(level // len(bars)):
-                drawn[rows - 1 - row][column] = bars[-1]
-            drawn[rows - 1 - level // len(bars)][column] = bars[level % len(bars)]
-    return drawn
-
-
-def _can_show(text: str) -> bool:
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
+    count = min(columns, len(values))
+    parts = (values[part * len(values) // count : (part + 1) * len(values) // count] for part in range(count))
+    finite = [[value for value in part if math.isfinite(value)] for part in parts]
+    means = [sum(part) / len(part) if part else math.nan for part in finite]
+    drawn = [mean for mean in means if math.isfinite(mean)]
+    low, spread = min(drawn, default=0.0), max(drawn, default=0.0) - min(drawn, default=0.0)
+    levels = (round((mean - low) / (spread or 1.0) * (len(BARS) - 1)) if math.isfinite(mean) else -1 for mean in means)
+    return "".join(" " if level < 0 else BARS[level] for level in levels)
 
 
 def when(seconds: float) -> str:

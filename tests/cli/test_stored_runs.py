@@ -2,26 +2,21 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tiny import Tiny, make_loader, make_trainer
-from waiting import runs as is_running
-from waiting import wait_until
 
 import legato as lg
 from legato.base.quantities import time_taken
 from legato.base.run_names import RUN_FILE
 from legato.cli.main import main
 from legato.cli.runs.differences import short_names
-from legato.cli.runs.text import chart, sparkline
+from legato.cli.runs.text import sparkline
 from legato.trainer.checkpoints import commit, find
 from legato.trainer.checkpoints.commit import Owner
 from legato.trainer.runs.directory import RunDirectory
@@ -236,10 +231,7 @@ def test_show_tells_state_config_metrics_error_and_files(capsys):
     assert "best   val/loss 0.25 (min)" in text
     assert "  task.lr: 0.25\n  trainer.max_epochs: 3\n" in text
     assert "accumulate_grad_batches" not in text  # a default
-    assert "val/loss over steps:" in text
     assert "2 checkpoints, steps 5 to 10" in text
-    assert "lr-SGD over steps:" in said(capsys, "show", "a", "--metric", "lr-SGD")
-    assert "Did you mean 'lr-SGD'?" in said(capsys, "show", "a", "--metric", "lr-SDG", code=2)
     trace = "Traceback:\n  line.py:3\nValueError: too bad"
     make_run("b/version_0", state="failed", error="ValueError: too bad", traceback=trace, points=0, steps=())
     text = said(capsys, "show")  # the newest
@@ -309,10 +301,6 @@ def test_numbers_and_charts():
     assert sparkline([1.0, 2.0, float("nan"), 8.0]) == "▁▂ █"
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert len(sparkline(list(range(1000)))) == 24
-    lines = chart([float(one) for one in range(100)], 1, 100, rows=3).splitlines()
-    assert [line.split("|")[0].strip() for line in lines[:3]] == ["99", "", "0"]
-    assert lines[-1].split() == ["1", "100"]
-    assert chart([float("nan")], 1, 1) == ""
     assert short_names(["task.lr", "data.lr", "seed"]) == {"task.lr": "task.lr", "data.lr": "data.lr", "seed": "seed"}
 
 
@@ -497,37 +485,3 @@ def test_clean_deletes_a_failed_run_that_legato_has_written(capsys, tmp_path):
     assert len(left()) == 1
     said(capsys, "clean", "--yes")
     assert left() == []
-
-
-# --- board ------------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_board_serves_runs_by_their_names_until_it_is_ended(number):
-    pytest.importorskip("tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    for name in ("a/version_0", "b/version_3"):
-        writer = SummaryWriter(str(make_run(name)))
-        writer.add_scalar("loss", 1.0, 1)
-        writer.close()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "legato", "board"], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("TensorBoard  http://127.0.0.1:")
-        url = line.split()[1]
-
-        def runs():
-            with urllib.request.urlopen(f"{url}data/runs", timeout=30) as answer:
-                return sorted(json.load(answer))
-
-        assert wait_until(lambda: runs() == ["a/version_0", "b/version_3"], 60), runs()
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
-        process.wait(30)
-        process.stdout.close()
-    assert process.returncode == 0
-    assert wait_until(lambda: not any(is_running(child.pid) for child in children))
-    assert not list(Path(os.environ["TMPDIR"]).glob("legato-board-*"))

@@ -21,7 +21,6 @@ NOT_RUN = {
     "make ": "a target of the Makefile; CI runs demo, test and lint, by themselves",
     "pip install": "the package is installed already, and a test does not change its environment",
     "tensorboard ": "serves until it is stopped",
-    "legato board": "serves until it is stopped",
     "git clone": "needs a network",
     "torchrun ": "starts several machines",
     "srun ": "needs SLURM",

@@ -50,7 +50,7 @@ FILES = {
     "metrics.jsonl": "all logged values, a line of JSON for each step",
     "metrics.csv": "all logged values as a table (run.csv=true)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
-    f"{EVENT_FILES}*": "for TensorBoard: look at them with `legato board` or `tensorboard --logdir runs`",
+    f"{EVENT_FILES}*": "for TensorBoard: look at them with `tensorboard --logdir runs`",
     "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
     f"{EVALUATIONS}/": "what evaluations of its checkpoints have logged and written, in STAGE/version_N",
     "predictions.*": "what `legato predict` wrote",
