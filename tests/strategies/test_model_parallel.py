@@ -19,7 +19,7 @@ import legato as lg
 from legato.base.errors import ConfigError, LegatoError, TaskError
 from legato.callbacks import Checkpoint
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, DeviceHooks
+from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, bring_inputs
 from legato.trainer.strategies.model_parallel.parts import split_evenly
 
 
@@ -129,9 +129,9 @@ def test_seams_move_whatever_comes_in():
             assert {device_of(one) for one in (*pair["a"], mask)} == {DEVICES[1]}
             return pair["a"][0] * mask + extra
 
-    device_hooks, block = DeviceHooks(), Takes()
+    block = Takes()
     with SimulatedDevices() as there:
-        device_hooks.add(block, DEVICES[1])
+        handle = bring_inputs(block, DEVICES[1])
         weight = torch.ones(2, requires_grad=True)
         out = block({"a": [weight, torch.ones(2)]}, mask=torch.ones(2), extra=1.0)
         assert device_of(out) == DEVICES[1]
@@ -140,7 +140,7 @@ def test_seams_move_whatever_comes_in():
         assert len(there.moves) == 3  # all of it was there
     out.sum().backward()
     assert torch.equal(weight.grad, torch.ones(2))
-    device_hooks.close()
+    handle.remove()
     assert not block._forward_pre_hooks
 
 

@@ -19,21 +19,13 @@ from legato.trainer.processes.rendezvous import join_process_group, leave_proces
 from legato.trainer.strategies import tree as bitwise_tree
 from legato.trainer.strategies.tree import (
     CarryStack,
-    GradientStack,
     GradientTree,
-    ShareStack,
     TreeNode,
+    add_gradients,
     partial_nodes,
 )
 
 layouts = st.integers(1, 17).flatmap(lambda replicas: st.builds(Layout, st.just(replicas), st.integers(1, replicas)))
-
-
-class Formula(CarryStack[str]):
-    """Writes down what is added to what."""
-
-    def add(self, left, right):
-        return f"({left}+{right})"
 
 
 def formula(start, stop, level):
@@ -51,9 +43,9 @@ def formula(start, stop, level):
 @settings(deadline=None)
 @given(layouts)
 def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
-    whole = Formula()
+    whole = CarryStack("({}+{})".format)
     for process in range(layout.processes):
-        own = Formula()
+        own = CarryStack("({}+{})".format)
         for replica in layout.owned(process):
             own.push(TreeNode(replica, 0), str(replica))
         assert [node for node, _ in own.waiting] == partial_nodes(layout.owned(process))
@@ -88,13 +80,13 @@ def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_tr
     ]
     for leaf in leaves:
         leaf[:3] = torch.tensor([0.0, -0.0, -0.0])
-    alone = GradientStack()
+    alone = CarryStack(add_gradients)
     for replica, (leaf, here) in enumerate(zip(leaves, present, strict=True)):
         alone.push(TreeNode(replica, 0), [leaf.clone() if here else None])
     (expected,) = alone.total()
-    shares = ShareStack()
+    shares = CarryStack(torch.Tensor.add_)
     for process in range(layout.processes):
-        own = GradientStack()
+        own = CarryStack(add_gradients)
         for replica in layout.owned(process):
             own.push(TreeNode(replica, 0), [leaves[replica].clone() if present[replica] else None])
         for node, (value,) in own.waiting:

@@ -272,18 +272,15 @@ class DDPStrategy(GroupStrategy):
 class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task, for DDP to wrap."""
 
-    def __init__(self, task: "Task") -> None:
+    def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any] | None = None) -> None:
+        """`run`: calls a step by its name, instead of the task's method."""
         super().__init__()
-        self.task = task
+        self.task, self.run = task, run or (lambda name, arguments: getattr(task, name)(*arguments))
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
         """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
-        output = None if name == "nothing" else self.call(name, arguments)
+        output = None if name == "nothing" else self.run(name, arguments)
         return _Nothing(self.nothing()) if output is None else output
-
-    def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the step `name` of the task."""
-        return getattr(self.task, name)(*arguments)
 
     def nothing(self) -> Tensor:
         """Return a loss whose gradient changes nothing, for every parameter that is trained."""

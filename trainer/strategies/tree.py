@@ -1,10 +1,9 @@
 """Reduction of the replicas' gradients in one fixed binary tree, with the same bits on any number of processes."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,33 +15,32 @@ from ...base.torch_private import add_to_each, divide_each
 from ..data.sampling import Layout
 
 Value = TypeVar("Value")
+Gradients = list[Tensor | None]
 
 
-@dataclass(frozen=True)
-class TreeNode:
+class TreeNode(NamedTuple):
     """A subtree over the replicas [start, start + 2^level), of which those beyond the last replica do not exist."""
 
     start: int
     level: int
 
 
-@dataclass
 class CarryStack(Generic[Value]):
     """Subtrees that wait for their right sibling; push them in the order of the replicas."""
 
-    waiting: list[tuple[TreeNode, Value]] = field(default_factory=list)
+    def __init__(self, add: Callable[[Value, Value], Value]) -> None:
+        """`add`: returns the sum of two values, in the memory of the first."""
+        self.add = add
+        self.waiting: list[tuple[TreeNode, Value]] = []
 
     def push(self, node: TreeNode, value: Value) -> None:
         """Take the next subtree, and add up siblings as long as there are some."""
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
-            if (
-                # siblings only: equal size, adjacent, and the left one at a multiple of the parent's size. So the shape
-                # of the tree depends on the replicas' numbers alone, not on where a process's block of them begins.
-                left.level != node.level
-                or left.start % (2 << node.level)
-                or left.start + (1 << left.level) != node.start
-            ):
+            # siblings only: equal size, adjacent, and the left one at a multiple of the parent's size. So the shape of
+            # the tree depends on the replicas' numbers alone, not on where a process's block of them begins.
+            siblings = left.level == node.level and left.start + (1 << left.level) == node.start
+            if not siblings or left.start % (2 << node.level):
                 break
             self.waiting.pop()
             node, value = TreeNode(left.start, left.level + 1), self.add(sum_so_far, value)
@@ -52,46 +50,24 @@ class CarryStack(Generic[Value]):
         """Return the root, once every replica is in: nodes without a right sibling move up as they are."""
         _, value = self.waiting.pop()
         while self.waiting:
-            _, left = self.waiting.pop()
-            value = self.add(left, value)
+            value = self.add(self.waiting.pop()[1], value)
         return value
 
-    def add(self, left: Value, right: Value) -> Value:
-        """Return the sum, in the memory of `left`."""
-        raise NotImplementedError
 
-
-class GradientStack(CarryStack[list[Tensor | None]]):
-    """Adds up lists of gradients."""
-
-    def add(self, left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-        """Add each gradient to its partner, where there are both."""
-        pairs = [(ours, theirs) for ours, theirs in zip(left, right, strict=True) if theirs is not None]
-        both = [(ours, theirs) for ours, theirs in pairs if ours is not None]
-        if both:
-            add_to_each([ours for ours, _ in both], [theirs for _, theirs in both])
-        return [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
-
-
-class ShareStack(CarryStack[Tensor]):
-    """Adds up one process's share of the numbers."""
-
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
-        """Add the shares."""
-        return left.add_(right)
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Add each gradient to its partner, where there are both."""
+    both = [(ours, theirs) for ours, theirs in zip(left, right, strict=True) if ours is not None and theirs is not None]
+    if both:
+        add_to_each([ours for ours, _ in both], [theirs for _, theirs in both])
+    return [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
 
 
 def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
     """Return the largest subtrees that lie within a contiguous block of replicas."""
-    stack = _CountingStack()
+    stack = CarryStack[None](lambda left, right: None)
     for replica in replicas:
         stack.push(TreeNode(replica, 0), None)
     return [node for node, _ in stack.waiting]
-
-
-class _CountingStack(CarryStack[None]):
-    def add(self, left: None, right: None) -> None:
-        return None
 
 
 # torch 2.13 has a new name for it, and warns of the old one
@@ -112,7 +88,7 @@ class Bucket:
         self.parameters, self.group = list(parameters), group
         self.layout = layout
         self.owned = layout.owned(process)
-        self.stack = GradientStack()
+        self.stack = CarryStack(add_gradients)
         self.next_replica = self.owned.start
         self.missing: set[int] = set()
         """Indices of the gradients that the backward under way has not brought yet."""
@@ -170,7 +146,7 @@ class Bucket:
         self._give_gradients(self.stack.total())
 
     def _give_gradients(self, gradients: list[Tensor | None]) -> None:
-        gradients, self.kept = self.stack.add(self.kept, gradients), []
+        gradients, self.kept = add_gradients(self.kept, gradients), []
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -197,7 +173,7 @@ class Bucket:
         self._wait()
         # by rank, which is the order of the replicas: CarryStack needs them so
         every = [node for own in self.nodes_of for node in own]
-        stack = ShareStack()
+        stack = CarryStack[Tensor](Tensor.add_)
         for node, value in zip(every, self.incoming.view(len(every), self.share), strict=True):
             stack.push(node, value)
         # what was sent has arrived, so its room is free

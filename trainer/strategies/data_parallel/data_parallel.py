@@ -1,6 +1,5 @@
 """Data parallel: one process, one thread a device; each batch is scattered over the devices as nn.DataParallel does."""
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from ....base.errors import ConfigError
+from ....base.errors import ConfigError, add_note
 from ....base.torch_private import is_compiled
 from ...data.sampling import Layout
 from ...data.transfer import count_samples
+from ..pieces import chunk_sizes, combine, combine_losses, split
 from ..strategy import Strategy
-from .chunks import chunk_sizes, combine, combine_losses, split
 from .copies import LogRecorder, copy_to_devices, find_metrics, keep_buffers, share_metrics
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class DeviceThreads:
         for index, future in enumerate(running):
             error = future.exception()
             if error is not None:
-                _add_note(error, f"This was raised on device {index} of {len(self.devices)} ({self.devices[index]}).")
+                add_note(error, f"This was raised on device {index} of {len(self.devices)} ({self.devices[index]}).")
                 raise error
         return [future.result() for future in running]
 
@@ -116,13 +115,6 @@ def device_context(device: torch.device) -> AbstractContextManager[Any]:
 
 def _name_thread(name: str) -> None:
     threading.current_thread().name = name
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    elif error.__cause__ is None:  # 3.10 prints no notes, but it prints the cause
-        error.__cause__ = RuntimeError(note)
 
 
 class DataParallelStrategy(Strategy):

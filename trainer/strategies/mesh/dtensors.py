@@ -1,6 +1,6 @@
 """DTensors on a mesh: scatter and gather of tensors, norms and clipping of sharded gradients, their scaler."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +13,6 @@ from ....base.errors import CheckpointError, ConfigError
 from ....base.torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
 
 TensorChange = Callable[[Tensor], Any]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the part that this rank holds, sharing memory; of a plain tensor itself."""
-    return local_part(tensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -66,7 +61,7 @@ def local_shard(value: Tensor | Readable, like: DTensor) -> DTensor:
     """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
     (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    own = value[place].to(local_of(like).device, copy=True)  # a copy, or the whole would live as long as the part
+    own = value[place].to(local_part(like).device, copy=True)  # a copy, or the whole would live as long as the part
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -76,34 +71,9 @@ def local_shard(value: Tensor | Readable, like: DTensor) -> DTensor:
 def fill(target: Tensor, value: Tensor | Readable) -> None:
     """Copy the whole `value` into `target`, of which this rank may hold a part."""
     if isinstance(target, DTensor):
-        local_of(target).copy_(local_of(local_shard(value, target)))
+        local_part(target).copy_(local_part(local_shard(value, target)))
     else:
         target.copy_(read_whole(value))
-
-
-def gathered(tree: Any, keep: bool) -> Any:
-    """Return a copy of nested containers with every DTensor whole, on the host; every rank calls it.
-
-    Where not to `keep`, tensors are dropped as soon as they are whole: other ranks need this one's parts.
-    """
-
-    def take(tensor: Tensor) -> Tensor | None:
-        value = whole(tensor)
-        if not keep:
-            return None
-        return value.cpu() if isinstance(tensor, DTensor) else value
-
-    return _mapped(tree, take)
-
-
-def _mapped(tree: Any, change: TensorChange) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(value, change) for value in tree)
-    return tree
 
 
 def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
@@ -172,37 +142,31 @@ def replace(task: nn.Module, change: TensorChange) -> None:
         owner[name] = made[id(tensor)]
 
 
-def make_whole(task: nn.Module, device: torch.device) -> None:
-    """Replace the DTensors of a task by whole, plain tensors on `device`; every rank calls it."""
+def make_plain(task: nn.Module, keep: bool) -> None:
+    """Replace the DTensors of a task by plain tensors, each whole on the host; every rank calls it.
+
+    Where not to `keep`, by tensors without memory, on the device "meta".
+    """
 
     def change(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        value = whole(tensor).to(device)
-        # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
-        if value.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
-            value = value.clone()
+        if keep:
+            value = whole(tensor).cpu()
+            # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
+            if value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
+                value = value.clone()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
     with torch.no_grad():
         replace(task, change)
 
 
-def make_empty(task: nn.Module) -> None:
-    """Replace the DTensors of a task by tensors without memory, on the device "meta"."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-    replace(task, change)
-
-
 def empty_on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor like this one or this rank's part of it, its values unset, on `device`; on "meta" none."""
-    made: Tensor = torch.empty_like(local_of(tensor).detach(), device=device)
+    made: Tensor = torch.empty_like(local_part(tensor).detach(), device=device)
     if isinstance(tensor, DTensor):
         layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
         made = DTensor.from_local(made, tensor.device_mesh, tensor.placements, **layout)
@@ -211,7 +175,7 @@ def empty_on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how many bytes this rank holds of some tensors."""
-    locals_ = list(map(local_of, tensors))  # what a pipeline has elsewhere is one number, however large it looks
+    locals_ = list(map(local_part, tensors))  # what a pipeline has elsewhere is one number, however large it looks
     return sum(min(local.numel() * local.element_size(), local.untyped_storage().nbytes()) for local in locals_)
 
 
@@ -241,7 +205,7 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     # beside large ones, and then the result would depend on how many ranks the sum is spread over.
     shares: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        local = local_of(gradient)
+        local = local_part(gradient)
         # half precision would overflow while squaring, at gradients of 256 in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
@@ -280,7 +244,7 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, one_order: bool = 
         norm = total_norm(gradients, ranks, device_of(optimizer))
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
     for gradient in gradients:
-        local = local_of(gradient)
+        local = local_part(gradient)
         local.mul_(factor.to(local.device))
     return norm
 
@@ -289,7 +253,7 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, one_order: bool = 
 def clip_value(optimizer: Optimizer, limit: float) -> None:
     """Limit every number of the gradients to [-limit, limit]."""
     for gradient in gradients_of(optimizer):
-        local_of(gradient).clamp_(-limit, limit)
+        local_part(gradient).clamp_(-limit, limit)
 
 
 class MeshScaler(torch.amp.GradScaler):
@@ -316,7 +280,7 @@ class MeshScaler(torch.amp.GradScaler):
         if id(optimizer) in self.found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in map(local_of, gradients_of(optimizer)):
+        for gradient in map(local_part, gradients_of(optimizer)):
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         flags: dict[torch.device, Tensor] = {}
         for (device, _), own in groups.items():
@@ -369,41 +333,19 @@ class MeshScaler(torch.amp.GradScaler):
         self.set_growth_interval(state_dict["growth_interval"])
 
 
-class SingleTensorSteps:
-    """Lets optimizers update one parameter after the other where a group's parameters lie on several meshes.
+def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
+    """Have optimizers update one parameter after the other where a group's parameters lie on several meshes.
 
-    torch's `foreach` and `fused` kernels take tensors of one mesh only.
+    torch's `foreach` and `fused` kernels take tensors of one mesh only. Left at None, torch would choose `foreach`
+    where all tensors are on an accelerator. Raises ConfigError where the user has chosen one of them.
     """
-
-    def __init__(self) -> None:
-        self.groups: list[dict[str, Any]] = []
-        """The parameter groups whose `foreach` was None, and must be False here."""
-
-    def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply it to other optimizers, and forget those before."""
-        self.groups = []
-        self.apply(optimizers)
-
-    def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Set `foreach` to False where that is needed; raises ConfigError where the user has set it to True."""
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
-                if len(meshes) < 2:
-                    continue
-                for option in ("foreach", "fused"):
-                    if group.get(option):
-                        raise ConfigError(
-                            f"{type(optimizer).__name__}({option}=True): its kernels take tensors of one mesh, but "
-                            f"under this strategy's tensor parallelism these lie on {len(meshes)}. Leave {option} out."
-                        )
-                # None lets torch choose foreach where all tensors are on CUDA; False it leaves alone
-                if group.get("foreach", False) is None:
-                    group["foreach"] = False
-                    self.groups.append(group)
-
-    def restore_options(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Let an optimizer's state dict say what the user has said."""
-        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            if any(group is own for own in self.groups):
-                saved["foreach"] = None
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}
+        chosen = [option for option in ("foreach", "fused") if group.get(option)]
+        if len(meshes) > 1 and chosen:
+            raise ConfigError(
+                f"{chosen[0]}=True: its kernels take tensors of one mesh, but under this strategy's tensor parallelism "
+                f"an optimizer's lie on {len(meshes)}. Leave {chosen[0]} out."
+            )
+        if len(meshes) > 1 and "foreach" in group:
+            group["foreach"] = False

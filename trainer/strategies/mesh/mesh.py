@@ -51,19 +51,13 @@ def data_ranks(sizes: Sizes, rank: int) -> Ranks:
     world, index = prod(sizes), sizes.data_rank(rank)
     if sizes.replicating in (1, world):
         return Ranks(index, sizes.replicating)
-    # new_group is collective over the whole world: every rank must make every group, in the same order, also those that
-    # it is not in
     together: dict[tuple[int, int], list[int]] = {}
     for other in range(world):
         place = sizes.place_of(other)
         together.setdefault((place["pipeline"], place["tensor"]), []).append(other)
-    mine = None
     with connections.noting(more=True):
-        for ranks in together.values():
-            group = dist.new_group(ranks, backend="gloo")  # small values on the host
-            if rank in ranks:
-                mine = group
-    return Ranks(index, sizes.replicating, mine)
+        group, _ = dist.new_subgroups_by_enumeration([*together.values()], backend="gloo")  # small values on the host
+    return Ranks(index, sizes.replicating, group)
 
 
 def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
@@ -180,8 +174,7 @@ class MeshStrategy(GroupStrategy):
         """What adds up sharded gradients in one order."""
         self.cut: TensorGradients | None = None
         """The gradients beside layers that are cut over the axis tensor."""
-        self.single_tensor_steps = dtensors.SingleTensorSteps()
-        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.single_tensor_steps, self.asked)
+        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.asked)
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
@@ -286,7 +279,7 @@ class MeshStrategy(GroupStrategy):
             refuse_empty_parts(self.name, task, optimizers)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
-            self.single_tensor_steps.start(optimizers)
+            dtensors.step_one_by_one(optimizers)
         prepared = super().prepare(task, optimizers, layout, one_order)
         self.flat_sum = None  # gradients meet in backward
         return prepared
@@ -340,10 +333,7 @@ class MeshStrategy(GroupStrategy):
         # evaluations may have left blocks gathered; what make_whole takes is the shards
         for module in sharded(self.steps):
             module.reshard()
-        if self.whole_at_end:
-            dtensors.make_whole(self.task, torch.device("cpu"))
-        else:
-            dtensors.make_empty(self.task)
+        dtensors.make_plain(self.task, keep=self.whole_at_end)
 
     def teardown(self) -> None:
         """Remove the wrappers from the task's modules."""

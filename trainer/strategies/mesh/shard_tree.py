@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....base.errors import TaskError
 from ...data.sampling import Layout
-from ..tree import GradientStack, ShareStack, TreeNode, partial_nodes
+from ..tree import CarryStack, TreeNode, add_gradients, partial_nodes
 from .sharding import sharded
 
 UNEVEN = (
@@ -79,7 +79,7 @@ class TreeReduceScatter:
 
     def reset(self) -> None:
         """Begin a step."""
-        self.stack, self.next_replica, self.batches = GradientStack(), self.owned.start, 0
+        self.stack, self.next_replica, self.batches = CarryStack(add_gradients), self.owned.start, 0
         self.replica = -1
         self.gradient: Tensor | None = None
         """Sum over the batches so far of `replica`."""
@@ -132,7 +132,7 @@ class TreeReduceScatter:
         incoming = output.new_empty(len(every) * share)
         counts = [len(nodes) * share for nodes in self.nodes_of]
         dist.all_to_all_single(incoming, outgoing, counts, [len(rows) * share] * world, group=group)
-        stack = ShareStack()
+        stack = CarryStack[Tensor](Tensor.add_)
         for node, value in zip(every, incoming.view(len(every), share), strict=True):
             stack.push(node, value)
         output.copy_(stack.total())

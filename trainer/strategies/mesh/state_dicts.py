@@ -18,10 +18,10 @@ class MeshStateDicts(ShardedStateDicts):
 
     read_in_parts = ("state_dict", "optimizer_states")
 
-    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps, asked: Mapping[str, Size]) -> None:
+    def __init__(self, asked: Mapping[str, Size]) -> None:
         """`asked`: the sizes of the mesh's axes, as the config has them."""
         super().__init__()
-        self.single_tensor_steps, self.asked = single_tensor_steps, asked
+        self.asked = asked
 
     def parts(self, world_size: int) -> StateParts:
         """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
@@ -33,13 +33,7 @@ class MeshStateDicts(ShardedStateDicts):
         """Load this rank's parts of whole weights."""
         dtensors.load_sharded_weights(task, weights, strict)
 
-    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, with this rank's parts."""
-        found = super().optimizer(optimizer)
-        self.single_tensor_steps.restore_options(optimizer, found)
-        return found
-
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's parts of an optimizer's state."""
         dtensors.load_optimizer(optimizer, state)
-        self.single_tensor_steps.apply([optimizer])
+        dtensors.step_one_by_one([optimizer])

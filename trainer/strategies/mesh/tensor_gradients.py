@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....base.errors import TaskError, first_names
-from .dtensors import local_of
+from ....base.torch_private import local_part
 from .tensor_plan import AXIS, REPLICATED, read_plan
 
 COMPARED_STEPS = 3
@@ -57,7 +57,7 @@ class TensorGradients:
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self.summed:
             if parameter.grad is not None:
-                gradient = local_of(parameter.grad).detach()
+                gradient = local_part(parameter.grad).detach()
                 kinds.setdefault(gradient.dtype, []).append(gradient)
         for gradients in kinds.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -70,7 +70,7 @@ class TensorGradients:
         gradients = {name: parameter.grad for name, parameter in self.uncompared.items() if parameter.grad is not None}
         norms = []
         for gradient in gradients.values():
-            local = local_of(gradient).detach()
+            local = local_part(gradient).detach()
             reference = local.clone()
             dist.broadcast(reference, group=self.group, group_src=0)
             norms.append(torch.stack([(local - reference).float().norm(), reference.float().norm()]))

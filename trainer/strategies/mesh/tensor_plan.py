@@ -67,21 +67,6 @@ def style_of(word: str, along_sequence: bool) -> ParallelStyle:
     return PrepareModuleInput(input_layouts=Shard(SEQUENCE), desired_input_layouts=Replicate(), use_local_output=True)
 
 
-def cut_dimensions(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[int, int]:
-    """Return, for each parameter (by id) that torch cuts into so many parts, the dimension that it cuts.
-
-    That of the outputs of a "column", a bias included, and of the inputs of a "row"; the rest is whole everywhere.
-    """
-    found: dict[int, int] = {}
-    for name, word in read_plan(task, plan, parts).items():
-        if word in ("column", "row"):
-            layer = task.get_submodule(name)
-            found |= {
-                id(one): 0 if word == "column" else 1 for one in layer.parameters() if word == "column" or one.ndim > 1
-            }
-    return found
-
-
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
     """Return the word for each module that a plan's patterns name; `*` matches any part of a name.
 

@@ -11,38 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ....base.errors import ConfigError
+from ....base.errors import ConfigError, first_names
 from ....base.torch_private import own_buffers
 from ...accelerators import find_kinds
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...optimization.precision import Precision
 from ...processes.place import Place
-from ..data_parallel.chunks import chunk_sizes, combine_losses, split
 from ..ddp import DDPSteps, DDPStrategy
+from ..pieces import chunk_sizes, combine_losses, split
 from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
 
-class DeviceHooks:
-    """Forward pre-hooks that move the inputs of blocks to their devices, until `close`."""
-
-    def __init__(self) -> None:
-        self.handles: list[RemovableHandle] = []
-
-    def add(self, block: nn.Module, device: torch.device) -> None:
-        """Move the inputs of `block` to `device`, where its parameters are."""
-        hook = partial(_bring, device)
-        # before all hooks of the user's own, which see what the block sees
-        self.handles.append(block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+def bring_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
+    """Move the inputs of `block` to `device`, where its parameters are."""
+    # before all hooks of the user's own, which see what the block sees
+    return block.register_forward_pre_hook(partial(_bring, device), prepend=True, with_kwargs=True)
 
 
 def _bring(
@@ -115,7 +102,8 @@ class DDPModelParallelStrategy(DDPStrategy):
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
-        self.device_hooks = DeviceHooks()
+        self.device_hooks: list[RemovableHandle] = []
+        """Forward pre-hooks that move the inputs of blocks to their devices."""
         self.cut_task: nn.Module | None = None
         """The task whose blocks this strategy has put on devices."""
 
@@ -180,7 +168,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.task = task
         self._sync_batch_norm(task)
         self.precision.place(task)
-        self.device_hooks.close()
+        self._remove_hooks()
         # a task that has spread itself in configure_model (or a second stage of a cut one) is left as it is
         used = {parameter.device for parameter in task.parameters()}
         if len(used) > 1:
@@ -208,8 +196,13 @@ class DDPModelParallelStrategy(DDPStrategy):
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
         for modules, device in zip(parts, self.parts, strict=True):
             for module in modules:
-                self.device_hooks.add(module, device)
+                self.device_hooks.append(bring_inputs(module, device))
         self.cut_task = task
+
+    def _remove_hooks(self) -> None:
+        for handle in self.device_hooks:
+            handle.remove()
+        self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
         """Leave everything where the task has put it. Raises ConfigError, with names, where that is no device of it."""
@@ -222,8 +215,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         if astray:
             raise ConfigError(
                 f"{type(task).__name__} has placed parts on some devices, but not on self.devices "
-                f"({', '.join(map(str, self.parts))}): {', '.join(astray[:4])}"
-                f"{f' and {len(astray) - 4} more' if len(astray) > 4 else ''}. Place them in configure_model."
+                f"({', '.join(map(str, self.parts))}): {first_names(astray)}. Place them in configure_model."
             )
 
     def prepare(
@@ -248,7 +240,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Remove the hooks; a task that was cut here is moved back to the host."""
-        self.device_hooks.close()
+        self._remove_hooks()
         if self.cut_task is not None and len(set(self.parts)) > 1:
             self.cut_task.cpu()
         self.cut_task = None
@@ -256,7 +248,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def _steps_of(self, task: "Task") -> DDPSteps:
-        return DDPSteps(task) if self.micro_batches == 1 else _SteppedByPieces(self, task)
+        return DDPSteps(task, self._run_pieces if self.micro_batches > 1 else None)
 
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step, with each piece of the batch where there are `micro_batches`."""
@@ -278,15 +270,6 @@ class DDPModelParallelStrategy(DDPStrategy):
             outputs.append(step(piece, *others))
         metrics.samples = whole
         return combine_losses(outputs, sizes, self.device)
-
-
-class _SteppedByPieces(DDPSteps):
-    def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
-        super().__init__(task)
-        self._run_pieces = strategy._run_pieces  # noqa: SLF001 (ours)
-
-    def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        return self._run_pieces(name, arguments)
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
-from ..data_parallel.chunks import split
 from ..data_parallel.copies import LogRecorder
 from ..mesh.sizes import count_pieces
+from ..pieces import split
 
 if TYPE_CHECKING:
     from ....tasks.task import Task

@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
 from ....base.tensors import map_tensors
-from ....base.torch_private import set_local_data
+from ....base.torch_private import local_part, set_local_data
 from ...data.sampling import Layout
 from ...metrics.reduce import to_floats
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
 from ...processes.place import Place
-from ..data_parallel.chunks import combine_losses
 from ..mesh import dtensors, weight_broadcast
 from ..mesh.mesh import MeshStrategy
 from ..mesh.sharding import sharded
@@ -35,6 +34,7 @@ from ..mesh.sizes import Schedule, Sizes, stages_each
 from ..mesh.tensor_plan import apply_plan
 from ..mesh.unwrap import Wrapping
 from ..model_parallel.parts import check_counts, cut_task, refuse_idle, tensors_of
+from ..pieces import combine_losses
 from .batch_run import BatchRun
 from .intercept import BlockInterceptor
 from .stages import Stage, StageOwners, Stages
@@ -73,7 +73,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self.schedule: Schedule = schedule
         self.pieces_wanted, self.split = micro_batches, split
         self.owners = StageOwners([], [], 1, 0)
-        self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.single_tensor_steps, self.asked)
+        self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.asked)
         self.stages: Stages | None = None
         self.interceptor: BlockInterceptor | None = None
         self.line: dist.ProcessGroup | None = None
@@ -128,7 +128,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def _keep_own(self) -> None:
         """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
         for tensor in self.owners.tensors:
-            local = dtensors.local_of(tensor)
+            local = local_part(tensor)
             if self.owners.is_foreign(tensor):
                 # One number expanded to the shape: names, shapes and dtypes stay for optimizers and summaries, and sums
                 # over it are finite. Tensors on meta fail where a step checks gradients.
@@ -277,7 +277,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 if is_used:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    dist.all_reduce(dtensors.local_of(parameter.grad), group=group)
+                    dist.all_reduce(local_part(parameter.grad), group=group)
 
     def _replica_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of processes, axis by axis, that have the same stages and other batches."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class PipelineStateDicts(MeshStateDicts):
     """State dicts with placeholders for the tensors of other stages. Without a pipeline, those of a mesh."""
 
-    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps, asked: Mapping[str, Size]) -> None:
-        super().__init__(single_tensor_steps, asked)
+    def __init__(self, asked: Mapping[str, Size]) -> None:
+        super().__init__(asked)
         self.owners: StageOwners | None = None
         self.line: dist.ProcessGroup | None = None
 

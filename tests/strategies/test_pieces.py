@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.base.errors import TaskError
-from legato.trainer.strategies.data_parallel.chunks import chunk_sizes, combine, split
+from legato.trainer.strategies.pieces import chunk_sizes, combine, split
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
