@@ -413,7 +413,7 @@ class Trainer(TrainerAttributes):
                 f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
             )
         self._drop_values()
-        self.current_run.optimization.weights = SampleWeights(self.strategy, self.state)
+        self.current_run.optimization.weights = SampleWeights(self)
         self.current_run.optimization.watch = None  # modules that change a teacher in training_step train so
         super().sanity_check()
         if self.current_run.training_data.rounds:

@@ -166,7 +166,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     run.loop.point, run.preemption.first_step = newest.point, newest.first_step
     run.loop.epoch_skipped = False
     # One checks the first step of its process, on which the ranks must agree.
-    run.optimization.guard = make_guard(run.optimization, run)
+    run.optimization.guard = make_guard(run.optimization)
     run.optimization.weights.forget()
     if state.epoch_ended:
         run.schedule.count_epoch()

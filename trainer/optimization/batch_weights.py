@@ -11,7 +11,7 @@ weight, and the gradients are divided by the sum of all weights once they have m
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,31 +20,19 @@ from ...base.errors import TaskError
 from ...base.torch_private import divide_each, local_part
 from ..accelerators import has_float64
 from ..data.steps import ReplicaBatch, StepInput
-from ..processes.ranks import Ranks
-from ..state import State
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
 
 FIRST_SCALE = 2.0**-10
 """Factor of all weights until the first step has shown how large they are."""
 
 
-class WeighingStrategy(Protocol):
-    """Attributes of a strategy that the weights of batches use."""
-
-    data_ranks: Ranks
-    loss_scale: float
-    task: Any
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the task."""
-        raise NotImplementedError
-
-
 class BatchWeights:
     """The weights of one step's batches, by replica, and whether this run has any."""
 
-    def __init__(self, strategy: WeighingStrategy, state: State) -> None:
-        self.strategy, self.state = strategy, state
+    def __init__(self, trainer: "Trainer") -> None:
+        self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task
         self.used: bool | None = None
         """Whether batches have weights; None until the ranks have compared what their first step returned."""
         self.newest: Any = 0
@@ -106,7 +94,7 @@ class BatchWeights:
 
     def _divide(self, divisor: Tensor) -> None:
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
-        for parameter in self.strategy.task.parameters():
+        for parameter in self.task.parameters():
             if parameter.grad is not None:
                 gradient = local_part(parameter.grad).detach()
                 kinds.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)

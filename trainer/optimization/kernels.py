@@ -1,6 +1,5 @@
 """Process-wide torch settings, numerics that bitwise runs compare, compilation and activation checkpointing."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -104,26 +103,27 @@ def class_of(optimizer: Optimizer) -> str:
 
 def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the differences, if a bitwise run would resume under other numerics."""
-    differing = [
-        f"{name} was {saved[name]!r}, is {own[name]!r}" for name in own if name in saved and saved[name] != own[name]
-    ]
-    if differing:
+    if differing := _differing(own, saved, "was"):
         raise ConfigError(
-            f"reproducible: bitwise cannot go on with the same bits here: {'; '.join(differing)}. Restore these, or "
-            f"set reproducible: order, which keeps samples and random numbers but not the last bits."
+            f"reproducible: bitwise cannot go on with the same bits here: {differing}. Restore these, or set "
+            f"reproducible: order, which keeps samples and random numbers but not the last bits."
         )
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError, naming a rank and the differences, if the processes of a bitwise run differ in numerics."""
-    first = by_rank[0]
     for rank, own in enumerate(by_rank):
-        differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
-        if differing:
+        if differing := _differing(own, by_rank[0], "on rank 0"):
             raise ConfigError(
-                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
-                f"{'; '.join(differing)}. Use machines of one kind, or reproducible: order."
+                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} {differing}. "
+                f"Use machines of one kind, or reproducible: order."
             )
+
+
+def _differing(own: Mapping[str, Any], other: Mapping[str, Any], which: str) -> str:
+    """Return the settings that differ, in words; those that `other` lacks are left out."""
+    names = [name for name in own if name in other and own[name] != other[name]]
+    return "; ".join(f"{name} {which} {other[name]!r}, is {own[name]!r}" for name in names)
 
 
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
@@ -209,15 +209,6 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
             f"{option}: no module of {type(task).__name__} is a {name!r}.{did_you_mean(name, known)} There are {shown}."
         )
     return found
-
-
-def find_blocks(task: nn.Module) -> tuple[str, ...]:
-    """Return the class that is most often the child of a list or sequence of modules, if it has parts of its own."""
-    counts: Counter[str] = Counter()
-    for module in task.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            counts.update(type(one).__name__ for one in module if any(True for _ in one.children()))
-    return tuple(name for name, count in counts.most_common(1) if count > 1)
 
 
 class Recomputing:

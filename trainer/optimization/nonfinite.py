@@ -1,7 +1,7 @@
 """Guards before the update of a step: a check of the first loss; steps that are skipped for NaN."""
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,57 +18,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
-class Checks(Protocol):
-    """Methods of the run that a guard calls: collective checks of logged values."""
-
-    def check_losses(self) -> None:
-        """Raise NonFiniteError if a loss since the last look was not finite."""
-
-    def explained(self, error: NonFiniteError) -> NonFiniteError:
-        """Return the error with a diagnosis of the newest batch."""
-        raise NotImplementedError
-
-
 class StepGuard:
-    """Check of the gradients before a step changes the weights."""
+    """Look at a step before its update: at the first loss for `nan: raise`, at each gradient for `nan: skip`.
 
-    needs_losses = False
-    """Whether the losses of the step must be watched."""
-
-    def __init__(self, optimization: "Optimization", run: Checks) -> None:
-        self.optimization, self.run = optimization, run
-
-    def begin_step(self) -> None:
-        """Prepare for a step, before its first forward."""
-
-    def drops_step(self) -> bool:
-        """Return whether to skip the update, once the gradient of the whole step is complete."""
-        raise NotImplementedError
-
-    def report(self, reduced: Reduced) -> None:
-        """Add values to a logging point."""
-
-
-class FirstStepGuard(StepGuard):
-    """Checks the first step's loss at once, for `nan: raise`; later losses are checked at logging points."""
-
-    def drops_step(self) -> bool:
-        """Return False, or raise NonFiniteError."""
-        self.optimization.guard = None  # a check of every step would wait for the device
-        self.run.check_losses()
-        return False
-
-
-class SkippingGuard(StepGuard):
-    """Skips steps with a non-finite gradient, for `nan: skip`.
-
-    The reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
+    Reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
     torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
     """
 
-    def __init__(self, optimization: "Optimization", run: Checks) -> None:
-        super().__init__(optimization, run)
-        if not optimization.automatic:
+    def __init__(self, optimization: "Optimization") -> None:
+        self.optimization, self.skips = optimization, optimization.trainer.nan == "skip"
+        if self.skips and not optimization.automatic:
             raise ConfigError(
                 "trainer.nan=skip skips the update of a step, which manual optimization leaves to training_step: check "
                 "the gradients there, before optimizer.step(), or set nan to raise or ignore."
@@ -78,18 +37,14 @@ class SkippingGuard(StepGuard):
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.buffers: list[Tensor] = []
         self.before: list[Tensor] = []
-        self.metrics_before = self.metrics.states.snapshot()
-        # A scaled gradient may overflow harmlessly; only a non-finite loss shows a real problem.
-        self.needs_losses = self.strategy.precision.scaler is not None
+        self.metrics_before = self.metrics.states.snapshot() if self.skips else {}
 
     def begin_step(self) -> None:
-        """Take a snapshot, and forget the losses of the step before."""
-        self.metrics.losses.clear()
-        self.snapshot()
-
-    def snapshot(self) -> None:
-        """Copy everything that a step changes besides the weights."""
+        """Copy everything that a step changes besides the weights, and forget the losses of the step before."""
+        if not self.skips:
+            return
         metrics = self.metrics
+        metrics.losses.clear()
         if len(metrics.pending) > PENDING_LIMIT // 2:
             metrics.flush()  # a flush within the step would make its values impossible to drop
         self.metrics_before = metrics.states.snapshot()
@@ -97,8 +52,15 @@ class SkippingGuard(StepGuard):
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
-        """Return whether the step is skipped. Raises NonFiniteError after too many in a row."""
-        state = self.state
+        """Return whether the update is skipped, once the gradient of the whole step is complete.
+
+        Raises NonFiniteError for the first loss of `nan: raise`, and after too many skipped steps in a row.
+        """
+        state, run = self.state, self.optimization.trainer.current_run
+        if not self.skips:
+            self.optimization.guard = None  # later losses are checked at logging points: a check waits for the device
+            run.check_losses()
+            return False
         # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
         finite = are_finite(parameter.grad for parameter in self.parameters if parameter.grad is not None)
         if self.strategy.gradients_in_parts:  # an inf may lie in one rank's part only
@@ -116,7 +78,7 @@ class SkippingGuard(StepGuard):
                 f"allows {limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those "
                 f"of step {step - skipped}."
             )
-            raise self.run.explained(error)
+            raise run.explained(error)
         return True
 
     def _roll_back(self) -> None:
@@ -140,11 +102,10 @@ class SkippingGuard(StepGuard):
 
     def report(self, reduced: Reduced) -> None:
         """Add the number of skipped steps to a logging point."""
-        reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
+        if self.skips:
+            reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
 
 
-def make_guard(optimization: "Optimization", run: Checks) -> StepGuard | None:
+def make_guard(optimization: "Optimization") -> StepGuard | None:
     """Return the guard for the argument `nan`, or None."""
-    kinds: dict[str, type[StepGuard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
-    nan = optimization.trainer.nan
-    return kinds[nan](optimization, run) if nan in kinds else None
+    return None if optimization.trainer.nan == "ignore" else StepGuard(optimization)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,59 +16,16 @@ from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_gener
 from ..data.steps import StepInput
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
-from ..state import State
 from .batch_weights import BatchWeights
-from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
+from .optimizers import may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 from .weight_watch import WeightWatch
 
 if TYPE_CHECKING:
-    from ..strategies.strategy import Strategy
+    from ...base.contracts import Trainer
     from .nonfinite import StepGuard
 
 log = logging.getLogger("legato")
-
-
-class OptimizingTrainer(Protocol):
-    """Attributes of the trainer that optimization uses."""
-
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: Literal["norm", "value"]
-    nan: Literal["raise", "skip", "ignore"]
-    reproducible: Literal["off", "order", "bitwise"]
-    nan_skips: int
-    state: State
-    strategy: "Strategy"
-    callback_metrics: dict[str, Tensor]
-    optimizer_wrapper: ClassVar[type[ManualOptimizer]]
-
-    @property
-    def agreed_metrics(self) -> dict[str, Tensor]:
-        """The values of `callback_metrics` that every rank has."""
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        """The callback that saves before an error that ends the run."""
-
-
-class Draws(NamedTuple):
-    """Parts of a step that may draw random numbers, for which the generators are then seeded."""
-
-    in_updates: bool
-    before_updates: bool
-    """Whether what looks at the gradients before an update may draw."""
-    before_steps: bool
-    """Whether hooks before a step's first forward may draw."""
-
-    @classmethod
-    def of(cls, optimization: "Optimization") -> "Draws":
-        """Return what may draw; nothing is seeded where the run has no keyed random numbers."""
-        hooks, clips = optimization.hooks, overrides(optimization.task, Task, "configure_gradient_clipping")
-        if optimization.trainer.reproducible == "off":
-            return cls(False, False, False)
-        in_updates = optimization.own_optimizer_step or any(map(may_draw, optimization.optimizers))
-        before_updates = clips or "on_before_optimizer_step" in hooks.may_draw
-        return cls(in_updates, before_updates, "on_before_zero_grad" in hooks.may_draw)
 
 
 class Optimization:
@@ -76,7 +33,7 @@ class Optimization:
 
     def __init__(
         self,
-        trainer: OptimizingTrainer,
+        trainer: "Trainer",
         task: Task,
         hooks: Hooks,
         metrics: Metrics,
@@ -95,8 +52,8 @@ class Optimization:
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
         self.own_scheduler_step = overrides(task, Task, "lr_scheduler_step")
         self.own_zero_grad, self.looks_at_gradients = self._has_own_zero_grad(), self._looks_at_gradients()
-        self.draws = Draws.of(self)
-        self.prepares_steps = self.looks_at_gradients or self.draws.in_updates or self.own_optimizer_step
+        self.draws_in_updates, self.draws_before_updates, self.draws_before_steps = self._find_draws()
+        self.prepares_steps = self.looks_at_gradients or self.draws_in_updates or self.own_optimizer_step
         self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
         """Whether anything runs right before or after an optimizer step."""
         self.idle = False
@@ -121,9 +78,11 @@ class Optimization:
         """Check of the gradients before a step, or None."""
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         """Search for weights that training_step changes, in the first steps."""
-        self.weights = BatchWeights(trainer.strategy, trainer.state)
+        self.weights = BatchWeights(trainer)
         """Weights of batches in the gradient of a step, where training_step returns them."""
-        self.watches_losses = trainer.nan == "raise"
+        # a scaled gradient may overflow harmlessly: then only a loss that is not finite shows a real problem
+        scaled = self.strategy.precision.scaler is not None
+        self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
         """Index and share of each loss of the newest step, where a closure returns them; else None."""
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
@@ -131,6 +90,14 @@ class Optimization:
         if self.automatic and len(self.optimizers) > 1:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
+
+    def _find_draws(self) -> tuple[bool, bool, bool]:
+        """Return whether updates, hooks before them, and hooks before a step may draw: then generators are seeded."""
+        if self.trainer.reproducible == "off":
+            return False, False, False
+        clips, hooks = overrides(self.task, Task, "configure_gradient_clipping"), self.hooks.may_draw
+        in_updates = self.own_optimizer_step or any(map(may_draw, self.optimizers))
+        return in_updates, clips or "on_before_optimizer_step" in hooks, "on_before_zero_grad" in hooks
 
     def _has_own_zero_grad(self) -> bool:
         hooked = overrides(self.task, Task, "optimizer_zero_grad") or bool(self.hooks["on_before_zero_grad"])
@@ -143,11 +110,6 @@ class Optimization:
     def _repeats_steps(self) -> bool:
         """Return whether training_step runs for several replicas in a step, or for parts of a batch."""
         return self.state.replicas > 1 or self.strategy.cuts_batches
-
-    def use_guard(self, guard: "StepGuard | None") -> None:
-        """Check the gradients of each step by `guard`."""
-        self.guard = guard
-        self.watches_losses |= guard is not None and guard.needs_losses
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with other optimizers, of the same parameters."""
@@ -190,7 +152,7 @@ class Optimization:
         # what a hook logs here belongs to the whole step, with its number of samples as the weight
         self.metrics.leave_batches(step.samples)
         # loading may have seeded the forward already, which then draws what it would without hooks
-        with self._keyed_hooks("on_before_zero_grad", self.draws.before_steps):
+        with self._keyed_hooks("on_before_zero_grad", self.draws_before_steps):
             for optimizer in self.optimizers:
                 self.hooks.call("on_before_zero_grad", optimizer)
                 self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
@@ -257,7 +219,7 @@ class Optimization:
             if self.leaves_out_update:
                 mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
                 continue
-            if self.draws.in_updates:  # no states are put back: the next batch seeds the generators anew
+            if self.draws_in_updates:  # no states are put back: the next batch seeds the generators anew
                 seed_generators(self._update_key(optimizer))
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
@@ -271,7 +233,7 @@ class Optimization:
         """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
         # the true gradients first: clipping and hooks would otherwise see them times the loss scale
         self.strategy.precision.unscale(optimizer)
-        if self.draws.before_updates:
+        if self.draws_before_updates:
             seed_generators(self._hook_key("on_before_optimizer_step", optimizer))
         self.hooks.call("on_before_optimizer_step", optimizer)
         limit, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
@@ -383,7 +345,7 @@ class Optimization:
         if self.guard is not None:
             self.guard.drops_step()
         # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
-        with self._keyed_hooks("on_before_optimizer_step", self.draws.before_updates, optimizer):
+        with self._keyed_hooks("on_before_optimizer_step", self.draws_before_updates, optimizer):
             self.hooks.call("on_before_optimizer_step", optimizer)
         if strategy.precision.scaler is not None:
             if optimizer in self.stepped:
@@ -391,7 +353,7 @@ class Optimization:
             self.stepped.append(optimizer)
         if closure is not None and strategy.data_ranks.size > 1:
             closure = self._averaged(optimizer, closure)
-        if self.draws.in_updates:
+        if self.draws_in_updates:
             with KeyedGenerators(self._update_key(optimizer)) as generators:
                 returned = strategy.optimizer_step(optimizer, generators.outside(closure), **options)
         else:

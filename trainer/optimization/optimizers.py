@@ -1,6 +1,8 @@
 """What optimization asks of optimizers, and the optimizer wrapper for manual optimization."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -51,22 +53,14 @@ class ManualOptimizer:
             self._optimization.are_cleared = True
         self.optimizer.zero_grad(*arguments, **options)
 
-    def toggle_model(self, sync_grad: bool = True) -> "_Toggled":
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Return a context in which only this optimizer's parameters require gradients."""
-        return _Toggled(self, self._optimization)
+        self._optimization.task.toggle_optimizer(self)
+        yield
+        self._optimization.task.untoggle_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle look it up before __init__ runs
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-
-class _Toggled:
-    def __init__(self, optimizer: ManualOptimizer, optimization: "Optimization") -> None:
-        self.optimizer, self.task = optimizer, optimization.task
-
-    def __enter__(self) -> None:
-        self.task.toggle_optimizer(self.optimizer)
-
-    def __exit__(self, *exception: object) -> None:
-        self.task.untoggle_optimizer(self.optimizer)

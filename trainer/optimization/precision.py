@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.errors import ConfigError, did_you_mean
 from ...base.tensors import map_tensors
 from ...base.torch_private import mark_stepped
 from ..accelerators import has_bfloat16, has_float64
@@ -26,8 +26,8 @@ from ..accelerators import has_bfloat16, has_float64
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
 _OFF = nullcontext()
 _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 """Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a
@@ -73,12 +73,8 @@ class Precision:
 
         Parameters stay the same objects, so optimizers that hold them stay valid.
         """
-        if self.weights_dtype is torch.float64:
-            module.double()
-        elif self.weights_dtype is torch.bfloat16:
-            module.bfloat16()
-        elif self.weights_dtype is torch.float16:
-            module.half()
+        if self.weights_dtype is not None:
+            _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
         """Return `batch` with floating point tensors in the dtype of the weights; the same object for 32 and mixed."""
@@ -134,16 +130,10 @@ class Precision:
         """Restore from `state_dict`.
 
         A missing state keeps a fresh scaler and a superfluous one is ignored, so that a run may resume in another
-        precision. Raises CheckpointError for anything else.
+        precision.
         """
-        if self.scaler is None or not state:
-            return
-        if state.keys() != _SCALER_KEYS or not all(type(number) in (int, float) for number in state.values()):
-            raise CheckpointError(
-                f"The state of gradient scaling must hold a number for each of {', '.join(sorted(_SCALER_KEYS))}; "
-                f"got {dict(state)!r}. Resume from another checkpoint."
-            )
-        self.scaler.load_state_dict(dict(state))
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(dict(state))
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
-    optimization.use_guard(make_guard(optimization, call))
+    optimization.guard = make_guard(optimization)
     use_closures(call, optimization)
     if not task.automatic_optimization:
         strategy.precision.cast_anew()
