@@ -27,11 +27,6 @@ class Batched(Runs):
         return [self[index] for index in indices]
 
 
-class Sampled(IterableDataset):
-    def __iter__(self):
-        return iter(make_data(20))
-
-
 def collate(samples):
     batch = default_collate(samples)
     return next(iter([])) if batch[0][0, 0] == make_data(20)[13][0][0] or len(batch[0]) == 2 else batch
@@ -52,17 +47,13 @@ class Half(Sampler):
 
 
 BROKEN = {
-    "a sample": (lambda **o: DataLoader(Runs(), 4, **o), r"Runs.__getitem__\(13\) raised StopIteration"),
-    "the last sample": (lambda **o: DataLoader(Runs(19), 4, **o), r"Runs.__getitem__\(19\)"),
-    "a whole batch": (lambda **o: DataLoader(Batched(), 4, **o), r"Batched.__getitems__\(\[12, 13, 14, 15\]\)"),
-    "a subclass": (lambda **o: Passed(Runs(), 4, **o), r"Runs raised StopIteration in batch 3"),
-    "a subclass, last": (lambda **o: Passed(Runs(19), 4, **o), r"Runs raised StopIteration in batch 4"),
-    "collate": (
-        lambda **o: DataLoader(Runs(-1), 2, collate_fn=collate, **o),
-        r"collate_fn collate raised StopIteration",
-    ),
-    "collate of a stream": (lambda **o: DataLoader(Sampled(), 2, collate_fn=collate, **o), r"collate_fn collate"),
-    "combined": (lambda **o: [make_loader(), DataLoader(Runs(), 4, **o)], r"Runs.__getitem__\(13\)"),
+    "a sample": (lambda **o: DataLoader(Runs(), 4, **o), "The dataset Runs or the collate_fn.* in batch 4"),
+    "the last sample": (lambda **o: DataLoader(Runs(19), 4, **o), "Runs .* in batch 5"),
+    "a whole batch": (lambda **o: DataLoader(Batched(), 4, **o), "Batched .* in batch 4"),
+    "a subclass": (lambda **o: Passed(Runs(), 4, **o), "Runs .* in batch 4"),
+    "a subclass, last": (lambda **o: Passed(Runs(19), 4, **o), "Runs .* in batch 5"),
+    "collate": (lambda **o: DataLoader(Runs(-1), 2, collate_fn=collate, **o), "Runs or the collate_fn"),
+    "combined": (lambda **o: [make_loader(), DataLoader(Runs(), 4, **o)], "Runs .* in batch 4"),
 }
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ...base.torch_private import end_loader_workers, is_profiling, reader_of
 from .randomness import KeyedDataset, seed_generators
 from .sampling import CHUNK, Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
-from .workers import WorkerSetup, guard_collate
+from .workers import WorkerSetup
 
 log = logging.getLogger("legato")
 
@@ -56,19 +57,27 @@ def close_loaders(but: Sequence[Any] = ()) -> None:
             end_loader_workers(batches, _open_iterators.pop(batches))
 
 
-def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader's iterator.
+def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0) -> Iterator[Any]:
+    """Yield the batches of an iterator, of which there must be `length` at least.
 
     When it raises, its non-persistent workers are ended: torch ends them only with the last reference to the iterator,
     which a worker's error keeps in a cycle.
+
+    Raises DataError if there are fewer: torch takes a StopIteration of a dataset or a collate_fn for the end.
     """
+    count, read = 0, reader_of(batches)
     try:
-        read = reader_of(batches)
         # not `yield from`, which closes the iterator with this generator: a user's own may serve another epoch
         while True:
             yield next(batches) if is_profiling() else read()
-    except StopIteration:
-        return
+            count += 1
+    except StopIteration as error:
+        if count < length:
+            raise DataError(
+                f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
+                f"batch {count + 1}, which would pass for the end of the data: an iterator that it reads from is "
+                f"exhausted. Recreate it, or raise IndexError."
+            ) from error
     except Exception:
         end_loader_workers(batches)
         raise
@@ -79,11 +88,9 @@ def read_loader(loader: Any) -> Iterator[Any]:
 
     One with a `__len__` of the user's own ends there, since it may be endless; torch's warns of one that is too small.
     """
-    batches = iterate_loader(open_loader(loader))
-    if not (isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__):
-        length = length_of(loader)
-        return batches if length is None else islice(batches, length)
-    return _require_every_batch(batches, loader) if _has_exact_length(loader) else batches
+    if isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__:
+        return iterate_loader(open_loader(loader), loader, len(loader) if _has_exact_length(loader) else 0)
+    return islice(iterate_loader(open_loader(loader)), length_of(loader))
 
 
 def _has_exact_length(loader: "DataLoader[Any]") -> bool:
@@ -94,23 +101,6 @@ def _has_exact_length(loader: "DataLoader[Any]") -> bool:
         and type(loader.batch_sampler) is BatchSampler
         and is_plain_shuffle(loader.batch_sampler.sampler, length_of(loader.dataset)) is not None
     )
-
-
-def _require_every_batch(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
-    """Yield the batches; raise DataError if there are fewer than the loader's length.
-
-    torch takes a StopIteration that the dataset raises for the end of the loader.
-    """
-    count = 0
-    for batch in batches:
-        count += 1
-        yield batch
-    if count < len(loader):
-        raise DataError(
-            f"The dataset {type(loader.dataset).__name__} raised StopIteration in batch {count} of the {len(loader)} "
-            f"of its loader, which would pass for the end of the data: an iterator that it reads from is exhausted. "
-            f"Recreate it, or raise IndexError."
-        )
 
 
 SAMPLER_STREAM = 0x73616D706C6572
@@ -235,7 +225,7 @@ class MapLoader:
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
         # made once: persistent workers belong to this loader, and would otherwise start again in each epoch
         vars(self.batches).update(vars(batches))
-        return iterate_loader(open_loader(self.sibling))
+        return iterate_loader(open_loader(self.sibling), self.loader, inf)  # none is asked for that it must not have
 
 
 def is_dealable(loader: Any) -> bool:
@@ -318,7 +308,7 @@ def copy_loader(
     options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS} | dict(changes or {})
     workers = options["num_workers"]
     options |= {
-        "collate_fn": guard_collate(loader.collate_fn),
+        "collate_fn": loader.collate_fn,
         "timeout": loader.timeout if workers else 0,
         "worker_init_fn": WorkerSetup(loader.worker_init_fn) if workers else loader.worker_init_fn,
         "generator": loader.generator,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ...base.errors import ConfigError, DataError
+from ...base.errors import ConfigError
 from .. import accelerators
 from .sampling import FIRST, GAMMA, KeyedIndices
 from .sampling import mix as mix
@@ -141,9 +141,8 @@ class KeyedGenerators:
 class KeyedDataset(Dataset[Any]):
     """Wrapper of a map-style dataset that seeds the generators by seed, epoch and position before it fetches a batch.
 
-    Augmentation and the collate function thus draw the same numbers in any process. A StopIteration from the dataset
-    becomes a DataError that names the sample. All other attributes are read from and set on the wrapped dataset, so
-    that a `worker_init_fn` that opens a file on its dataset reaches the real one.
+    Augmentation and the collate function thus draw the same numbers in any process. All other attributes are read from
+    and set on the wrapped dataset, so that a `worker_init_fn` that opens a file on its dataset reaches the real one.
     """
 
     def __init__(self, dataset: Any, seed: int | None, calls_set_epoch: bool = False) -> None:
@@ -162,21 +161,9 @@ class KeyedDataset(Dataset[Any]):
             self._wrapped_dataset.set_epoch(indices.epoch)
         if self._generator_seed is not None:
             seed_generators(mix(self._generator_seed, indices.epoch, indices.position))
-        dataset, samples = self._wrapped_dataset, list[Any]()
         # as torch's own fetcher does: a dataset that reads a batch at once must not be read sample by sample
-        fetch = getattr(dataset, "__getitems__", None)
-        try:
-            if fetch:
-                return fetch(indices)  # type: ignore[no-any-return]
-            for index in indices:  # not `map`, which would swallow the dataset's StopIteration
-                samples.append(dataset[index])
-        except StopIteration as error:
-            where = f"__getitems__({list(indices)!r:.60})" if fetch else f"__getitem__({indices[len(samples)]!r})"
-            raise DataError(
-                f"{type(dataset).__name__}.{where} raised StopIteration, which would pass for the end of the data: an "
-                f"iterator that it reads from is exhausted. Recreate it, or raise IndexError."
-            ) from error
-        return samples
+        dataset, fetch = self._wrapped_dataset, getattr(self._wrapped_dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [dataset[index] for index in indices]
 
     def __getitem__(self, index: Any) -> Any:
         return self._wrapped_dataset[index]

@@ -1,4 +1,4 @@
-"""Signals and a user's StopIteration in a DataLoader's worker processes."""
+"""Signals in a DataLoader's worker processes."""
 
 import functools
 import os
@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import default_collate, default_convert
-
-from ...base.errors import DataError
 from ..processes.signals import END_SIGNALS
 from ..processes.stacks import answer_dumps
 
@@ -45,29 +42,6 @@ class WorkerSetup:
             os.kill(os.getpid(), number)
 
 
-class GuardedCollate:
-    """A collate_fn that turns the user's StopIteration, which would silently end the loader, into a DataError."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the collated batch."""
-        try:
-            return self.collate(samples)
-        except StopIteration as error:
-            name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
-            raise DataError(
-                f"The collate_fn {name} raised StopIteration, which would pass for the end of the data: an iterator "
-                f"that it reads from is exhausted."
-            ) from error
-
-
-def guard_collate(collate: Any) -> Any:
-    """Wrap a collate_fn in GuardedCollate, unless it is one of torch's own."""
-    return collate if collate in (default_collate, default_convert, None) else GuardedCollate(collate)
-
-
 @functools.cache
 def _attends() -> Any:
     """Return the flag, shared with forked loader workers, that tells whether this process handles signals."""
@@ -89,14 +63,12 @@ def signals_attended() -> Iterator[None]:
 
 @contextmanager
 def prepared_workers(loader: Any) -> Iterator[None]:
-    """Install WorkerSetup and GuardedCollate on the loader while its workers are started within this context."""
-    before = {name: getattr(loader, name) for name in ("worker_init_fn", "collate_fn") if hasattr(loader, name)}
-    if len(before) == 2:
-        loader.collate_fn = guard_collate(before["collate_fn"])
-        if getattr(loader, "num_workers", 0):
-            loader.worker_init_fn = WorkerSetup(before["worker_init_fn"])
+    """Install WorkerSetup on the loader while its workers are started within this context."""
+    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
+        yield
+        return
+    before, loader.worker_init_fn = loader.worker_init_fn, WorkerSetup(loader.worker_init_fn)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(loader, name, value)
+        loader.worker_init_fn = before
