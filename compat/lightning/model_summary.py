@@ -244,7 +244,7 @@ def shown_totals(
         "Total estimated model params size (MB)": get_formatted_model_size(model_size),
         "Modules in train mode": str(modes["train"]),
         "Modules in eval mode": str(modes["eval"]),
-        "Total FLOPs": get_human_readable_count(total_flops),
+        "Total Flops": get_human_readable_count(total_flops),
     }
 
 
@@ -253,5 +253,5 @@ def format_summary(columns: Mapping[str, list[str]], totals: Mapping[str, str]) 
     widths = [max(map(len, (head, *column))) for head, column in columns.items()]
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * len(lines[0])
+    rule = "-" * (sum(widths) + 3 * (len(widths) + 1))  # Lightning counts outer bars that it has not
     return "\n".join([lines[0], rule, *lines[1:], rule, *(f"{value:<10}{name}" for name, value in totals.items())])

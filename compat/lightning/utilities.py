@@ -5,10 +5,8 @@ import importlib.util
 import inspect
 import logging
 import os
-import pickle
 import random
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -27,10 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...base.environment import get_variable, set_variable
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from .exceptions import MisconfigurationException
-from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
+from .rank_zero import rank_prefixed_message, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
 
@@ -97,14 +94,6 @@ def reset_seed() -> None:
         seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
 
 
-def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Seed the generators of a loader's worker: each worker of each rank differently."""
-    key = mix(torch.initial_seed() - worker_id, worker_id, rank_zero_only.rank if rank is None else rank)
-    torch.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % (1 << 32))
-
-
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Restore the states of all random number generators on exit."""
@@ -142,17 +131,6 @@ def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
     for kind, convert in CONVERSION_DTYPES:
         data = apply_to_collection(data, kind, convert, device=device)
     return move_data_to_device(data, device)
-
-
-def convert_tensors_to_scalars(data: Any) -> Any:
-    """Return a collection with each tensor as a number. Raises ValueError for a tensor of several elements."""
-
-    def to_number(value: Tensor) -> Any:
-        if value.numel() != 1:
-            raise ValueError(f"The metric `{value}` does not contain a single element, so it is no scalar.")
-        return value.item()
-
-    return apply_to_collection(data, Tensor, to_number)
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
@@ -215,13 +193,6 @@ def has_len(dataloader: object) -> bool:
     return length is not None
 
 
-def has_len_all_ranks(
-    dataloader: object, strategy: Any = None, allow_zero_length_dataloader_with_multiple_devices: bool = False
-) -> bool:
-    """Return whether a loader has a length."""
-    return has_len(dataloader)
-
-
 def suggested_max_num_workers(local_world_size: int) -> int:
     """Return how many loader workers fit each of `local_world_size` processes: its share of the CPUs but one.
 
@@ -266,35 +237,6 @@ class _Listed:
         return self.items[index]
 
 
-class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Deals out samples to processes, none of them twice: some have one more than others."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not has_len(self.dataset):
-            raise TypeError("The given dataset must implement the `__len__` method.")
-        self.total_size = len(self.dataset)  # type: ignore[arg-type]
-        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.arange(self.total_size)
-        if self.shuffle:
-            order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.epoch))
-        return iter(order[self.rank :: self.num_replicas].tolist())
-
-
-class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """Deals out the samples of another sampler to processes, none of them twice."""
-
-    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sampler, *args, **kwargs)
-
-    def __iter__(self) -> Iterator[Any]:
-        sampler: Any = self.dataset
-        samples = list(sampler)
-        return (samples[index] for index in super().__iter__())
-
-
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
@@ -315,26 +257,6 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         device = next(iter(norms.values())).device
         norms[f"grad_{kind}_norm_total"] = torch.stack([one.to(device) for one in norms.values()]).norm(kind)
     return norms
-
-
-def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of parameters that are one and the same, a list for each."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
-    return [shared for shared in names.values() if len(shared) > 1]
-
-
-def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
-    """Make the parameters named in each list one and the same again: the first of it."""
-    for first, *others in shared_params:
-        owner, _, name = first.rpartition(".")
-        parameter = getattr(module.get_submodule(owner), name)
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(module.get_submodule(owner), name, parameter)
-    return module
 
 
 def measure_flops(
@@ -387,43 +309,11 @@ class DeviceDtypeMixin(nn.Module):
         return next(found, torch.get_default_dtype())
 
 
-def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Return a model of torchvision by its name."""
-    models: Any = importlib.import_module("torchvision.models")
-    found: nn.Module = models.get_model(model_name, **kwargs)
-    return found
-
-
 def given_to_compile(model: Any) -> nn.Module | None:
     """Return the module that torch.compile was given to return `model`; None if it did not make that."""
     if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
         return None
     return next(model.children())
-
-
-def from_compiled(model: Any) -> Any:
-    """Return the module that `torch.compile` was given, with its compiled forward. Raises ValueError for another."""
-    original: Any = given_to_compile(model)
-    if original is None:
-        raise ValueError(f"`model` is required to be a `OptimizedModule`. Found a `{type(model).__name__}` instead.")
-    compiled = model.dynamo_ctx
-    names = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-    for name in names:
-        if getattr(original, name, None) is not None:
-            setattr(original, name, compiled(getattr(original, name)))
-    original.__dict__["_compiled_methods"] = names
-    return original
-
-
-def to_uncompiled(model: Any) -> Any:
-    """Return a module as it was before `torch.compile` and `from_compiled`. Raises ValueError for another."""
-    original: Any = given_to_compile(model) or model
-    names = original.__dict__.pop("_compiled_methods", None)
-    if names is None and original is model:
-        raise ValueError(f"`model` is required to be compiled. Found a `{type(model).__name__}` that is not.")
-    for name in names or ():
-        original.__dict__.pop(name, None)
-    return original
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -481,61 +371,6 @@ class GradClipAlgorithmType(LightningEnum):
         return [member.value for member in GradClipAlgorithmType]
 
 
-def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled."""
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
-def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Remove what cannot be pickled, with a warning."""
-    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        rank_zero_warn(
-            f"Attribute '{name}' removed from hparams because it cannot be pickled. You can suppress this warning by"
-            f" setting `self.save_hyperparameters(ignore=['{name}'])`."
-        )
-        del hparams[name]
-
-
-def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Return the names of `self`, `*args` and `**kwargs` in a class's `__init__`."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
-    names = {one.kind: one.name for one in reversed(parameters)}
-    kinds = inspect.Parameter
-    return parameters[0].name, names.get(kinds.VAR_POSITIONAL), names.get(kinds.VAR_KEYWORD)
-
-
-def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Return the arguments of a running `__init__`; an empty dict for another function's frame."""
-    values = frame.f_locals
-    if "__class__" not in values or frame.f_code.co_name != "__init__":
-        return {}
-    this, args, kwargs = parse_class_init_keys(values["__class__"])
-    names = inspect.signature(values["__class__"].__init__).parameters
-    found = {name: values[name] for name in names if name not in (this, args, kwargs)}
-    return found | dict(values.get(kwargs, {})) if kwargs else found
-
-
-def collect_init_args(
-    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
-) -> list[dict[str, Any]]:
-    """Return the arguments of each running `__init__` of one object, innermost class first."""
-    at: FrameType | None = frame
-    while at is not None and at.f_back is not None:
-        values = at.f_locals
-        this = next(iter(values.values()), None) if at.f_code.co_name == "__init__" else None
-        if "__class__" in values and (not classes or isinstance(this, classes)):
-            path_args.append(get_init_args(at))
-            inside = True
-        elif inside:
-            break
-        at = at.f_back
-    return path_args
-
-
 def save_hyperparameters(
     obj: Any,
     *args: Any,
@@ -550,50 +385,6 @@ def save_hyperparameters(
         obj.save_hyperparameters({name: value for name, value in given_hparams.items() if name not in names})
         return
     obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (current.f_back if current else None))
-
-
-def _holders(model: Any, attribute: str) -> list[Any]:
-    trainer = getattr(model, "_trainer", None)
-    owners = [model, getattr(model, "hparams", {})]
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None:
-        owners += [datamodule, getattr(datamodule, "hparams", {})]
-    return [one for one in owners if (attribute in one if isinstance(one, Mapping) else hasattr(one, attribute))]
-
-
-def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Return whether a module, its hparams or those of its data module, or that itself, have an attribute."""
-    return bool(_holders(model, attribute))
-
-
-def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of a module, its hparams or its data module, the last that has it. Raises AttributeError."""
-    holders = _holders(model, attribute)
-    if not holders:
-        raise AttributeError(f"{attribute} is neither an attribute of the module, its hparams, nor its data module.")
-    last = holders[-1]
-    return last[attribute] if isinstance(last, Mapping) else getattr(last, attribute)
-
-
-def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever it is: module, hparams, data module. Raises AttributeError if nowhere."""
-    holders = _holders(model, attribute)
-    if not holders:
-        raise AttributeError(f"{attribute} is neither an attribute of the module, its hparams, nor its data module.")
-    for holder in holders:
-        if isinstance(holder, MutableMapping):
-            holder[attribute] = value
-        else:
-            setattr(holder, attribute, value)
-
-
-def is_param_in_hook_signature(
-    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
-) -> bool:
-    """Return whether a hook takes an argument: by name, by `*args`, or as one of at least `min_args`."""
-    found = inspect.getfullargspec(inspect.unwrap(hook_fx))
-    names = found.args[1:]
-    return param in names or (not explicit and found.varargs is not None) or (min_args or 1 << 30) <= len(names)
 
 
 def main() -> None:
@@ -624,28 +415,6 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
 def is_local_file_protocol(path: str | Path) -> bool:
     """Return whether a path is on this machine's file system."""
     return "://" not in str(path) or str(path).startswith("file://")
-
-
-def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: float = 3) -> bool:
-    """Return whether all machines see one folder: rank 0 writes a file there, and the others look for it.
-
-    Every rank must call it.
-    """
-    folder = Path(os.getcwd() if path is None else path)
-    if not is_local_file_protocol(str(folder)):
-        return True
-    if not hasattr(strategy, "collectives") or getattr(strategy, "world_size", 1) == 1:
-        return True
-    word = strategy.collectives.broadcast(secrets.token_hex(8))
-    mark = folder / f".shared-{word}"
-    if rank_zero_only.rank == 0:
-        mark.touch()
-    strategy.collectives.barrier()
-    seen = all(strategy.collectives.gather_objects(mark.exists()))
-    strategy.collectives.barrier()
-    if rank_zero_only.rank == 0:
-        mark.unlink(missing_ok=True)
-    return seen
 
 
 def distributed_is_initialized() -> bool:

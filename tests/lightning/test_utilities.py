@@ -203,22 +203,6 @@ def test_gradient_norms():
     assert our(nn.Linear(1, 1), 2) == {}
 
 
-def test_shared_parameters_are_found_and_tied_again():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.b.weight = self.a.weight
-            self.c = self.a
-
-    our, their = both("pytorch.utilities.find_shared_parameters")
-    model = Tied()
-    found = our(model)
-    assert sorted(map(sorted, found)) == sorted(map(sorted, their(model)))
-    model.b.weight = nn.Parameter(torch.zeros(2, 2))
-    assert ours.set_shared_parameters(model, found).b.weight is model.a.weight
-
-
 def test_a_summary_is_the_same_table():
     our, their = both("pytorch.utilities.model_summary.ModelSummary")
 
@@ -289,55 +273,6 @@ def test_overridden_methods():
     assert not is_overridden("x", None)
     with pytest.raises(ValueError, match="parent"):
         is_overridden("x", 3)
-
-
-def test_attributes_wherever_they_are():
-    from legato.compat.lightning.pytorch.utilities import parsing
-
-    class Model(LightningModule):
-        def __init__(self, lr=0.1, batch_size=2):
-            super().__init__()
-            self.save_hyperparameters("lr")
-            self.batch_size = batch_size
-
-    model = Model()
-    assert parsing.lightning_hasattr(model, "lr")
-    assert parsing.lightning_getattr(model, "lr") == 0.1
-    parsing.lightning_setattr(model, "lr", 0.2)
-    assert model.hparams.lr == 0.2
-    assert parsing.lightning_getattr(model, "batch_size") == 2
-    assert not parsing.lightning_hasattr(model, "nothing")
-    for function in (parsing.lightning_getattr, lambda *a: parsing.lightning_setattr(*a, 1)):
-        with pytest.raises(AttributeError, match="nothing"):
-            function(model, "nothing")
-
-
-def test_arguments_of_init():
-    import inspect
-
-    from legato.compat.lightning.pytorch.utilities import parsing
-
-    seen = {}
-
-    class Base:
-        def __init__(self, a, *args, b=2, **kwargs):
-            __class__  # noqa: B018
-            seen["base"] = parsing.get_init_args(inspect.currentframe())
-            seen["all"] = parsing.collect_init_args(inspect.currentframe(), [])
-
-    class Derived(Base):
-        def __init__(self, c):
-            super().__init__(c + 1, b=5, d=6)
-
-    Derived(1)
-    assert seen["base"] == {"a": 2, "b": 5, "d": 6}
-    assert seen["all"][:2] == [{"a": 2, "b": 5, "d": 6}, {"c": 1}]
-    assert parsing.parse_class_init_keys(Base) == real("pytorch.utilities.parsing.parse_class_init_keys")(Base)
-    assert not parsing.is_picklable(lambda: 0)
-    values = {"a": 1, "b": lambda: 0}
-    with pytest.warns(UserWarning, match="'b' removed"):
-        parsing.clean_namespace(values)
-    assert values == {"a": 1}
 
 
 def test_hyperparameters_in_files(tmp_path):

@@ -18,11 +18,10 @@ from legato.compat.lightning.types import (
 )
 from legato.compat.lightning.utilities import (
     CONVERSION_DTYPES, DeviceDtypeMixin as _DeviceDtypeModuleMixin, DistributedSamplerWrapper, LightningEnum,
-    apply_to_collection, convert_tensors_to_scalars, convert_to_tensors,
-    distributed_is_initialized as _distributed_is_initialized, get_filesystem, group, has_iterable_dataset, has_len,
-    is_local_file_protocol as _is_local_file_protocol, is_shared_filesystem, load_file as _load, max_seed_value,
-    measure_flops, min_seed_value, move_data_to_device, package_available, pl_worker_init_function, reset_seed,
-    seed_everything, sized_len, suggested_max_num_workers,
+    apply_to_collection, convert_to_tensors, distributed_is_initialized as _distributed_is_initialized,
+    get_filesystem, group, has_iterable_dataset, has_len, is_local_file_protocol as _is_local_file_protocol,
+    load_file as _load, max_seed_value, measure_flops, min_seed_value, move_data_to_device, package_available,
+    reset_seed, seed_everything, sized_len, suggested_max_num_workers,
 )
 from legato.compat.lightning.inner import alias_below, inner_name
 

@@ -20,15 +20,11 @@ from legato.compat.lightning.types import (
 )
 from legato.compat.lightning.utilities import (
     CPU_DEVICE, FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON, GradClipAlgorithmType, LightningEnum,
-    apply_to_collection, clean_namespace, collect_init_args, extract_batch_size, find_shared_parameters,
-    from_compiled, garbage_collection_cuda, get_filesystem, get_init_args, get_torchvision_model, grad_norm,
-    has_iterable_dataset, has_len_all_ranks, is_cuda_out_of_memory, is_cudnn_snafu,
-    is_local_file_protocol as _is_local_file_protocol, is_oom_error, is_out_of_cpu_memory, is_overridden,
-    is_param_in_hook_signature, is_picklable, is_shared_filesystem, isolate_rng, lightning_getattr,
-    lightning_hasattr, lightning_setattr, load_file as _load, main, measure_flops, move_data_to_device,
-    package_available, parse_class_init_keys, pl_worker_init_function, recursive_detach, reset_seed,
-    save_hyperparameters, seed_everything, set_shared_parameters, sized_len, suggested_max_num_workers,
-    to_uncompiled,
+    apply_to_collection, extract_batch_size, garbage_collection_cuda, get_filesystem, grad_norm,
+    has_iterable_dataset, is_cuda_out_of_memory, is_cudnn_snafu, is_local_file_protocol as _is_local_file_protocol,
+    is_oom_error, is_out_of_cpu_memory, is_overridden, isolate_rng, load_file as _load, main, measure_flops,
+    move_data_to_device, package_available, recursive_detach, reset_seed, save_hyperparameters, seed_everything,
+    sized_len, suggested_max_num_workers,
 )
 from legato.trainer.data.combined import CombinedLoader
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
@@ -50,6 +46,25 @@ migrate_checkpoint, pl_legacy_patch = placeholders(
 find_model_local_ckpt_path, download_model_from_registry = placeholders(
     __name__, "find_model_local_ckpt_path download_model_from_registry",
     "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
+)
+clean_namespace, collect_init_args, get_init_args, is_picklable, parse_class_init_keys = placeholders(
+    __name__, "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys",
+    "self.save_hyperparameters() stores the arguments of __init__ that are data.",
+)
+lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
+    __name__, "lightning_getattr lightning_hasattr lightning_setattr", "Use the attribute of the module or its hparams."
+)
+find_shared_parameters, set_shared_parameters = placeholders(
+    __name__, "find_shared_parameters set_shared_parameters", "Parameters that are shared stay shared in every run."
+)
+from_compiled, to_uncompiled = placeholders(
+    __name__, "from_compiled to_uncompiled", "Trainer.fit takes what torch.compile has returned for a module."
+)
+get_torchvision_model, has_len_all_ranks, is_param_in_hook_signature, is_shared_filesystem, pl_worker_init_function = (
+    placeholders(
+        __name__, "get_torchvision_model has_len_all_ranks is_param_in_hook_signature is_shared_filesystem "
+        "pl_worker_init_function", "It is a helper of Lightning's own loops; loader workers are seeded by the run.",
+    )
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """
