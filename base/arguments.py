@@ -125,11 +125,6 @@ class TrainerArguments:
             complete checkpoint.
         hang_timeout: Seconds without progress after which to end the run; more than the longest step, save or hook.
             None: never.
-        hang_report_seconds: Report where each rank is after this many seconds, and 20 longest steps, without
-            progress. None: never.
-        garbage_collection_seconds: Run Python's full garbage collections about this often, on all ranks at once.
-            None: as Python does, within steps. What was made before the first is not looked at again for ten minutes
-            (`gc.freeze`).
         signal_grace_seconds: Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a save in
             progress is finished.
         requeue: Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved.
@@ -204,8 +199,6 @@ class TrainerArguments:
     cluster: Literal["auto", "off"] = "auto"
     max_restarts: Annotated[int, Range(0)] = 0
     hang_timeout: Annotated[float, Range(0, exclusive=True)] | None = None
-    hang_report_seconds: Annotated[float, Range(0, exclusive=True)] | None = 120.0
-    garbage_collection_seconds: Annotated[float, Range(0, exclusive=True)] | None = 10.0
     signal_grace_seconds: Annotated[float, Range(0, exclusive=True)] = 30.0
     requeue: bool = False
 
@@ -231,7 +224,9 @@ TORCH_OPTIONS = {
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
+    "garbage_collection_seconds": "Legato collects by itself; call gc.disable() in the script to decide yourself.",
     "gpus": 'Say accelerator="gpu", devices=...',
+    "hang_report_seconds": "Reports come after 120 s; hang_timeout ends the run.",
     "optimizer_kernels": "Give fused=True or foreach=True to the optimizer in configure_optimizers.",
     "plugins": "Give options or an object to `strategy`, a word to `precision`.",
     "profiler": "Say callbacks=[legato.callbacks.Profile()], a trace by torch.profiler.",

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice, pairwise, repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -261,45 +261,6 @@ def measure_steps(what: str, job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def measure_pauses(size: Size, device: torch.device) -> list[dict[str, Any]]:
-    """Return rows of the longest step over the typical one, beside a loader that keeps Python objects of each batch.
-
-    Of the second half of the steps, so that the collection of everything, with which Legato's way begins, is past.
-    """
-    rows, steps = [], 2 * size.tiny_steps
-    for who, seconds in (("legato", 0.05), ("legato, collections as Python's", None)):
-        ends, kept = list[float](), list[Any]()
-
-        class Task(lg.Task):
-            def __init__(self) -> None:
-                super().__init__()
-                self.module = Tiny(size)
-
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                return self.module(batch)
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.AdamW(self.parameters(), 3e-4)
-
-            def on_before_batch_transfer(
-                self, batch: Tensor, dataloader_idx: int, kept: list[Any] = kept, ends: list[float] = ends
-            ) -> Tensor:
-                kept.append([[index] for index in range(1000)])
-                ends.append(time.perf_counter())
-                return batch
-
-        names = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
-        options: dict[str, Any] = {**dict.fromkeys(names, False), "garbage_collection_seconds": seconds}
-        kind = {"cuda": "gpu"}.get(device.type, device.type)
-        loader = DataLoader(Repeated(torch.randn(8, 32), steps), batch_size=None)
-        lg.Trainer(accelerator=kind, devices=1, max_epochs=1, **options).fit(Task(), loader)
-        found = sorted(later - earlier for earlier, later in pairwise(ends[steps // 2 :]))
-        what = "longest step by the median, beside a loader that keeps objects"
-        value = found[-1] / found[len(found) // 2]
-        rows.append({"what": what, "who": who, "value": value, "unit": "times", "ratio": None})
-    return rows
-
-
 def measure_save(size: Size, device: torch.device) -> list[dict[str, Any]]:
     """Return rows of the stall of a background save, the second one, and of the time until it is on the disk."""
     state = to_device(state_of(size.megabytes), device)
@@ -355,7 +316,6 @@ def main() -> None:
         ),
         lambda: measure_gpt(size, device),
         lambda: measure_steps("images to the device", Job(Shrunk, images, size.steps, size, device)),
-        lambda: measure_pauses(size, device),
         lambda: measure_save(size, device),
         lambda: [] if options.small else measure_gpt(size, device, compiled=True),
     ):

@@ -59,11 +59,12 @@ class StragglerMonitor(Callback):
         )
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, set()
-        agreement = trainer.current_run.agreement
         rank, ranks = trainer.global_rank, trainer.world_size
         # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
-        agreement.contribute = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
-        agreement.on_result = lambda seconds_of: self._compare(seconds_of, rank)
+        trainer.current_run.agreement.add(
+            lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)],
+            lambda seconds_of: self._compare(seconds_of, rank),
+        )
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Remove the gradient hooks, also after an exception."""

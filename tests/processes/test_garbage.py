@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny import Tiny, assert_same_bits, make_loader, make_trainer
 
-from legato.base.errors import ConfigError
-from legato.trainer.processes.garbage import WHOLE_SECONDS, GarbageCollector
+from legato.trainer.processes import agreement
+from legato.trainer.processes.agreement import COLLECTION_SECONDS, GarbageCollector
 from legato.trainer.processes.launch import run_workers
 
 
@@ -64,6 +64,11 @@ def in_worker(work):
     return test
 
 
+def often(seconds):
+    """Collect every so many seconds, in this worker."""
+    agreement.FIRST_COLLECTION = agreement.COLLECTION_SECONDS = seconds
+
+
 def restoring(work, folder):
     before = gc.get_threshold()
     work(folder)
@@ -74,9 +79,10 @@ def restoring(work, folder):
 @in_worker
 def test_full_collections_run_between_steps(folder):
     steady, as_ever = Littering(pause=0.02), Littering(objects=120_000)  # a quarter of all objects is new, if not more
-    make_trainer(folder, garbage_collection_seconds=None).fit(as_ever, make_loader(60, 4))
+    make_trainer(folder).fit(as_ever, make_loader(60, 4))
     as_ever.kept.clear()
-    make_trainer(folder, garbage_collection_seconds=0.05).fit(steady, make_loader(60, 4))
+    often(0.05)
+    make_trainer(folder).fit(steady, make_loader(60, 4))
     begun = [place for place in steady.places if place[2]]
     assert any(steady.frozen)
     assert begun
@@ -95,7 +101,8 @@ def test_garbage_of_steps_is_freed_on_the_way(folder):
     before = gc.get_threshold()
     gc.set_threshold(10**8, *before[1:])  # nothing but what is asked for
     try:
-        make_trainer(folder, garbage_collection_seconds=0.2, max_epochs=2).fit(task, make_loader(48, 4))
+        often(0.2)
+        make_trainer(folder, max_epochs=2).fit(task, make_loader(48, 4))
     finally:
         gc.set_threshold(*before)
     assert len(alive) == 24
@@ -111,7 +118,7 @@ def test_a_short_run_pays_nothing(folder):
 
 @in_worker
 def test_what_is_frozen_is_looked_at_again(folder):
-    node, collector = Node(), GarbageCollector(10.0)
+    node, collector = Node(), GarbageCollector()
     seen = weakref.ref(node)
     collector.collect(3.0)
     assert gc.get_freeze_count() == 0
@@ -120,16 +127,17 @@ def test_what_is_frozen_is_looked_at_again(folder):
     del node
     collector.collect(25.0)
     assert seen() is not None  # frozen
-    collector.collect(WHOLE_SECONDS + 1)
+    collector.collect(11.0 + COLLECTION_SECONDS)
     assert seen() is None
     collector.close()
 
 
 @in_worker
 def test_ranks_that_join_later_collect_when_the_others_do(folder):
+    often(10.0)
     when = {}
     for name, start in {"first": 0, "later": 18}.items():
-        collector = GarbageCollector(10.0)
+        collector = GarbageCollector()
         for elapsed in range(start, 60, 3):
             before = []
             gc.callbacks.append(lambda phase, details, before=before: before.append(details["generation"]))
@@ -148,7 +156,7 @@ def put_back(how, folder):
                 return
             before = gc.get_threshold()
             if how == "within another run":
-                inner = make_trainer(folder / "inner", garbage_collection_seconds=0.01)
+                inner = make_trainer(folder / "inner")
                 inner.fit(Littering(objects=10, pause=0.02), make_loader())
                 assert gc.get_threshold() == before
                 assert gc.get_freeze_count() > 1000
@@ -160,7 +168,8 @@ def put_back(how, folder):
             if how == "in an evaluation" and gc.get_freeze_count():
                 raise ValueError("a mistake")
 
-    made = make_trainer(folder, garbage_collection_seconds=0.05, max_epochs=50)
+    often(0.05)
+    made = make_trainer(folder, max_epochs=50)
     task = Ends(objects=10, pause=0.01)
     if how == "within another run":
         made.fit(task, make_loader(), make_loader())
@@ -178,27 +187,24 @@ def test_it_is_put_back(tmp_path, how):
 
 @in_worker
 def test_what_a_user_has_chosen_stays(folder):
+    often(0.01)
     for choose, undo in ((gc.disable, gc.enable), (gc.freeze, gc.unfreeze)):
         choose()
         try:
             before, task = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0), Littering(10, pause=0.02)
-            make_trainer(folder, garbage_collection_seconds=0.01).fit(task, make_loader())
+            make_trainer(folder).fit(task, make_loader())
             assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0) == before
             assert set(task.frozen) == {before[2]}
         finally:
             undo()
 
 
-def test_it_takes_a_positive_number(trainer):
-    with pytest.raises(ConfigError, match="garbage_collection_seconds=0 must be float above 0"):
-        trainer(garbage_collection_seconds=0)
-
-
 @pytest.mark.slow
 def test_all_ranks_pause_at_the_same_steps(tmp_path):
     def work():
         task = Littering(objects=10, pause=0.01)
-        options = {"strategy": "ddp", "devices": 2, "garbage_collection_seconds": 0.1, "log_every_n_steps": 5}
+        often(0.1)
+        options = {"strategy": "ddp", "devices": 2, "log_every_n_steps": 5}
         made = make_trainer(tmp_path, **options, max_epochs=6)
         made.fit(task, make_loader(80))
         mine = torch.zeros(made.global_step + 1)

@@ -165,11 +165,15 @@ def test_slow_is_not_stuck(trainer):
 @pytest.mark.slow
 def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     class Slow(Tiny):
+        def __setstate__(self, state):  # in the workers, before the run begins
+            hang.REPORT_SECONDS = 1.0
+            super().__setstate__(state)
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if self.global_rank == 1 and batch_idx == 3:
                 time.sleep(4)  # the line that is named
 
-    made = trainer(devices=2, strategy="ddp", hang_report_seconds=1.0, logger=True)
+    made = trainer(devices=2, strategy="ddp", logger=True)
     made.fit(Slow(), make_loader(48))
     said = capfd.readouterr().err
     assert made.global_step == 6
@@ -182,7 +186,9 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
 
 
 @pytest.mark.slow
-def test_the_longest_step_counts(trainer, caplog):
+def test_the_longest_step_counts(trainer, caplog, monkeypatch):
+    monkeypatch.setattr(hang, "REPORT_SECONDS", 0.2)
+
     class Slow(Tiny):
         def training_step(self, batch, batch_idx):
             time.sleep(0.5)
@@ -191,7 +197,7 @@ def test_the_longest_step_counts(trainer, caplog):
         def on_train_end(self):
             time.sleep(1.5)
 
-    made = trainer(hang_report_seconds=0.2)
+    made = trainer()
     made.fit(Slow(), make_loader(32))
     assert made.global_step == 8
     steps = {int(step) for step in re.findall(r"The process is in .* at step (\d+)", caplog.text)}
@@ -278,9 +284,11 @@ SILENT = """
 import os, socket, sys
 sys.path.insert(0, {tests!r})
 from tiny import Tiny, make_loader, make_trainer
+from legato.trainer.processes import hang
+hang.REPORT_SECONDS = 1.0
 silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
 os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(silent.getsockname()[1]))
-make_trainer({folder!r}, strategy="ddp", devices=2, hang_report_seconds=1.0).fit(Tiny(), make_loader())
+make_trainer({folder!r}, strategy="ddp", devices=2).fit(Tiny(), make_loader())
 """
 
 

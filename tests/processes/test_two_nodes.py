@@ -242,7 +242,7 @@ def test_the_roll_groups_ranks_by_node_and_device():
         (
             {"devices": 2},
             Place(0, 0, 0, 8, 8, 1, "environment"),
-            "num_nodes=1 ask for 2 .*, but WORLD_SIZE=8",
+            "num_nodes=1 ask for 2 .*, but WORLD_SIZE says 8",
         ),
         ({"devices": 2}, Place(0, 0, 0, 4, 2, 2, "torchrun"), None),
         ({"devices": "auto", "num_nodes": 2}, Place(0, 0, 0, 4, 2, 2, "slurm"), None),

@@ -1,11 +1,15 @@
-"""Agreement between ranks: when to stop."""
+"""Agreement between ranks: when to stop, and when to collect Python's garbage."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from .ranks import Ranks
+
+Read = Callable[[], Sequence[float]]
+Tell = Callable[[list[float]], object]
 
 SECONDS_BETWEEN = 1.0
 """About the longest time in seconds until a request to stop is seen, by up to a hundred processes."""
@@ -18,16 +22,24 @@ class Agreement:
     in the last rounds continues to take part until all are done.
     """
 
-    def __init__(self, collectives: Ranks, processes: int, step: int, elapsed: float) -> None:
+    def __init__(self, ranks: Ranks, processes: int, step: int, elapsed: float) -> None:
+        self.contributions: list[tuple[Read, Tell]] = []
         self.newest: Callable[[], int] = int
         """Returns the newest generation of an elastic run that this rank knows of."""
-        self.collect_garbage: Callable[[float], object] = float
-        """Called with the agreed seconds of the run, each time that the ranks have agreed."""
-        self.join(collectives, processes, step, elapsed)
+        self.join(ranks, processes, step, elapsed)
 
-    def join(self, collectives: Ranks, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
+    def add(self, read: Read, tell: Tell) -> None:
+        """Carry more numbers with each agreement.
+
+        Args:
+            read: returns the numbers of this rank, equally many on every rank.
+            tell: called with the maximum of each over the ranks, each time that they have agreed.
+        """
+        self.contributions.append((read, tell))
+
+    def join(self, ranks: Ranks, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
         """Agree with these ranks from now on."""
-        self.collectives = collectives
+        self.ranks = ranks
         self.restart(processes, step, elapsed, generation)
 
     def restart(self, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
@@ -41,10 +53,6 @@ class Agreement:
         """Signal by which the run was asked to end, as agreed; 0: none."""
         self.elapsed = elapsed
         """Seconds of the run so far, as agreed: the maximum over ranks."""
-        self.contribute: Callable[[], Sequence[float]] = tuple
-        """Numbers that this rank adds to each agreement, equally many on every rank."""
-        self.on_result: Callable[[list[float]], object] = len
-        """Called with the maximum of each over the ranks."""
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step
@@ -58,8 +66,7 @@ class Agreement:
         `wants_stop`, `signal`: what this rank wants and has received. After a signal or a new generation
         the next agreement follows at once.
         """
-        contribution = self.contribution(step, wants_stop, signal)
-        self.apply(step, contribution if self.processes == 1 else self._highest(*contribution))
+        self.apply(step, self._highest(*self.contribution(step, wants_stop, signal)))
 
     def contribution(self, step: int, wants_stop: bool, signal: int = 0) -> list[float]:
         """Return the numbers of this rank; `apply` takes their maxima over ranks."""
@@ -67,7 +74,10 @@ class Agreement:
         # of which the maximum counts: the fastest rank's steps fill the second
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
         numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest())]
-        return [*numbers, *self.contribute()]
+        for read, _ in self.contributions:
+            said = read()
+            numbers += [float(len(said)), *said]
+        return numbers
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
         """Apply the maxima over ranks, agreed after `step`."""
@@ -78,8 +88,10 @@ class Agreement:
         # 0 comes before every step: at the next one
         self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
-        self.on_result(said)
-        self.collect_garbage(self.elapsed)
+        for _, tell in self.contributions:
+            count, *said = said  # each part is sent with its length before it
+            tell(said[: int(count)])
+            said = said[int(count) :]
 
     def now(self) -> float:
         """Return the seconds of the run so far by this rank's clock."""
@@ -112,7 +124,7 @@ class Agreement:
         if self.processes == 1:
             return list(numbers)
         # float64: the numbers of steps and seconds stay exact beyond 2^24
-        highest: list[float] = self.collectives.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
+        highest: list[float] = self.ranks.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
         return highest
 
     def _interval(self, pace: float, before: int) -> int:
@@ -124,3 +136,39 @@ class Agreement:
         # an agreement takes 0.1 s, and each second would be a tenth of the run
         seconds = max(SECONDS_BETWEEN, self.processes / 100)
         return max(1, min(int(pace * seconds), 2 * before))
+
+
+FIRST_COLLECTION, COLLECTION_SECONDS = 10.0, 600.0
+"""Seconds of the run at its first full garbage collection, and between two of them."""
+
+
+class GarbageCollector:
+    """Collects all garbage where the ranks agree, and freezes what is left (`gc.freeze`), as nanochat does.
+
+    A full collection looks at every object, of which torch alone has some 300,000: 0.1 s and more, in the middle of a
+    step of one rank, while the others wait. With those frozen Python's own collections take milliseconds, and all ranks
+    pause together. What a user has chosen, or a run within which this one is, stays.
+    """
+
+    def __init__(self) -> None:
+        self.period: int | None = None
+        self.has_frozen = False
+
+    def collect(self, elapsed: float) -> None:
+        """Collect if it is due; `elapsed`: the seconds of the run so far, the same on every rank."""
+        # of `elapsed` alone, so that a rank which joins later pauses with the others; not at once, as short runs would
+        # pay for it, and the tensors of a notebook's earlier run, which are garbage by then, would stay for ten minutes
+        before, self.period = self.period, int((elapsed - FIRST_COLLECTION) // COLLECTION_SECONDS)
+        if before is None or before == self.period:
+            return
+        # asked here and not at the start: to count frozen objects takes 30 ms a million
+        if self.has_frozen or (gc.isenabled() and gc.get_freeze_count() == 0):
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+            self.has_frozen = True
+
+    def close(self) -> None:
+        """Leave all collections to Python again."""
+        if self.has_frozen:
+            gc.unfreeze()

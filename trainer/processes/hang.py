@@ -39,6 +39,8 @@ log = logging.getLogger("legato")
 
 ANSWER_SECONDS = 3.0
 """Seconds that ranks have to write on the board, and that rank 0, which has the store, stays after a failure."""
+REPORT_SECONDS = 120.0
+"""Seconds without progress after which a report is due, if no step takes long."""
 LONGEST_STEPS = 20
 """Multiple of the longest step so far after which a report is due."""
 STALLED = 1.0
@@ -63,7 +65,6 @@ class Watched(Protocol):
     """Attributes of a trainer that a watchdog reads."""
 
     hang_timeout: float | None
-    hang_report_seconds: float | None
     run_dir: Path | None
     state: State
 
@@ -129,7 +130,7 @@ class Watchdog:
         """Place of this process, set before the rendezvous."""
         self.end_after: float | None = trainer.hang_timeout
         """Seconds without progress after which the run ends, once start-up is over; None: never."""
-        self.report_after = float("inf") if trainer.hang_report_seconds is None else trainer.hang_report_seconds
+        self.report_after = REPORT_SECONDS
         self.begun = False
         """Whether start-up is over."""
         self.longest = 0.0
@@ -139,6 +140,8 @@ class Watchdog:
         """Word that the ranks of this run share, and no other run at the same store."""
         self.shows_position = self.told_of_failure = False
         """Whether this rank's position is on the board; whether it has told where it was when another rank failed."""
+        self.failed_stack: list[Frame] | None = None
+        """Stack of the main thread when its collective failed; by now it reads the board for the message."""
         self.succeeded = False
         """Whether the run was closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
@@ -338,7 +341,8 @@ class Watchdog:
             left = board is not None and bool(board.read("done"))
         if self.board is None or not (late or (left and is_communication(error))):
             return error
-        own = self._position(0.0, stack_of_error(error))
+        self.failed_stack = stack_of_error(error)
+        own = self._position(0.0)
         if not late:
             head = "The ranks called different collectives: each must call the same ones in the same order."
             return DisagreementError(self._message_of_all("failed", own, head)[0])
@@ -348,10 +352,10 @@ class Watchdog:
         return HangError(self._message_of_all("failed", own, head)[0])
 
     # --- words ------------------------------------------------------------------------------------------------------
-    def _position(self, stalled: float, stack: list[Frame] | None = None, writes_stacks: bool = False) -> Position:
+    def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
         """Return where this rank is. `writes_stacks`: those of this process and its loader workers, to a file."""
         alone = self.place.world_size == 1 if self.board is None else self.board.size == 1
-        stack = stack_of(self.watched) if stack is None else stack
+        stack = self.failed_stack or stack_of(self.watched)
         where, waits = describe_stack(stack, alone=alone)
         at = self._describe_progress(stack)
         if writes_stacks:

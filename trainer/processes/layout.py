@@ -24,27 +24,16 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     """
     if place.origin in ("alone", "legato"):
         return
-    automatic = trainer.devices in ("auto", -1, "-1")
-    local = place.local_world_size if automatic else count()
     nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
-    if place.origin == "script":
-        fits = automatic or place.world_size == local * nodes
-    elif place.origin == "environment":  # perhaps without LOCAL_WORLD_SIZE: only the product is known
-        fits = automatic or place.world_size in (local * trainer.num_nodes, local * place.nodes)
-    else:
-        fits = (place.nodes, place.local_world_size) == (nodes, local)
-    if fits:
+    local = place.world_size // nodes if trainer.devices in ("auto", -1, "-1") else count()
+    # of ranks set by hand, without LOCAL_WORLD_SIZE, or of a script's group only the number of processes is certain
+    says = {"environment": "WORLD_SIZE says", "script": "the script's process group has"}.get(place.origin)
+    if place.world_size == local * nodes and (says or place.nodes == nodes):
         return
-    started = f"{place.origin} started {place.world_size} processes on {place.nodes} nodes"
-    remedy = "Make them agree, or leave trainer.devices and num_nodes out: the launcher tells them."
-    if place.origin == "environment":
-        started = f"WORLD_SIZE={place.world_size}"
-    elif place.origin == "script":
-        started = f"the process group that the script has made has {place.world_size} processes"
-        remedy = "Make them agree, or set trainer.cluster=off to leave that group alone."
     raise ConfigError(
         f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} ask for {local} processes on each of "
-        f"{nodes} nodes, but {started} ({place.local_world_size} on node {place.node_rank}). {remedy}"
+        f"{nodes} nodes, but {says or f'{place.origin} started'} {place.world_size} processes, on {place.nodes} nodes. "
+        f"Make them agree, or leave devices and num_nodes out; trainer.cluster=off trains without the other processes."
     )
 
 

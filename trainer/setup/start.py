@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..processes import garbage
+from ..processes.agreement import GarbageCollector
 from ..resume import restore
 from ..run import Call, Request, Run
 from .join import join
@@ -29,9 +29,9 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
         restore.load_parts(trainer, saved, "callbacks", "datamodule")
     open_loggers(run)
     run.membership.open_outputs = open_outputs
-    if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
-        collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)
-        run.agreement.collect_garbage = collector.collect
+    if run.stage == "fit":
+        collector = GarbageCollector()
+        run.agreement.add(list, lambda _: collector.collect(run.agreement.elapsed))
         run.undo.callback(collector.close)
     if trainer.hang_timeout is not None:
         run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
