@@ -217,6 +217,7 @@ TORCH_OPTIONS = {
     "device_ids": "trainer.devices names the devices.",
     "output_device": "The outputs meet on the first of trainer.devices.",
     "dim": "Batches are scattered along their first dimension.",
+    "join": "Leave it out: max_restarts replaces processes that die; an elastic run stays on one machine.",
     "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
     "static_graph": "Leave it out: the graph of each step is taken as it comes.",
 }

@@ -1,6 +1,5 @@
-"""A small elastic run, what kills its processes, and a launcher that joins such a run."""
+"""A small elastic run, and what kills its processes."""
 
-import itertools
 import os
 import random
 import signal
@@ -9,10 +8,9 @@ import time
 from pathlib import Path
 
 import torch
-from forked import Forked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from waiting import leave, wait_until
+from waiting import leave
 
 import legato as lg
 
@@ -171,45 +169,3 @@ class Killer(threading.Thread):
 def digest(task: Net) -> str:
     """A text that says every bit of the task's state."""
     return "".join(f"{name}:{value.numpy().tobytes().hex()};" for name, value in task.state_dict().items())
-
-
-def join_as_told(root: Path) -> None:
-    """Join one run after the other: a file asked-NUMBER says where, and how; leave an answer for each."""
-    torch.set_num_threads(1)
-    for number in itertools.count():
-        asked = root / f"asked-{number}"
-        while not asked.exists():
-            time.sleep(0.01)
-        address, folder, devices = asked.read_text().split()
-        task, trainer = fit(root / "elsewhere", Path(folder), elastic=True, join=address, devices=int(devices))
-        leave(root / f"answer-{number}", f"{trainer.global_step} {digest(task)}")
-
-
-class Guest:
-    """A launcher in another process that joins runs; started when it is needed, and again when it was killed."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.process, self.asked = root, None, 0
-
-    def join(self, address: str, folder: Path, devices: int = 1) -> None:
-        """Join the run at `address`, which may be yet to begin."""
-        if self.process is None or self.process.poll() is not None:  # an earlier test's failure may have ended it
-            for path in self.root.glob("a*-*"):
-                path.unlink()
-            self.process, self.asked = Forked(join_as_told, self.root), 0
-        leave(self.root / f"asked-{self.asked}", f"{address} {folder} {devices}")
-        self.asked += 1
-
-    def result(self) -> str:
-        """Wait until the run is done; return step and digest."""
-        answer = self.root / f"answer-{self.asked - 1}"
-        assert wait_until(lambda: answer.exists() or self.process.poll() is not None, 200)
-        assert answer.exists(), self.process.communicate()
-        return answer.read_text()
-
-    def kill(self) -> None:
-        """Kill the launcher, if there is one."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-        self.process = None

@@ -114,7 +114,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     try:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
-        elif not elastic.joins:
+        else:
             trainer.run_dir, source = directory.decide_directory(trainer, request)
             if source is not None and request.source_is_chosen and not directory.is_elsewhere(trainer.run_dir, source):
                 source = source.parent  # the workers read it, and fall back to an older one where it is damaged
@@ -130,7 +130,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     finally:
         trainer.given_dir = before
         trainer.saver.release()
-    if outcome is None:  # processes of another launcher ended the run, and have its result
+    if outcome is None:  # the process that has the result is another node's
         return None
     take_results(request.task, outcome)
     request.task.trainer = trainer

@@ -35,7 +35,6 @@ LEFT_OUT = {
     "legato fit digits.yaml launcher=ray": "needs Ray; tests/cli/launchers/ runs it",
     "legato lightning train.py": "the reader's own program; tests/lightning/ runs some",
     "legato convert": "needs a checkpoint; tests/lightning/test_checkpoints.py converts some",
-    "legato fit config.yaml trainer.strategy.join": "joins another machine's run; tests/elastic/ does it",
 }
 """The same, of single commands."""
 

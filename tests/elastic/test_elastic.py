@@ -10,8 +10,8 @@ import event_files
 import psutil
 import pytest
 import torch
-from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
-from waiting import children, free_port, leave, runs, wait_until
+from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Killer, Net, digest, fit, loader, trainer_of
+from waiting import leave, runs, wait_until
 
 import legato as lg
 from legato.base.errors import ConfigError
@@ -266,93 +266,6 @@ def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replace
     with Killer(folder, plan, steps=10**9):
         fit(tmp_path, folder, task=UntilTold(folder), elastic=True, devices=2, **options)
     assert (folder / "enough").exists()
-
-
-@pytest.fixture(scope="module")
-def guest(tmp_path_factory):
-    """A launcher that joins runs."""
-    started = Guest(tmp_path_factory.mktemp("guest"))
-    yield started
-    started.kill()
-
-
-@pytest.mark.slow
-def test_another_launcher_joins_and_gets_the_result(tmp_path, folder, undisturbed, guest):
-    address = f"127.0.0.1:{free_port()}"
-    guest.join(address, folder)
-
-    def plan(killer):
-        own = set(killer.wait_for_members(3)) - children(guest.process.pid)
-        killer.kill(min(own))
-        killer.wait(lambda: killer.step() > STEPS // 2)
-
-    with Killer(folder, plan, kills=2):
-        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, init_method=f"tcp://{address}")
-    assert guest.result() == f"{STEPS} {digest(undisturbed[0])}"
-    assert not (guest.root / "elsewhere").exists()
-    assert_same(task, trainer, undisturbed)
-
-
-@pytest.mark.slow
-def test_the_last_processes_of_the_first_launcher_die_and_those_of_a_guest_go_on(tmp_path, folder, undisturbed, guest):
-    address = f"127.0.0.1:{free_port()}"
-    guest.join(address, folder)
-
-    def plan(killer):
-        (own,) = set(killer.wait_for_members(2)) - children(guest.process.pid)
-        killer.kill(own)
-
-    with Killer(folder, plan):
-        task, _ = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
-    assert guest.result() == f"{STEPS} {digest(undisturbed[0])}"
-    assert digest(task) == digest(Net())  # this launcher has no process left that could bring it the result
-
-
-@pytest.mark.slow
-def test_a_guest_for_whom_there_is_no_replica_waits_until_the_run_is_done(tmp_path, folder, undisturbed, guest):
-    address = f"127.0.0.1:{free_port()}"
-    guest.join(address, folder)
-
-    def plan(killer):
-        killer.wait_for_members(REPLICAS)
-        killer.wait(lambda: len(killer.living("built")) == REPLICAS + 1)
-
-    with Killer(folder, plan):
-        task, trainer = fit(tmp_path, folder, elastic=True, devices=REPLICAS, init_method=f"tcp://{address}")
-    assert guest.result() == f"0 {digest(Net())}"
-    assert "The run was done before there was a place in it." in (guest.process.folder / "stderr").read_text()
-    assert_same(task, trainer, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_guest_with_another_seed_is_refused_and_the_run_does_not_notice(tmp_path, folder, undisturbed):
-    address = f"127.0.0.1:{free_port()}"
-
-    def plan(killer):
-        killer.wait_for_members(1)
-        with pytest.raises(ConfigError, match="The run to join has seed=0, this config says 5"):
-            fit(tmp_path / "elsewhere", elastic=True, devices=1, join=address, seed=5)
-
-    with Killer(folder, plan):
-        task, trainer = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
-    assert_same(task, trainer, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_launcher_that_joined_dies_with_its_processes(tmp_path, folder, undisturbed, guest):
-    address = f"127.0.0.1:{free_port()}"
-    guest.join(address, folder, devices=2)
-
-    def plan(killer):
-        killer.wait_for_members(3)
-        killer.dead += children(guest.process.pid)
-        guest.kill()
-        step = killer.step()
-        killer.wait(lambda: killer.step() > step + 2)
-
-    with Killer(folder, plan, kills=2):
-        task, trainer = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
-    assert_same(task, trainer, undisturbed)
 
 
 # --- too few ----------------------------------------------------------------------------------------------------------
@@ -668,9 +581,9 @@ def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"join": "nowhere"}, "'nowhere' is not an address: expected 'HOST:PORT'"),
+        ({"join": "127.0.0.1:1"}, "join.*max_restarts replaces processes that die"),
         ({"min_processes": 0}, "min_processes=0: expected at least 1"),
-        ({"init_method": "file:///tmp/x"}, "needs init_method=tcp://HOST:PORT"),
+        ({"init_method": "tcp://127.0.0.1:7"}, "leave init_method out"),
     ],
 )
 def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
@@ -683,10 +596,9 @@ def test_a_run_that_would_begin_with_too_few_is_refused(tmp_path):
         fit(tmp_path, elastic=True, devices=2, min_processes=3)
 
 
-@pytest.mark.parametrize("options", [{"join": "127.0.0.1:1"}, {"min_processes": 2}])
-def test_terms_without_elastic_are_refused(tmp_path, options):
+def test_terms_without_elastic_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set elastic=true"):
-        lg.Trainer(default_root_dir=tmp_path, accelerator="cpu", strategy={"name": "ddp", **options})
+        lg.Trainer(default_root_dir=tmp_path, accelerator="cpu", strategy={"name": "ddp", "min_processes": 2})
 
 
 def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):

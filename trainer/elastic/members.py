@@ -10,9 +10,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -20,7 +19,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from ...base.errors import ConfigError, WorkerError
 from ...base.torch_private import reset_group_names, set_group_timeout
 from ..metrics.log import Metrics
-from ..optimization.kernels import require_same_numerics
 from ..processes import connections
 from ..processes.place import Place
 from ..processes.ranks import SINGLE
@@ -42,7 +40,7 @@ T = TypeVar("T")
 GENERATION_WAIT = 1.0
 """Seconds after a broken connection within which the host usually knows which member has died."""
 RECOVERY_TIMEOUT = 10.0
-"""Seconds to wait for another generation after that; longer than GUEST_TIMEOUT."""
+"""Seconds to wait for another generation after that."""
 FORM_TIMEOUT = 2.0
 """Seconds for a group to form once all its members have arrived; milliseconds, unless one dies just then.
 
@@ -65,7 +63,8 @@ class ElasticMembership(Membership):
     def __init__(self, trainer: "Trainer", elastic_worker: ElasticWorker, timeout: float) -> None:
         """`timeout`: seconds that a collective may take."""
         self.trainer, self.member, self.timeout = trainer, elastic_worker.member, timeout
-        self.store = MembershipStore(connect_to_store(elastic_worker.address, timeout=60.0), elastic_worker.attempt)
+        self.store = MembershipStore(connect_to_store(elastic_worker.port), elastic_worker.attempt)
+        self.replicas = elastic_worker.replicas
         self.joins = elastic_worker.joins
         """Whether this process joined a run under way and has not taken part yet."""
         self.generation = Generation(0, ())
@@ -88,47 +87,27 @@ class ElasticMembership(Membership):
         return self.place
 
     def adopt_settings(self) -> None:
-        """Take replicas and run directory from the run to join. Raises ConfigError where its settings differ."""
+        """Take replicas and directory of the run to join. Raises ConfigError for loaders that read their own shares."""
         trainer = self.trainer
         if not trainer.use_distributed_sampler:
             raise ConfigError(
                 "elastic: true deals the samples of a process that has gone to the others, so it needs "
                 "use_distributed_sampler=true."
             )
-        if not self.joins:
-            return
-        facts = self._wait_for_facts()
-        asked = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": trainer.replicas}
-        for name, value in asked.items():
-            if value not in (facts[name], None):
-                raise ConfigError(f"The run to join has {name}={facts[name]!r}, this config says {value!r}.")
-        trainer.replicas = facts["replicas"]
-        trainer.run_dir = Path(facts["run_dir"]) if facts["run_dir"] else None
-
-    def _wait_for_facts(self) -> dict[str, Any]:
-        while (facts := self.store.facts()) is None:
-            if self.store.version():
-                self._raise_if_over(self.store.generation(self.store.version()))
-            time.sleep(self._pause)
-        return facts
+        if self.joins:  # its launcher has decided on the directory; rank 0, which tells of it, is in the run already
+            trainer.replicas, trainer.run_dir = self.replicas, trainer.given_dir
 
     def _take_part(self) -> None:
         """Take part: first members have a group already; others wait for a generation with them."""
-        trainer, run = self.trainer, self.trainer.current_run
-        self.taking_part, numerics = True, run.numerics
+        self.taking_part = True
         self.snapshot.start()
         if self.joins:
-            if run.bitwise:
-                require_same_numerics(self._wait_for_facts()["numerics"], numerics)
             # Set up before it says so: members leave their group for it, and wait until all have arrived.
             self.store.post("ready", self.member)
             self.broken = True
             return
-        if self.place.rank == 0:
-            self.loggers_open = True
-            facts = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": run.state.replicas}
-            self.store.set_facts({**facts, "run_dir": trainer.log_dir, "numerics": numerics})
-        self.store.post("begun", self.member, replicas=run.state.replicas)
+        self.loggers_open = self.place.rank == 0
+        self.store.post("begun", self.member, replicas=self.trainer.current_run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
     @property
@@ -262,10 +241,8 @@ class ElasticMembership(Membership):
 
     def _form(self, generation: Generation, seconds: float) -> None:
         rank = generation.members.index(self.member)
-        nodes = sorted({member.node for member in generation.members})
-        here = sum(member.node == self.member.node for member in generation.members)
-        node, slot, world = nodes.index(self.member.node), self.member.slot, len(generation.members)
-        self.generation, self.place = generation, Place(rank, slot, node, world, here, len(nodes), "legato")
+        slot, world = self.member.slot, len(generation.members)
+        self.generation, self.place = generation, Place(rank, slot, 0, world, world, 1, "legato")
         if world > 1:
             allow_connections(world)
             # Keys of its own for each generation: gloo would else find addresses of an earlier group, and wait for
@@ -307,7 +284,7 @@ class ElasticProcesses(Elasticity):
     changes = True
 
     def __init__(self, options: ElasticOptions) -> None:
-        self.options, self.joins = options, options.join is not None
+        self.options = options
 
     def for_stage(self, stage: str) -> Elasticity:
         """Return this for "fit", and a no-op for the other stages."""
@@ -331,12 +308,10 @@ class ElasticProcesses(Elasticity):
             )
         return ElasticMembership(trainer, elastic_worker, self.options.timeout)
 
-    def launch(
-        self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
-    ) -> T | None:
-        """Call `function` in new processes that may die and be replaced, or that join another launcher's run."""
+    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float) -> T:
+        """Call `function` in new processes that may die and be replaced."""
         return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts, grace=grace)
 
     def node_rank(self, nodes: int) -> int:
-        """Return 0: the processes of all launchers are equal."""
+        """Return 0: an elastic run stays on one machine."""
         return 0

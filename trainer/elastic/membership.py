@@ -63,8 +63,6 @@ class Elasticity:
 
     changes = False
     """Whether processes may leave and join."""
-    joins = False
-    """Whether the processes of this launcher join a run that another one has begun."""
 
     def for_stage(self, stage: str) -> "Elasticity":
         """Return what holds in "fit", "validate", "test" or "predict"."""
@@ -81,9 +79,7 @@ class Elasticity:
         """Return this process's membership in a run."""
         return Membership()
 
-    def launch(
-        self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
-    ) -> T | None:
+    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float) -> T:
         """Call `function` in new processes, `processes` on each node; return what rank 0 returned."""
         from ..processes.launch import run_workers
 

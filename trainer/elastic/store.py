@@ -1,17 +1,12 @@
-"""Membership store of an elastic run: launchers and workers exchange generations, messages and heartbeats through it.
+"""Membership store of an elastic run: its launcher and its workers exchange generations and messages through it.
 
-Only the host launcher writes generations. Every process may post messages, which the host reads.
+Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
 
 import json
-import socket
-import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
-
-from ...base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -27,10 +22,6 @@ class ElasticOptions:
 
     min_processes: int = 1
     """Least number of processes: with fewer the run saves a checkpoint and exits, to be resumed."""
-    join: str | None = None
-    """"host:port" of the run to join; None: this launcher starts a run."""
-    listen: str = "127.0.0.1:0"
-    """Address of the store of a launcher that starts a run; port 0: a free one."""
     timeout: float = 1800.0
     """Seconds after which a process that does not join a new group is killed."""
 
@@ -41,10 +32,8 @@ class Member:
 
     id: int
     """Unique id, never reused."""
-    node: int
-    """Index of the launcher that started it; 0: the host."""
     slot: int
-    """Index among the processes of that launcher, and so of its device."""
+    """Index of its device; a replacement has that of the process which died."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +41,17 @@ class ElasticWorker:
     """Description of a worker of an elastic run, which gets it at start."""
 
     member: Member
-    address: str
-    """Address of the store, "host:port"."""
+    port: int
+    """Port of the store, on the loopback interface."""
     attempt: int
     """Number of the attempt, part of the store's prefix."""
-    joins: bool
-    """Whether the run is under way already."""
+    replicas: int | None = None
+    """Replicas of the run that is under way already; None for a first member, which begins it."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether the run is under way already."""
+        return self.replicas is not None
 
     def text(self) -> str:
         """Return all fields as a line of JSON."""
@@ -85,25 +79,8 @@ class MembershipStore:
     def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.attempt, self.root = attempt, entries
+        self.attempt = attempt
         self.entries: Any = PrefixStore(f"legato/elastic/{attempt}", entries)
-        self.read = 0
-        """Bytes of messages that were read."""
-
-    @classmethod
-    def new(cls, entries: "Store") -> "MembershipStore":
-        """Start another attempt, as the host."""
-        return cls(entries, entries.add("legato/elastic/attempts", 1))
-
-    @classmethod
-    def newest(cls, entries: "Store", timeout: float) -> "MembershipStore":
-        """Open the current attempt, as a guest. Raises ConfigError if there is none for `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while (attempt := entries.add("legato/elastic/attempts", 0)) == 0:  # the host has just opened the store
-            if time.monotonic() > deadline:
-                raise ConfigError("There is a store at the address of trainer.strategy.join, but no elastic run in it.")
-            time.sleep(0.01)
-        return cls(entries, attempt)
 
     # --- generations ------------------------------------------------------------------------------------------------
     def publish(self, generation: Generation) -> None:
@@ -136,33 +113,19 @@ class MembershipStore:
         """Return the members that have not arrived."""
         return [member for member in generation.members if not self.entries.check([_arrival(generation, member)])]
 
-    # --- notes ------------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------------------------
     def post(self, what: str, member: Member, **more: Any) -> None:
-        """Append a message for the launchers."""
-        # one key for all, as `append` is atomic on the server: no message is lost where several are sent at once
-        self.entries.append("notes", json.dumps({"what": what, "member": asdict(member), **more}) + "\n")
+        """Send a message to the launcher."""
+        self.entries.queue_push("messages", json.dumps({"what": what, "member": asdict(member), **more}))
 
     def new_messages(self) -> list[dict[str, Any]]:
-        """Return the messages since the last call."""
-        if not self.entries.check(["notes"]):
-            return []
-        notes = self.entries.get("notes")[self.read :]
-        self.read += len(notes)
-        found = [json.loads(line) for line in notes.splitlines()]
-        return [{**note, "member": Member(**note["member"])} for note in found]
-
-    # --- single facts -----------------------------------------------------------------------------------------------
-    def set_facts(self, facts: dict[str, Any]) -> None:
-        """Publish the run's settings for processes that join."""
-        self.entries.set("facts", json.dumps(facts))
-
-    def facts(self) -> dict[str, Any] | None:
-        """Return the run's settings; None until rank 0 has published them."""
-        found: dict[str, Any] | None = json.loads(self.entries.get("facts")) if self.entries.check(["facts"]) else None
-        return found
+        """Return the messages since the last call, in the order in which they came."""
+        texts = [self.entries.queue_pop("messages") for _ in range(self.entries.queue_len("messages"))]
+        messages = [json.loads(text) for text in texts]
+        return [{**message, "member": Member(**message["member"])} for message in messages]
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit; with `returns_result` it sends the result to its launcher first."""
+        """Permit a finished process to exit; with `returns_result` it sends the result first."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
@@ -170,50 +133,16 @@ class MembershipStore:
         key = f"dismissed/{member.id}"
         return self.entries.get(key).decode() if self.entries.check([key]) else None
 
-    def next_ids(self, what: str, count: int = 1) -> int:
-        """Reserve `count` unique numbers and return the first."""
-        return int(self.entries.add(f"numbers/{what}", count)) - count
-
-    def heartbeat(self, node: int) -> None:
-        """Count a heartbeat of a launcher."""
-        self.entries.add(f"beats/{node}", 1)
-
-    def heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return the number of heartbeats of each launcher."""
-        return {node: self.entries.add(f"beats/{node}", 0) for node in nodes}
-
 
 def _arrival(generation: Generation, member: Member) -> str:
     return f"arrived/{generation.version}/{member.id}"
 
 
-def connect_to_store(address: str, timeout: float) -> "Store":
-    """Return a client of the store at "host:port". Raises ConfigError if none answers within `timeout` seconds."""
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+def connect_to_store(port: int) -> "Store":
+    """Return a client of the launcher's store."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host, port = split_address(address)
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            # A plain connection first: TCPStore tries again by itself, long beyond the limit it is given (13 s for 5 s,
-            # torch 2.13).
-            socket.create_connection((host, port), timeout=5).close()
-            return TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
-        except (OSError, DistError) as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"No elastic run answers at {address} ({error}). A run with elastic: true logs its address when it "
-                    "starts; from other machines it can be joined where its init_method is tcp://HOST:PORT."
-                ) from error
-            time.sleep(0.1)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port"; raises ConfigError for anything else."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not an address: expected 'HOST:PORT'.")
-    return host.strip("[]"), int(port)
+    return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
 
 class MemberRegistry:
@@ -226,15 +155,15 @@ class MemberRegistry:
         self.options = options
         self.members = list(members)
         self.spares: list[Member] = []
-        """Processes that could take part at once, but for lack of a replica, or until the next generation."""
+        """Replacements that are ready, until the next generation."""
         self.starting: set[Member] = set()
         """Replacements that are being started."""
         self.waiting_to_begin = set(members)
         self.have_state = set(members)
         """Members that have the run's state."""
         self.finished: set[Member] = set()
-        self.replicas = len(members)
-        """Maximum number of members."""
+        self.replicas: int | None = None
+        """Replicas of the run, once its first members have begun."""
         self.generation = Generation(1, tuple(members))
         self.is_requested = False
 
@@ -277,9 +206,7 @@ class MemberRegistry:
             return None
         # once some have finished, or all save to leave, a newcomer could only wait for an end
         if not self.finished and self.generation.order != "leave":
-            room = self.replicas - len(self.members)
-            self.members += self.spares[:room] if room > 0 else []
-            self.spares = [spare for spare in self.spares if spare not in self.members]
+            self.members, self.spares = self.members + self.spares, []
         order: GroupOrder = "train"
         if len(self.members) < self.options.min_processes and not self.finished:
             order = "wait" if self.starting else "leave"

@@ -77,14 +77,6 @@ def interface_to_ranks(store: "Store", host: str, rank: int, world_size: int) ->
     return interface_of(own)
 
 
-def keep_to_route(host: str) -> None:
-    """Restrict gloo and NCCL to the network interface that leads to `host`, unless the user has chosen another."""
-    if is_loopback(host):
-        keep_to_loopback()
-    elif not has_public_name():
-        keep_to_interface(interface_of(address_towards(host)))
-
-
 def keep_to_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another."""
     keep_to_interface(next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""))

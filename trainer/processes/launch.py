@@ -176,7 +176,7 @@ class SignalRelay:
         """Add a process that has just started, and send it the signals received before."""
         self.processes.append(process)
         for number in self.received:
-            _send_signal(process, number)
+            send_signal(process, number)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         now, again = time.monotonic(), number in self.received
@@ -191,7 +191,7 @@ class SignalRelay:
         elif number != getattr(signal, "SIGUSR1", 0) and not self.due_by:
             self.due_at, self.due_by = now + self.grace, number
         for process in self.processes:
-            _send_signal(process, number)
+            send_signal(process, number)
 
 
 def _runs(process: BaseProcess) -> bool:
@@ -204,7 +204,8 @@ def _runs(process: BaseProcess) -> bool:
     return True
 
 
-def _send_signal(process: BaseProcess, number: int) -> None:
+def send_signal(process: BaseProcess, number: int) -> None:
+    """Send a signal to a worker that still runs."""
     with suppress(ProcessLookupError):
         if process.pid is not None and process.exitcode is None:
             os.kill(process.pid, number)
@@ -284,7 +285,7 @@ class WorkerGroup:
         self._unresponsive |= {rank for rank, _ in unresponsive}
         for number, seconds in ((DUMP, _DUMPING), (signal.SIGKILL, 0.0)):
             for _, process in unresponsive:
-                _send_signal(process, number)
+                send_signal(process, number)
             time.sleep(seconds if unresponsive else 0.0)
 
     def _is_responsive(self, rank: int) -> bool:
@@ -311,7 +312,7 @@ class WorkerGroup:
             if not orderly and process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-                _send_signal(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
             process.join()
 
     def find_failure(self) -> BaseException | None:
@@ -377,7 +378,7 @@ class WorkerGroup:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            _send_signal(process, number)
+            send_signal(process, number)
 
 
 WorkerGroupFactory = Callable[[Path, range, int, SignalRelay], WorkerGroup]

@@ -15,7 +15,7 @@ from ...base.errors import ConfigError, TaskError, first_names
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
-from ..elastic.store import ElasticOptions, split_address
+from ..elastic.store import ElasticOptions
 from ..optimization.precision import nothing
 from ..processes.place import Place
 from ..processes.ranks import Phase
@@ -43,7 +43,6 @@ class DDPStrategy(GroupStrategy):
         *,
         elastic: bool = False,
         min_processes: int = 1,
-        join: str | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -51,10 +50,9 @@ class DDPStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`elastic`: the run goes on when processes die, and others may join it; with fewer than `min_processes` it
-        saves a checkpoint and ends. `join`: "host:port" of the elastic run that this one joins. `timeout`: the
-        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. Without a backend,
-        nccl on CUDA, else gloo.
+        """`elastic`: the run goes on when processes die, which are replaced; with fewer than `min_processes` it saves a
+        checkpoint and ends. `timeout`: the seconds that a rank waits for another, or those of each phase: startup,
+        step, checkpoint. Without a backend, nccl on CUDA, else gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -65,9 +63,9 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             from ..elastic.members import ElasticProcesses
 
-            self.elastic = ElasticProcesses(self._elastic_options(min_processes, join))
-        elif join is not None or min_processes != 1:
-            raise ConfigError("join and min_processes are for elastic runs: set elastic=true.")
+            self.elastic = ElasticProcesses(self._elastic_options(min_processes))
+        elif min_processes != 1:
+            raise ConfigError("min_processes is for elastic runs: set elastic=true.")
         self.ddp: DistributedDataParallel | None = None
         """Lets gradients meet while backward computes them; None in one process, in one order, or in manual steps."""
         self.ddp_forward: Callable[..., Any] | None = None
@@ -79,7 +77,7 @@ class DDPStrategy(GroupStrategy):
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
-    def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
+    def _elastic_options(self, min_processes: int) -> ElasticOptions:
         """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
         if min_processes < 1:
             raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
@@ -88,15 +86,9 @@ class DDPStrategy(GroupStrategy):
                 "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
                 "MPI group. Leave process_group_backend out."
             )
-        listen = "127.0.0.1:0"
         if self.init_method is not None:
-            listen = self.init_method.removeprefix("tcp://")
-            if listen == self.init_method:
-                raise ConfigError(f"elastic=true needs init_method=tcp://HOST:PORT or none, got {self.init_method!r}.")
-        for address in (listen, join):
-            if address is not None:
-                split_address(address)
-        return ElasticOptions(min_processes, join, listen, self.timeouts["step"].total_seconds())
+            raise ConfigError("elastic=true meets on the loopback interface of one machine: leave init_method out.")
+        return ElasticOptions(min_processes, self.timeouts["step"].total_seconds())
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
