@@ -70,19 +70,19 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
             f"launcher={name} needs a fixed number of devices, but trainer.devices={devices!r} depends on the machine: "
             f"set it to the number of devices of each node."
         )
-    if accelerator not in ("cpu", "cuda", "gpu"):
+    if accelerator == "auto":
         raise ConfigError(
-            f"launcher={name} needs a fixed kind of device, but trainer.accelerator={accelerator!r} depends on the "
-            f"machine: add trainer.accelerator=cuda, or cpu."
+            f"launcher={name} needs a fixed kind of device, but trainer.accelerator='auto' depends on the machine: add "
+            f"trainer.accelerator=gpu, or cpu."
         )
-    kind = "cpu" if accelerator == "cpu" else "cuda"
     strategy = _strategy_of(trainer, count)
     strategy.elastic.refuse(
         f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
         f"each machine by `legato fit` itself. Remove one of the two."
     )
-    processes = strategy.local_processes([torch.device(kind, index) for index in range(count)])
-    return Machines(trainer["num_nodes"], count, processes, count if kind == "cuda" else 0)
+    # only their number counts: this machine may have none of that kind
+    processes = strategy.local_processes([torch.device("cpu")] * count)
+    return Machines(trainer["num_nodes"], count, processes, 0 if accelerator == "cpu" else count)
 
 
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:

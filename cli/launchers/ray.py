@@ -90,16 +90,12 @@ class RayLauncher(Launcher):
         except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
             where = f"no cluster at launcher.address={self.address}" if self.address else "none, and could start none"
             reason = " ".join(str(error).split())[:300]
-            token = "set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the token of its head."
+            # Ray ends alike where a token is missing, and does not say so
             remedy = (
-                f"The cluster wants a token: {token}"
-                if "token" in reason.lower()
-                else "See that `ray start --head` has been run there, that `ray status` answers here, and that both "
-                "have the same versions of Ray and Python."
+                "See that `ray start --head` has been run there, that `ray status` answers here, that both have the "
+                "same versions of Ray and Python, and, if `ray start` spoke of token authentication, that "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) are set here."
             )
-            # the port answers and Ray gives up: that is also how a missing token ends, of which its error does not tell
-            if self.address and "token" not in reason.lower() and getattr(error, "errno", None) is None:
-                remedy += f" If the cluster has token authentication, as `ray start` says, {token}"
             raise WorkerError(f"launcher=ray found {where} ({type(error).__name__}: {reason}). {remedy}") from error
 
     def _reserve(self, machines: Machines) -> Any:

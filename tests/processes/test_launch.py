@@ -133,12 +133,7 @@ def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOINER)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    by_tcp, by_file, at_slurm, at_mpi = (
-        f"tcp://localhost:{free_port()}",
-        (tmp_path / "met").as_uri(),
-        free_port(),
-        free_port(),
-    )
+    by_tcp, at_slurm, at_mpi = f"tcp://localhost:{free_port()}", free_port(), free_port()
     processes = []
     for rank in ("0", "1"):
         hand = {"RANK": rank, "WORLD_SIZE": "2"}
@@ -146,7 +141,7 @@ def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
         slurm |= {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu[003-004]", "MASTER_PORT": str(at_slurm)}
         mpi = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": rank}
         mpi |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(at_mpi)}
-        meetings = [(hand | address, None), (hand, by_tcp), (hand, by_file), (hand | address, "env://")]
+        meetings = [(hand | address, None), (hand, by_tcp), (hand | address, "env://")]
         meetings += [(slurm, None), (mpi, None)]
         processes.append(Forked(run_script, script, json.dumps(meetings)))
     try:
@@ -155,9 +150,8 @@ def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     for rank, output in enumerate(outputs):
-        origins = ["environment"] * 4 + ["slurm", "mpi"]
+        origins = ["environment"] * 3 + ["slurm", "mpi"]
         assert output == [f"{origin} {rank} {rank} 2 1 3.0" for origin in origins]
-    assert not (tmp_path / "met").exists()
 
 
 TORCHRUN = """
@@ -211,35 +205,24 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+def test_ranks_that_do_not_come_are_named() -> None:
     short, port = timedelta(seconds=0.5), free_port()
     alone = Place(1, 1, 0, 2, 2, 1, "environment")
     with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no store at 127.0.0.1:{port} within 0.5 s"):
         join_process_group(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=rf"waited 0.5 s at 127.0.0.1:{port} for 2 ranks; missing: 1\."):
         join_process_group(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
-    with pytest.raises(ConfigError, match=r"waited 0.5 s at .*met for 2 ranks; missing: 1\."):
-        join_process_group(PAIR, "gloo", short, (tmp_path / "met").as_uri())
     socket.create_server(("127.0.0.1", port)).close()  # the port is free again
-
-
-def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
-    from torch.distributed import FileStore
-
-    earlier = FileStore(str(tmp_path / "met"), 2)
-    earlier.set("legato/0/0/rank 0", "1")
-    with pytest.raises(ConfigError, match=r"Rank 0 of 2 is at .*met already.*delete it"):
-        join_process_group(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
 
 
 @pytest.mark.parametrize(
     ("init_method", "message"),
     [
-        ("tpc://localhost:1", "init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got 'tpc"),
+        ("tpc://localhost:1", "init_method must be 'env://' or 'tcp://HOST:PORT', got 'tpc"),
         ("tcp://localhost", "init_method must be"),
         ("tcp://localhost:99999", "init_method must be"),
         ("tcp://localhost:2000?rank=0", "init_method must be.*RANK and WORLD_SIZE"),
-        ("file:///not/there/met", "folder of init_method's file /not/there/met does not exist"),
+        ("file:///not/there/met", "init_method must be 'env://' or 'tcp://HOST:PORT'"),
         ("tcp://no-such-host.invalid:2000", "'no-such-host.invalid'.*unknown"),
         ("env://", "MASTER_ADDR='' and MASTER_PORT=''"),
     ],

@@ -37,9 +37,9 @@ def nothing_left(monkeypatch):
 # --- meeting ----------------------------------------------------------------------------------------------------------
 
 
-def test_processes_meet_where_init_method_says(tmp_path):
+def test_processes_meet_where_init_method_says():
     expected = in_one(Net())
-    for method in (f"file://{tmp_path}/store", f"tcp://127.0.0.1:{free_port()}", "env://"):
+    for method in (f"tcp://127.0.0.1:{free_port()}", "env://"):
         strategy = {"name": "ddp", "init_method": method, "process_group_backend": "gloo"}
         assert close(trained(Net(), devices=2, strategy=strategy), expected), method
 

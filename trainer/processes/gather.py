@@ -17,9 +17,6 @@ from ...base.tensors import map_tensors
 from .place import Place
 from .ranks import Ranks, serves_host
 
-MESSAGE_ALIGNMENT = 16
-"""Bytes to which each row of a message is padded, so that every dtype is aligned."""
-
 
 class Spread(Protocol):
     """Attributes of a strategy that a gather reads."""
@@ -78,8 +75,10 @@ def gather(
         ]
     )
     _require_same(described)
-    shapes = [[row[index].shape for row in described] for index in range(len(tensors))]
-    gathered = _exchange([tensor.detach() for tensor in tensors], shapes, ranks)
+    gathered = [
+        _exchange(tensor.detach(), [row[index].shape for row in described], ranks)
+        for index, tensor in enumerate(tensors)
+    ]
     if any(with_gradient):
         # made on every rank, before any backward: a new group is collective, too
         channel = _channel(strategy, group)
@@ -134,29 +133,15 @@ def _words(row: list[Description]) -> str:
 
 
 # --- how they travel --------------------------------------------------------------------------------------------------
-def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Ranks) -> list[list[Tensor]]:
-    """Return each tensor of every rank, given their shapes, in one collective for each kind of device, as bytes."""
-    found: list[list[Tensor]] = [[] for _ in tensors]
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        # widest dtype first keeps all aligned
-        some = sorted(
-            (i for i, t in enumerate(tensors) if t.device == device), key=lambda i: -tensors[i].element_size()
-        )
-        sizes = [
-            [torch.Size(shapes[i][rank]).numel() * tensors[i].element_size() for i in some]
-            for rank in range(len(shapes[0]))
-        ]
-        # padded to the longest: all_gather takes equal sizes, and gloo aborts the process (SIGABRT) where they differ
-        row = torch.zeros(
-            -(-max(map(sum, sizes)) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT, dtype=torch.uint8, device=device
-        )
-        flat = torch.cat([tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in some])
-        row[: len(flat)].copy_(flat)
-        for rank, theirs in enumerate(ranks.all_gather(row)):
-            parts = theirs[: sum(sizes[rank])].split(sizes[rank])
-            for index, part in zip(some, parts, strict=True):
-                found[index].append(part.view(tensors[index].dtype).view(shapes[index][rank]).clone())
-    return found
+def _exchange(tensor: Tensor, shapes: list[tuple[int, ...]], ranks: Ranks) -> list[Tensor]:
+    """Return the tensor of every rank, given their shapes."""
+    sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
+    # as bytes, since gloo lacks some dtypes, and padded to the longest: it aborts the process where sizes differ
+    row = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
+    row[: sizes[ranks.rank]] = tensor.contiguous().reshape(-1).view(torch.uint8)
+    received = zip(ranks.all_gather(row), sizes, shapes, strict=True)
+    # copies: an empty row of the whole lies at an offset at which torch refuses other dtypes
+    return [part[:size].clone().view(tensor.dtype).view(shape) for part, size, shape in received]
 
 
 _channels: dict[Any, Any] = {}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import distributed
 
@@ -31,9 +31,6 @@ from .signals import INTERRUPTED, RESUME_ME
 from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks
 from .timed_store import TimedStore
 from .transport import is_communication
-
-if TYPE_CHECKING:
-    from .ranks import Timeouts
 
 log = logging.getLogger("legato")
 
@@ -53,38 +50,13 @@ Position = dict[str, Any]
 """Where a rank is; whether it waits for others; for how many seconds it has been there; at which step."""
 
 
-class Ranked(Protocol):
-    """Attributes of a strategy that a watchdog reads."""
-
-    place: Place
-    timeouts: "Timeouts"
-    elastic: Any
-
-
 class Watched(Protocol):
     """Attributes of a trainer that a watchdog reads."""
 
     hang_timeout: float | None
     run_dir: Path | None
     state: State
-
-    @property
-    def strategy(self) -> Ranked:
-        """How the run is spread over processes."""
-
-
-class Doing(Protocol):
-    """Attributes of the loop that a watchdog reads: its stage, and the newest step of this process."""
-
-    doing: str
-    step: Any
-
-
-class Batches(Protocol):
-    """Attributes of the metrics that a watchdog reads: the batches of each stage, and the stage."""
-
-    batches: dict[Any, int]
-    stage: Any
+    strategy: Any
 
 
 class Board:
@@ -124,7 +96,8 @@ class Board:
 class Watchdog:
     """Watches this process's progress through a run in a thread, from before the rendezvous."""
 
-    def __init__(self, trainer: Watched, loop: Doing, metrics: Batches) -> None:
+    def __init__(self, trainer: Watched, loop: Any, metrics: Any) -> None:
+        """`loop`: has the stage (`doing`) and the newest step of this process; `metrics`: the batches of each stage."""
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
         """Place of this process, set before the rendezvous."""

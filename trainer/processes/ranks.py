@@ -121,22 +121,16 @@ def devices_of_group() -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
-def require_backend(device: "torch.device", wanted: str | None) -> None:
+def require_backend(device: torch.device, wanted: str | None) -> None:
     """Raise ConfigError if the default group has no backend for `device`, or another one than `wanted`."""
     backends = devices_of_group()
-    if dist.get_backend() == "mpi":
-        return
-    have = backends.get(device.type)
-    described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
-    if have is None:
+    backend = backends.get(device.type)
+    if dist.get_backend() != "mpi" and (backend is None or wanted not in (None, backend)):
+        described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
         raise ConfigError(
-            f"The process group that exists already has {described}, but this run is on {device.type}. Make it by "
-            f"init_process_group() without a backend, or set trainer.accelerator."
-        )
-    if wanted is not None and wanted != have:
-        raise ConfigError(
-            f"strategy.process_group_backend={wanted!r}, but the process group that exists already has {described}. "
-            f"Leave process_group_backend out, or make the group with it."
+            f"The process group that exists already has {described}, but this run is on {device.type}"
+            f"{f' with process_group_backend={wanted!r}' if wanted else ''}. Make the group by init_process_group() "
+            f"without a backend, or set trainer.accelerator and process_group_backend to what it has."
         )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -37,7 +36,6 @@ class Rendezvous:
 
     host: str = ""
     port: int = 0
-    path: str = ""
     hosted_elsewhere: bool = False
     """Whether a launcher serves the store, rather than rank 0."""
     one_node: bool = False
@@ -45,7 +43,7 @@ class Rendezvous:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}"
 
 
 # Kept until exit: other ranks may still use a store when this rank is done, and the next group (of a second `fit`)
@@ -66,7 +64,7 @@ def post_failure(where: Rendezvous, rank: int, world_size: int, text: str, by_us
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    if _met or where.path or where.hosted_elsewhere:
+    if _met or where.hosted_elsewhere:
         return
     store = _open_store(where, rank, world_size, timedelta(seconds=LEAVE_SECONDS))
     prefixed = PrefixStore(f"legato/{where.attempt}/0", store)
@@ -128,7 +126,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
             f"address of the interface in GLOO_SOCKET_IFNAME, or else of the machine's name: set that variable and "
             f"NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to the others. See to firewalls, too."
         )
-        store.set("unconnected", said)
+        store.set("failed", json.dumps([rank, said, False]))
         _leave_failed(store, rank, world_size)
         raise WorkerError(said, rank) from error
     finally:
@@ -139,19 +137,14 @@ def _end_with_others(store: "Store", connected: threading.Event) -> None:
     """End this process once a rank has told that it cannot connect."""
     while not connected.wait(0.5):
         with suppress(RuntimeError):  # the store is gone
-            if store.check(["unconnected"]) and not connected.is_set():
-                said = store.get("unconnected").decode()
+            if store.check(["failed"]) and not connected.is_set():
                 store.add("know", 1)
-                end_process(WorkerError(said))
+                end_process(WorkerError(json.loads(store.get("failed"))[1]))
 
 
 def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
-    from torch.distributed import DistError, FileStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-    if where.path:
-        if not Path(where.path).parent.is_dir():
-            raise ConfigError(f"The folder of init_method's file {where.path} does not exist. Make it, on every node.")
-        return FileStore(where.path, world_size)
     if rank == 0 and not where.hosted_elsewhere:
         return host_store(where.host, where.port, where.one_node, where.remedy)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -208,12 +201,10 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
     try:
         # counted, not set: two processes of one rank would otherwise meet, and gloo hangs while it connects them
         if store.add(f"rank {rank}", 1) > 1:
-            remedy = (
-                f"If no other run uses {where.path}, an earlier one has left it: delete it."
-                if where.path
-                else "Another run may use this address, or RANK is the same in two processes."
+            raise ConfigError(
+                f"Rank {rank} of {world_size} is at {where} already. Another run may use this address, or RANK is the "
+                f"same in two processes."
             )
-            raise ConfigError(f"Rank {rank} of {world_size} is at {where} already. {remedy}")
         if store.add("arrived", 1) == world_size:
             store.set("complete", "yes")
         failure = _await_complete(store, timeout)
@@ -260,8 +251,8 @@ def join_process_group(
 
     Returns the address of the rendezvous, "" if the group existed.
 
-    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI), "tcp://host:port" or
-    "file:///path". By default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
+    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
+    default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
     the address is taken or cannot be reached, or if ranks are missing after `timeout`.
 
     device: the only device of this process, if there is one; NCCL then connects at once, and a rank without its
@@ -271,12 +262,6 @@ def join_process_group(
 
     if distributed.is_initialized():
         fork_safety.install()
-        have = (distributed.get_rank(), distributed.get_world_size())
-        if have != (place.rank, place.world_size):
-            raise ConfigError(
-                f"The process group that exists already has rank {have[0]} of {have[1]}; this run expects rank "
-                f"{place.rank} of {place.world_size}. End it by torch.distributed.destroy_process_group()."
-            )
         return ""
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
@@ -363,15 +348,13 @@ def leave_process_group() -> None:
 def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
     parts = urlsplit(init_method or "env://")
     known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
-    if parts.scheme == "file" and parts.path and not parts.query:
-        return Rendezvous(path=parts.netloc + parts.path, one_node=known, attempt=restart_count())
     if parts.scheme == "tcp" and parts.hostname and not parts.query and (port := _port_of(parts)):
         remedy = f"Choose another port in init_method={init_method!r}."
         one_node = known or is_loopback(parts.hostname)
         return Rendezvous(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
     if parts.scheme != "env" or parts.netloc or parts.path or parts.query:
         raise ConfigError(
-            f"init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got {init_method!r}. Rank and "
+            f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. Rank and "
             "world size come from the launcher or from RANK and WORLD_SIZE."
         )
     host, port = _rendezvous_address(place)
@@ -382,7 +365,7 @@ def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
     # agent.
     attempt = restart_count() if one_node else 0
     return Rendezvous(
-        host, port, "", elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
+        host, port, elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
     )
 
 
@@ -410,7 +393,7 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         raise ConfigError(
             "Ranks meet by env:// at MASTER_ADDR and MASTER_PORT, "
             f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both, the same on all ranks "
-            "(127.0.0.1 and a free port on one machine), or set init_method to tcp://HOST:PORT or file:///PATH."
+            "(127.0.0.1 and a free port on one machine), or set init_method to tcp://HOST:PORT."
         )
     return host, port
 
