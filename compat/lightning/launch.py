@@ -13,12 +13,14 @@ import threading
 import time
 from typing import Any
 
-from ...base.environment import get_variable, set_variable
+from ...base.environment import get_variable, read_int, set_variable, unset_variable
 from ...base.messages import STDERR
 
 RANKS = "LEGATO_SCRIPT_RANKS"
 """Variable with the number of ranks in processes that this module has started, or that have started others."""
 SEED = "LEGATO_SCRIPT_SEED"
+RANK_0 = "LEGATO_SCRIPT_RANK_0"
+"""Variable with the process id of rank 0, which a rank takes when it begins: its own children do not inherit it."""
 SECONDS_TO_END = 30.0
 """Time for the other ranks to end by themselves once one has failed: they report what they know."""
 IN_WORKERS = ("spawn", "fork", "notebook")
@@ -48,13 +50,14 @@ def start_ranks(count: int, seed: int) -> None:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    shared |= {RANKS: str(count), SEED: str(seed), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    shared |= {RANKS: str(count), SEED: str(seed), RANK_0: str(os.getpid()), "NODE_RANK": "0", "GROUP_RANK": "0"}
     children: list[subprocess.Popen[bytes]] = []
     for rank in reversed(range(count)):  # last the variables of this process
         for name, value in {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
             set_variable(name, value)
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
+    unset_variable(RANK_0)
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -95,3 +98,17 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
     for child in children:
         if child.poll() is None:
             child.terminate()
+
+
+def _follow(rank_0: int) -> None:
+    """End this rank some time after rank 0 was killed, with whose store the rendezvous goes."""
+    while os.getppid() == rank_0:  # an orphan gets another parent
+        time.sleep(0.5)
+    time.sleep(SECONDS_TO_END)
+    print("legato: rank 0 of the script has ended.", file=STDERR, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if (_rank_0 := read_int(RANK_0)) is not None:
+    unset_variable(RANK_0)
+    threading.Thread(target=_follow, args=(_rank_0,), daemon=True).start()

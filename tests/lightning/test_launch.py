@@ -1,9 +1,12 @@
 """Under `ddp` the script is rank 0, and its command is started again for the other ranks, as under Lightning."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from forked import completed, run_module
+from waiting import runs, wait_until
 
 SCRIPT = """
 import json, sys
@@ -76,3 +79,34 @@ def test_a_script_of_which_a_rank_fails_ends(tmp_path):
     done = completed(run_module, "legato", "lightning", "script.py", "fails", cwd=tmp_path)
     assert done.returncode != 0
     assert "broken on purpose" in done.stderr
+
+
+KILLED = """
+import os, signal
+from legato.compat.lightning import launch, trainer
+
+launch.SECONDS_TO_END, start = 1.0, trainer.start_ranks
+rank = os.environ.get("RANK", "0")
+open(f"rank-{rank}", "w").write(str(os.getpid()))
+
+
+def start_and_die(count, seed):
+    start(count, seed)
+    while not os.path.exists("rank-1"):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+trainer.start_ranks = start_and_die
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_after_rank_0_was_killed_before_they_met(tmp_path):
+    (tmp_path / "script.py").write_text(KILLED + SCRIPT)
+    # not forked: its signals would be blocked in what it starts
+    command = sys.executable, "-m", "legato", "lightning", "script.py"
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode != 0
+    process = int((tmp_path / "rank-1").read_text())
+    assert wait_until(lambda: not runs(process), 60)
