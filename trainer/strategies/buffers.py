@@ -67,6 +67,7 @@ class ReplicaBuffers:
         for (owner, name, home), value in zip(self.places, values, strict=True):
             if value is home:
                 continue
+            # a buffer that was None, or has grown, has no home that could take its values
             if home is None or value is None or home.shape != value.shape or home.dtype != value.dtype:
                 owner[name] = None if value is None else value.clone()
                 continue

@@ -95,6 +95,7 @@ class GroupStrategy(Strategy):
 
     def end_step(self) -> None:
         """Add up the gradients of all ranks, and complete the buffers of the step."""
+        # before the sum over ranks: replicas in turn have added up in `grad`, and buffers of replica 0 go out
         super().end_step()
         task = self.task
         if self.flat_sum is None or self.tree is not None or task is None or not task.automatic_optimization:
@@ -155,6 +156,7 @@ class FlatSum:
         # zero" is read, which a sum of ones keeps in every floating point type.
         present = [parameter.grad is not None for parameter in chain(dense, sparse)]
         flat[sum(sizes) :].copy_(torch.tensor(present))
+        # a sum: each loss is weighted by its share of the samples already, so that ranks may have unequal batches
         dist.all_reduce(flat, group=self.ranks.group)
         used = (flat[sum(sizes) :] != 0).tolist()
         flat /= divisor

@@ -26,6 +26,7 @@ def entries_of(item: Any) -> list[Any] | None:
         return list(item.values())
     if is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name) for field in fields(item) if field.init]
+    # one look decides: a list of texts has one for each sample, a list with tensors one entry for each kind of thing
     nested = (Tensor, np.ndarray, dict, list, tuple)
     if isinstance(item, (list, tuple)) and (hasattr(item, "_fields") or any(isinstance(one, nested) for one in item)):
         return list(item)
@@ -57,6 +58,7 @@ def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | No
         if entries is not None:
             return like(item, [piece(entry, rows, device) for entry in entries])
         shape = (len(item),) if isinstance(item, (list, tuple)) else getattr(item, "shape", ())
+        # what is as long as the batch belongs to its samples: a table of that length by chance would be cut, too
         if shape and shape[0] == samples:
             item, is_cut = item[rows], True
         return item if device is None else to_device(item, device)
@@ -92,6 +94,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) 
 def _combine(parts: list[tuple[Any, Any]], device: torch.device) -> Any:
     """Combine outputs, each with its share of the batch."""
     parts = [(output, share) for output, share in parts if output is not None]
+    # not weighted anew: the loss of a piece that was left out counts as zero in the mean of the batch
     values = [output for output, _ in parts]
     if not values:
         return None

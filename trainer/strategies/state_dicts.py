@@ -61,6 +61,7 @@ class StateDicts:
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
         """Return the names of the parameters in an optimizer's state dict, group by group; None if they are unknown."""
+        # by identity: an optimizer knows parameters, and their order, but no names
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         groups = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
         return None if any(None in group for group in groups) else groups  # type: ignore[return-value]

@@ -213,6 +213,7 @@ class Strategy:
         if self.task is not None:
             self.frozen = [parameter for parameter in self.task.parameters() if not parameter.requires_grad]
         if place is not None:
+            # the object stays and moves: metrics and agreement hold it, too
             self.place = place
             self.collectives.move(place.rank, place.world_size)
         if self.one_order and self.task is not None:

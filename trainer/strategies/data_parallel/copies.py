@@ -34,6 +34,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
     copies = []
     for index in range(len(devices)):
+        # frozen parameters are shared: nothing flows back to them
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
         own = flat[index * len(trainable) : (index + 1) * len(trainable)]
         tensors.update((id(parameter), part) for parameter, part in zip(trainable, own, strict=True))

@@ -159,7 +159,7 @@ class DataParallelStrategy(Strategy):
         self.cuts_batches = len(self.devices) > 1
         self.metrics = find_metrics(task)
         self.checked_steps = set()
-        self._close_threads()
+        self._close_threads()  # of an earlier run, whose devices may have been others
         self.threads = DeviceThreads(self.devices)
         return prepared
 

@@ -26,6 +26,7 @@ def named_modules(task: "Task") -> dict[str, Callable[[], nn.Module]]:
 
 def dealt(names: Iterable[str], servers: int) -> list[list[str]]:
     """Return the names of the remote modules of each server: they are dealt out in turn."""
+    # in turn and not in blocks: tables listed side by side are often alike in size
     listed = list(names)
     return [listed[server::servers] for server in range(servers)]
 

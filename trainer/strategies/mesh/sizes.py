@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
 
     def place_of(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on each axis."""
+        # the last axis varies fastest: its processes are neighbours on one machine
         found = {}
         for axis in reversed(PLACES):
             rank, found[axis] = divmod(rank, getattr(self, axis))

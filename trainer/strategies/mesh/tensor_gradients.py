@@ -39,6 +39,7 @@ class TensorGradients:
             for name, parameter in task.named_parameters()
             if parameter.requires_grad and not is_cut(parameter)
         }
+        # not in every step: a comparison sends every uncut gradient once more
         self.steps = COMPARED_STEPS
 
     def complete(self) -> None:
@@ -71,6 +72,7 @@ class TensorGradients:
         norms = []
         for gradient in gradients.values():
             local = local_part(gradient).detach()
+            # against one rank's and not as a spread over all: two numbers a gradient tell how far apart they are
             reference = local.clone()
             dist.broadcast(reference, group=self.group, group_src=0)
             norms.append(torch.stack([(local - reference).float().norm(), reference.float().norm()]))

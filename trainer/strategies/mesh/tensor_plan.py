@@ -44,6 +44,7 @@ SEQUENCE = 1
 
 def apply_plan(task: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> None:
     """Cut the task's layers over a mesh of one axis. Raises ConfigError where the plan does not fit the task."""
+    # read before anything is cut: a mistake in the last pattern must not leave half of the task cut
     found = read_plan(task, plan, mesh.size())
     along_sequence = "sequence" in found.values()
     frozen = [name for name, parameter in task.named_parameters() if not parameter.requires_grad]
@@ -135,7 +136,7 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int) -> Non
     if not isinstance(module, nn.Linear):
         return
     size = module.out_features if word == "column" else module.in_features
-    if size % parts:
+    if size % parts:  # torch would cut uneven parts, but heads and gates within a layer are equal ones
         raise ConfigError(
             f"tensor_plan: {name} has {size} {'outputs' if word == 'column' else 'inputs'}, which tensor={parts} does "
             f"not divide. Choose another width, or fewer processes on the axis tensor."

@@ -16,6 +16,7 @@ META = torch.device("meta")
 
 def share(task: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
     """Give every rank the weights and buffers of rank 0."""
+    # several in one message, since each costs a round trip; not all, since they are copied into one buffer
     waiting: list[Tensor] = []
     for tensor in (*task.parameters(), *task.buffers()):
         waiting.append(tensor)

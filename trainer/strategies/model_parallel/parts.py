@@ -41,6 +41,7 @@ def find_part_blocks(task: "Task") -> list[PartBlock]:
     """
     given: Any = task.configure_blocks()
     if given is None:
+        # only where it has all parameters can nothing of the model happen outside of it
         own = {id(parameter) for parameter in task.parameters()}
         whole = [
             child
@@ -58,6 +59,7 @@ def find_part_blocks(task: "Task") -> list[PartBlock]:
                 f"{where} must return modules of the task, in forward order; entry {index} is a {came}"
                 f"{' that is no part of the task' if isinstance(module, nn.Module) else ''}."
             )
+    # a module within two blocks would have to be on two devices
     inner = [id(child) for module in modules for child in module.modules()]
     if len(set(inner)) < len(inner):
         twice = next(names[one] for one in inner if inner.count(one) > 1)
@@ -89,6 +91,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
             f"{len(blocks)} blocks ({names}) cannot make {parts} parts; each part needs a block at least."
         )
     if split == "auto":
+        # by bytes and not by measured time: known before the first batch, and alike on every rank
         counts = split_evenly([block.size for block in blocks], parts)
     else:
         counts = list(split)

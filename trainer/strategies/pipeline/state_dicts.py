@@ -71,12 +71,14 @@ class PipelineStateDicts(MeshStateDicts):
             super().load_optimizer(optimizer, state)
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # torch would take a state for a parameter of another stage, and allocate it
         foreign = {index for index, parameter in enumerate(parameters) if self.owners.is_foreign(parameter)}
         own = {index: values for index, values in state["state"].items() if index not in foreign}
         super().load_optimizer(optimizer, {**state, "state": own})
 
     def _known(self, owners: StageOwners, mine: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
         """Return what all ranks of the pipeline describe between them, in this order."""
+        # descriptions only: no rank has memory for the tensors of all stages
         every: list[Any] = [None] * (owners.last + 1)
         dist.all_gather_object(every, mine, group=self.line)
         merged = {key: value for each in every for key, value in each.items()}
