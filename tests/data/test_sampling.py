@@ -220,7 +220,6 @@ def test_layout_gives_contiguous_balanced_blocks() -> None:
             blocks = [layout.owned(process) for process in range(processes)]
             assert [replica for block in blocks for replica in block] == list(range(replicas))
             assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-            assert [layout.owner(r) for r in range(replicas)] == [p for p, block in enumerate(blocks) for _ in block]
 
 
 def test_layout_refuses_more_processes_than_replicas() -> None:
@@ -314,7 +313,6 @@ def test_dealing_is_exact_for_huge_runs() -> None:
     spans = deal.spans(last, range(16_384))
     assert sum(span.samples for span in spans) == samples_of(deal, last)
     assert max(span.stop for span in spans) == TRILLION + 7
-    assert Layout(16_384, 1000).owner(16_383) == 999
 
 
 @pytest.mark.parametrize(
@@ -338,7 +336,6 @@ def test_dealt_batches_follow_the_turns(deal: Deal, data: st.DataObject) -> None
     order = shuffled(max(deal.length, 1), epoch_key(1, 2))
     batches = DealtBatches(deal, owned, order, start_step, epoch=2)
     spans = [span for step in range(start_step, deal.steps) for span in deal.spans(step, owned)]
-    assert len(batches) == len(spans)
     found = list(batches)
     assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [(t.start, 2, t.samples) for t in spans]
     assert [list(batch) for batch in found] == [order(np.arange(t.start, t.stop)).tolist() for t in spans]
@@ -394,7 +391,7 @@ def test_a_users_sampler_is_dealt_out() -> None:
     assert all(type(index) is int for index in read)
     loader = DataLoader(range(3), batch_sampler=DealtBatches(Deal(50, 7, 1, 1), range(1), order))
     assert torch.cat(list(loader)).tolist() == drawn
-    assert len(loader) == 8
+    assert len(list(loader)) == 8
 
 
 def test_indices_that_are_no_integers_are_kept() -> None:

@@ -259,13 +259,8 @@ def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` on the loader and on its samplers and dataset where they have it."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    # the loader's sampler is its batch sampler's as well
-    seen: set[int] = set()
-    for part in (*parts, getattr(loader, "dataset", None)):
-        if part is not None and id(part) not in seen and callable(getattr(part, "set_epoch", None)):
-            seen.add(id(part))
+    for part in (loader, *samplers_in(loader), getattr(loader, "dataset", None)):
+        if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
 
 
@@ -317,8 +312,6 @@ def copy_loader(
         options["multiprocessing_context"] = loader.multiprocessing_context
     else:
         del options["prefetch_factor"], options["persistent_workers"]
-    if getattr(loader, "pin_memory_device", ""):
-        options["pin_memory_device"] = loader.pin_memory_device
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warned about these options when the user created the loader
         return DataLoader(dataset, batch_sampler=batch_sampler, **options)

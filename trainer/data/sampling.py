@@ -153,13 +153,6 @@ class Layout:
         start = process * share + min(process, longer)
         return range(start, start + share + (process < longer))
 
-    def owner(self, replica: int) -> int:
-        """Return the process that executes a replica."""
-        assert 0 <= replica < self.replicas, (replica, self)
-        share, longer = divmod(self.replicas, self.processes)
-        in_longer = longer * (share + 1)
-        return replica // (share + 1) if replica < in_longer else longer + (replica - in_longer) // share
-
 
 class BatchSpan(NamedTuple):
     """One batch of one replica: positions [start, stop) of the epoch's order, at least one."""
@@ -271,16 +264,6 @@ class Deal:
         """Return whether every replica has a batch in each round of a step."""
         return step < self.steps - 1 or self.rounds == 0 or len(self.span(self.rounds - 1, self.replicas - 1)) > 0
 
-    def batches_from(self, step: int, replicas: range) -> int:
-        """Return the number of batches that some replicas have from a step to the end of the epoch, in O(1)."""
-        rounds = range(min(step * self.accumulate, self.rounds), self.rounds)
-        if not rounds:
-            return 0
-        # Only the last round can leave replicas without a batch: those whose span starts after the last sample.
-        last_start = rounds[-1] * self.replicas * self.batch_size
-        served = -(-(self.samples - last_start) // self.last_size)
-        return (len(rounds) - 1) * len(replicas) + len(range(replicas.start, min(replicas.stop, served)))
-
 
 @dataclass(frozen=True)
 class ThinnedDeal(Deal):
@@ -377,9 +360,6 @@ class DealtBatches:
         """Dataset indices that are in no batch."""
         self.chunk = CHUNK
         """Positions to evaluate in one call."""
-
-    def __len__(self) -> int:
-        return self.deal.batches_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         for spans in self._chunks():

@@ -92,15 +92,8 @@ def count_samples(batch: Any) -> int:
 
     Without one that of the first list of numbers or texts, or 1.
     """
-    first = batch
-    while isinstance(first, (list, tuple)) and first:  # most batches, in one call
-        first = first[0]
-    if isinstance(first, torch.Tensor):
-        return first.shape[0] if first.ndim else 1
-    found = _first_length(batch)
-    if found is None:
-        found = _first_length(batch, of_lists=True)
-    return 1 if found is None else found
+    lengths = _lengths(batch)
+    return lengths[0] if lengths else _length_of_list(batch) or 1
 
 
 def require_samples(batch: Any) -> int:
@@ -108,20 +101,7 @@ def require_samples(batch: Any) -> int:
 
     Raises DataError where they have several. A tensor without dimensions has none; without any, see `count_samples`.
     """
-    lengths, items = set[int](), [batch]
-    while items:  # a loop and no generator, since it runs in every step
-        item = items.pop()
-        if isinstance(item, torch.Tensor):  # asked first: the other questions take three times as long
-            if item.ndim:
-                lengths.add(item.shape[0])
-        elif isinstance(item, (list, tuple)):
-            items.extend(item)
-        elif isinstance(item, Mapping):
-            items.extend(item.values())
-        elif is_dataclass(item) and not isinstance(item, type):
-            items.extend(getattr(item, field.name) for field in fields(item))
-        elif shape := getattr(item, "shape", None):
-            lengths.add(int(shape[0]))
+    lengths = set(_lengths(batch))
     if len(lengths) > 1:
         raise DataError(
             f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
@@ -131,19 +111,34 @@ def require_samples(batch: Any) -> int:
     return lengths.pop() if lengths else count_samples(batch)
 
 
-def _first_length(batch: Any, of_lists: bool = False) -> int | None:
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    items: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        items = batch.values()
-    elif isinstance(batch, (list, tuple)):
-        if of_lists and batch and isinstance(batch[0], (str, bytes, int, float)):
-            return len(batch)
-        items = batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        items = (getattr(batch, field.name) for field in fields(batch))
-    else:
-        shape = getattr(batch, "shape", None)
-        return int(shape[0]) if shape else None
-    return next((found for item in items if (found := _first_length(item, of_lists)) is not None), None)
+def _lengths(batch: Any) -> list[int]:
+    """Return the lengths of all tensors and arrays, in order."""
+    lengths, items = list[int](), [batch]
+    while items:  # a loop and no generator, since it runs in every step of a stream
+        item = items.pop()
+        if isinstance(item, torch.Tensor):  # asked first: the other questions take three times as long
+            if item.ndim:
+                lengths.append(item.shape[0])
+        elif isinstance(item, (list, tuple)):
+            items.extend(reversed(item))
+        elif shape := getattr(item, "shape", None):
+            lengths.append(int(shape[0]))
+        else:
+            items.extend(reversed(_values_of(item)))
+    return lengths
+
+
+def _values_of(item: Any) -> list[Any]:
+    """Return what a mapping or dataclass holds."""
+    if isinstance(item, Mapping):
+        return list(item.values())
+    is_instance = is_dataclass(item) and not isinstance(item, type)
+    return [getattr(item, field.name) for field in fields(item)] if is_instance else []
+
+
+def _length_of_list(batch: Any) -> int | None:
+    """Return the length of the first list of numbers or texts."""
+    items = batch if isinstance(batch, (list, tuple)) else _values_of(batch)
+    if items and items is batch and isinstance(batch[0], (str, bytes, int, float)):
+        return len(batch)
+    return next((length for item in items if (length := _length_of_list(item)) is not None), None)
