@@ -238,8 +238,8 @@ def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
         yield batch
 
 
+# Stream constant mixed into the seeds of all loaders but the first, so that their orders differ
 PART_STREAM = 0x7061727473
-"""Stream constant mixed into the seeds of all loaders but the first, so that their orders differ."""
 
 
 @dataclass
@@ -265,13 +265,14 @@ class CombinedPart(MapLoader):
     ) -> None:
         super().__init__(loader, seed, in_order, keyed)
         self.name, positions = name, self.positions(0) or 0
+        # to one replica: its batches are numbered here, and dealt out to replicas by the combination
         self.deal = Deal(positions, self.batch_size, padded_for, 1, self.drop_last, padded=True)
+        # Batches of a pass
         self.count = self.deal.rounds * padded_for
-        """Batches of a pass."""
         if not self.count:
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
+        # The position of its first batch, and how often it is read in an epoch
         self.offset, self.passes = 0, 1
-        """The position of its first batch, and how often it is read in an epoch."""
         # a loader that restarts within an epoch passes through several epochs of its own
         self.tells_epoch, self.chunk = not in_order, max(1, CHUNK // self.batch_size)
         self.order_of_pass = lru_cache(maxsize=4)(
@@ -347,10 +348,11 @@ class CombinedSource:
             for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True))
         ]
         self.length = loader.combine_lengths([part.count for part in self.parts])
+        # Whether to drop a round in which some replica would have no batch
         self.drop_last = all(part.drop_last for part in self.parts)
-        """Whether to drop a round in which some replica would have no batch."""
         offset = 0
         for part in self.parts:
+            # positions count over all loaders, so that a resume finds its loader without reading another
             if loader.mode == "sequential":
                 part.offset, offset = offset, offset + part.count
             if loader.mode == "max_size_cycle":

@@ -19,8 +19,8 @@ from .streams import StreamData
 
 log = logging.getLogger("legato")
 
+# Positions of an epoch at most at which processes compare what a sampler has drawn
 COMPARED = 1024
-"""Positions of an epoch at most at which processes compare what a sampler has drawn."""
 
 
 class DealtData:
@@ -80,6 +80,7 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
+            # only the last round may lack batches, or any where samples are left out
             whole = (step < last and not self.dealing.left_out) or deal.is_whole(step)
             even = step < last or deal.is_even
             samples_of_step = order.samples(*deal.step_positions(step))
@@ -176,16 +177,16 @@ class EvaluationData:
         count: counts the samples of a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
+        # The numbers of loaders that yield each process's own share, and of those where that need not be compared
         self.shares, self.certain_shares = set[int](), set(shares)
-        """The numbers of loaders that yield each process's own share, and of those where that need not be compared."""
         self.dealing = replace(dealing, accumulate=1, whole_rounds=False, left_out=frozenset())
         # the limit counts batches over all replicas, a source's own limit would count rounds
         self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
+        # Whether each replica had a batch in the newest round
         self.whole = True
-        """Whether each replica had a batch in the newest round."""
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
@@ -221,6 +222,7 @@ class EvaluationData:
 
     def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
         """Return whether a loader of map-style data gives each process another part of them; every rank calls it."""
+        # with nothing to compare with, what the user says counts
         if self.ranks.size == 1:
             return expects_shares
         if are_shares(source.read_samples(0), self.ranks, self.dealing.process):

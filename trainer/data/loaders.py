@@ -33,8 +33,8 @@ from .workers import WorkerSetup
 
 log = logging.getLogger("legato")
 
+# The loader of each iterator with worker processes
 _open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""The loader of each iterator with worker processes."""
 
 
 def open_loader(loader: Any) -> Iterator[Any]:
@@ -103,8 +103,8 @@ def _has_exact_length(loader: "DataLoader[Any]") -> bool:
     )
 
 
+# Stream constant that separates the keys of samplers from all other keys
 SAMPLER_STREAM = 0x73616D706C6572
-"""Stream constant that separates the keys of samplers from all other keys."""
 
 
 @dataclass
@@ -157,12 +157,12 @@ class MapLoader:
         self.own_batches = is_own_batch_sampler(loader.batch_sampler)
         self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
+        # Whether it yields the share of one process, so that a DistributedSampler must be kept
         self.is_share = False
-        """Whether it yields the share of one process, so that a DistributedSampler must be kept."""
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None
+        # `chunk`: positions to evaluate in one call; `tells_epoch`: tell the dataset the epoch in workers, too
         self.chunk, self.tells_epoch = CHUNK, False
-        """`chunk`: positions to evaluate in one call; `tells_epoch`: tell the dataset the epoch in workers, too."""
 
     @property
     def batch_size(self) -> int:
@@ -192,6 +192,7 @@ class MapLoader:
             return EpochOrder(length, size, lambda positions: permutation(positions, length, key))
         # a sampler may draw from the global generators or from one of its own: both get the epoch's key
         key = mix(SAMPLER_STREAM, self.seed, epoch)
+        # before the sampler is asked: some draw when they are iterated, some when they are indexed
         seed_generators(key)
         seed_samplers(key, sampler)
         if self.own_batches:
@@ -248,6 +249,7 @@ def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
 
     A DistributedSampler counts as what it does in one process, since samples are dealt out here.
     """
+    # `type(...) is` here and below: a subclass may draw any order
     if type(sampler) is DistributedSampler:
         return bool(sampler.shuffle)
     if type(sampler) is SequentialSampler and len(sampler.data_source) == length:
@@ -304,6 +306,7 @@ def copy_loader(
     workers = options["num_workers"]
     options |= {
         "collate_fn": loader.collate_fn,
+        # torch asserts that a loader without workers has no timeout
         "timeout": loader.timeout if workers else 0,
         "worker_init_fn": WorkerSetup(loader.worker_init_fn) if workers else loader.worker_init_fn,
         "generator": loader.generator,

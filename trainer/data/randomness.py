@@ -24,8 +24,8 @@ from .sampling import FIRST, GAMMA, KeyedIndices
 from .sampling import mix as mix
 
 SEED_LIMIT = 1 << 32  # NumPy's legacy seed has 32 bits
+# Stream constant that separates the random numbers of an update of the weights from those of a replica
 UPDATE = 0x757064617465
-"""Stream constant that separates the random numbers of an update of the weights from those of a replica."""
 
 logger = logging.getLogger(__name__)
 # random.seed takes 0.5 us to tell types apart; the generator in C behind it takes an integer as it is.
@@ -110,8 +110,8 @@ class KeyedGenerators:
 
     def __init__(self, key: int) -> None:
         self.key = key
+        # States on entry
         self.states: Any = None
-        """States on entry."""
 
     def __enter__(self) -> "KeyedGenerators":
         self.states = generator_states()
@@ -152,6 +152,7 @@ class KeyedDataset(Dataset[Any]):
         calls_set_epoch: call the dataset's `set_epoch`, if it has one, when a batch belongs to another epoch.
         """
         calls_set_epoch &= callable(getattr(dataset, "set_epoch", None))
+        # past __setattr__, which reaches the wrapped dataset
         self.__dict__.update(_wrapped_dataset=dataset, _generator_seed=seed, _epoch_set=-1 if calls_set_epoch else None)
 
     def __getitems__(self, indices: KeyedIndices) -> list[Any]:

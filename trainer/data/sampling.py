@@ -246,6 +246,7 @@ class Deal:
 
         `leaders`: append batches of these replicas until there are as many as the leaders have.
         """
+        # `span` written out, as this runs in every step
         full, samples, last, found = self.batch_size, self.samples, self.rounds - 1, []
         rounds = range(step * self.accumulate, min((step + 1) * self.accumulate, self.rounds))
         for replica in replicas:
@@ -328,6 +329,7 @@ def keyed_batches(
     batches, offset = [], 0
     for span in spans:
         end = offset + span.stop - span.start
+        # the key is that of the first position: the same in a worker, in another process and after a resume
         batch = indices[offset] if whole else indices[offset:end]
         if isinstance(batch, KeyedIndices):  # of one of several loaders, keyed by its own epoch and position
             batches.append(batch)
@@ -347,19 +349,19 @@ class DealtBatches:
     """
 
     def __init__(self, deal: Deal, replicas: range, order: EpochIndices, start_step: int = 0, epoch: int = 0) -> None:
+        # Whether each position of the order is a whole batch of indices
         self.whole = False
-        """Whether each position of the order is a whole batch of indices."""
         self.deal = deal
         self.replicas = replicas
         self.order = order
         self.start_step = start_step
         self.epoch = epoch
+        # The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)
         self.leaders: range | None = None
-        """The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)."""
+        # Dataset indices that are in no batch
         self.left_out: Collection[int] = ()
-        """Dataset indices that are in no batch."""
+        # Positions to evaluate in one call
         self.chunk = CHUNK
-        """Positions to evaluate in one call."""
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         for spans in self._chunks():
@@ -382,6 +384,7 @@ class SampledOrder:
     """The indices that a user's sampler drew for one epoch, as an order; integers take 8 bytes each."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
+        # 8 bytes an index, where a list of integers takes 36: a sampler may draw 10^8
         numbers = array("q")
         iterator = iter(indices)
         for index in iterator:

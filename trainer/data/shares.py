@@ -19,18 +19,18 @@ from .sampling import KeyedIndices
 
 log = logging.getLogger("legato")
 
+# Samples of a dataset to compare, and how often each is read, to tell noise that no seed repeats
 SAMPLES, READINGS = 4, 3
-"""Samples of a dataset to compare, and how often each is read, to tell noise that no seed repeats."""
 WRITTEN = (str, bytes, int, float, complex, type(None))
 
+# Why a strategy whose processes run in lockstep takes no shares
 LOCKSTEP = (
     "Each process reads its own share of the data, which may be uneven, but under this strategy all processes must run "
     "equally many batches. Give each process all of the data, which Legato deals out; or use strategy ddp."
 )
-"""Why a strategy whose processes run in lockstep takes no shares."""
 
+# A hash for each tensor, number and text of a sample; None for one that differs each time it is read
 Sample = tuple[int | None, ...] | None
-"""A hash for each tensor, number and text of a sample; None for one that differs each time it is read."""
 
 
 def hashes_of(content: Any) -> tuple[int, ...]:
@@ -83,6 +83,7 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     try:
         batches = [KeyedIndices(indices, 0)] * READINGS
         probe = copy_loader(loader, KeyedDataset(loader.dataset, 0), batches, options)
+        # without a generator, as an iterator over a loader draws its base seed from it
         probe.collate_fn, probe.generator = _hashes_of_each, None
         readings = list(iterate_loader(open_loader(probe))) if indices else []
     except Exception:  # its sampler may have other indices; and what is wrong with a sample is told when it is needed
@@ -102,6 +103,7 @@ def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
 def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
     """Return whether most samples of each rank differ from those of the others; unknown ones are left out."""
     compared = [samples for samples in zip(*ranks, strict=False) if None not in samples]
+    # most of them, as a few samples of any dataset may be equal
     return 2 * sum(map(_sample_differs, compared)) > len(compared)
 
 

@@ -8,6 +8,7 @@ from ...base.errors import ConfigError
 from .sampling import Layout
 
 
+# with slots: one is made for each batch
 @dataclass(slots=True)
 class ReplicaBatch:
     """One batch of one local replica."""

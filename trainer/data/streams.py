@@ -21,8 +21,8 @@ from .workers import prepared_workers
 log = logging.getLogger("legato")
 
 _END = object()
+# Sentinel for a share without a length; any real length is smaller
 UNKNOWN = 2**62
-"""Sentinel for a share without a length; any real length is smaller."""
 
 
 class StreamData:
@@ -47,12 +47,12 @@ class StreamData:
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
         self.count_samples = sample_counter(loader, count, dealing.counts_first_tensor)
         self.restored: dict[str, Any] = {}
+        # `opened` is the epoch that was opened last, `ended` whether it was read to its end
         self.opened, self.ended = -1, False
-        """`opened` is the epoch that was opened last, `ended` whether it was read to its end."""
+        # Description of the batches read, once an epoch is over; all ranks must have read the same
         self.amount_read = ""
-        """Description of the batches read, once an epoch is over; all ranks must have read the same."""
+        # An epoch whose first batch was read before it began, that batch, and the others
         self.first_read: tuple[int, Any, Iterator[Any]] | None = None
-        """An epoch whose first batch was read before it began, that batch, and the others."""
 
     @property
     def rounds(self) -> int | None:
@@ -225,6 +225,7 @@ class OwnShares(StreamData):
         """
         super().__init__(loader, dealing, limit, ranks, count)
         self.compares = compares
+        # a seed of its own: two shares of one dataset must not draw the same augmentations
         alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)
         self.own = StreamData(loader, alone, limit)
         length = length_of(loader)

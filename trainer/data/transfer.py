@@ -10,8 +10,8 @@ from ...base.errors import DataError
 from ...base.tensors import map_tensors
 from ..accelerators import has_streams
 
+# Bytes to which torch's CPU allocator aligns a tensor
 ALIGNMENT = 64
-"""Bytes to which torch's CPU allocator aligns a tensor."""
 
 
 class CopyStream:
@@ -24,8 +24,8 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
+        # Event at the end of the work that was queued when the newest batch was moved
         self.queued: Any = None
-        """Event at the end of the work that was queued when the newest batch was moved."""
 
     def begin_batch(self) -> None:
         """Wait until there is room for another batch."""

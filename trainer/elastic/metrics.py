@@ -9,9 +9,9 @@ from ..metrics.log import Metrics, Sums, as_lists
 from ..metrics.reduce import Reduced, Row, Series, sort_out, total
 from ..metrics.torchmetrics import COUNT, MetricStates, States
 
+# Replica number of a value that a hook logs once per process. Only the first process counts it, since the number of
+# processes may change.
 ONCE_PER_PROCESS = -2
-"""Replica number of a value that a hook logs once per process. Only the first process counts it, since the number of
-processes may change."""
 
 
 class SharedStates(MetricStates):
@@ -19,8 +19,8 @@ class SharedStates(MetricStates):
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         super().__init__(task, replicas, by_replica)
+        # Paths of metrics whose states were sent to other processes
         self.sent: set[str] = set()
-        """Paths of metrics whose states were sent to other processes."""
 
     def keeps(self, replica: int) -> bool:
         """Return True: this process holds the states of all replicas."""
@@ -60,10 +60,10 @@ class SharedMetrics(Metrics):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        # Training values not yet sent to other ranks
         self.unshared: list[Row] = []
-        """Training values not yet sent to other ranks."""
+        # Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead
         self.exchanges = 0
-        """Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead."""
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
         """Start logging into `stage`; `fresh` drops its values."""

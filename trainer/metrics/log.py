@@ -43,21 +43,21 @@ from .torchmetrics import (
 
 log = logging.getLogger("legato")
 
+# prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
-"""prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`."""
 
+# Weight of a value in its mean; None: the samples of its batch
 BatchSize = float | Tensor | None
-"""Weight of a value in its mean; None: the samples of its batch."""
 
+# (weighted value, weight) by replica
 Sums = dict[int, list[float]]
-"""(weighted value, weight) by replica."""
 
+# Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due
 PENDING_LIMIT = 1024
-"""Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due."""
 
 NO_STEP = -2
+# Step number of rows with the sums of the epoch so far, in an exchange of a step's values
 EPOCH_SO_FAR = -3
-"""Step number of rows with the sums of the epoch so far, in an exchange of a step's values."""
 NEVER = float("inf")
 
 
@@ -72,43 +72,43 @@ class Metrics:
         self.exchange = Exchange(collectives)
         self.states = self.make_states([0], by_replica=False)
         self.stages: dict[str, dict[Key, Series]] = {}
+        # Those of the stage that is open; None: none is
         self.series: dict[Key, Series] | None = None
-        """Those of the stage that is open; None: none is."""
         self.stage = ""
         self.in_step = False
+        # Whether a batch is being processed; False while the hooks after a step's last batch run
         self.in_batch = False
-        """Whether a batch is being processed; False while the hooks after a step's last batch run."""
         self.first_replica, self.replica, self.samples = 0, 0, 1
         self.step = NO_STEP  # none has begun; -1 is the step of a series without values
+        # Added to names logged by one of several evaluation loaders; `loader` is that loader's index
         self.suffix, self.loader = "", 0
-        """Added to names logged by one of several evaluation loaders; `loader` is that loader's index."""
+        # Values of the epoch up to the newest logging point, over all ranks: those for the progress bar
         self.means_shown: dict[str, float] = {}
-        """Values of the epoch up to the newest logging point, over all ranks: those for the progress bar."""
         self.batches: dict[str, int] = {}
+        # Returns a description of the current stage, for messages
         self.describe_place: Callable[[], str] = lambda: self.stage
-        """Returns a description of the current stage, for messages."""
+        # Step of the value of each name of `trainer.callback_metrics`
         self.measured_at: dict[str, int] = {}
-        """Step of the value of each name of `trainer.callback_metrics`."""
+        # Batches of this training epoch for which training_step returned None
         self.batches_left_out = 0
-        """Batches of this training epoch for which training_step returned None."""
+        # Number of evaluation loaders; 0 when there is one
         self.loaders = 0
-        """Number of evaluation loaders; 0 when there is one."""
         self.loaders_seen: set[int] = set()
+        # Evaluation loaders that logged a name without a loader index, by name
         self.loaders_of: dict[str, set[int]] = {}
-        """Evaluation loaders that logged a name without a loader index, by name."""
+        # Series, value, weight, replica and step of what is not read yet
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
-        """Series, value, weight, replica and step of what is not read yet."""
+        # `dropped`: the newest step if it was dropped: values still logged for it are ignored
         self.batches_of_step, self.dropped = 0, -1
-        """`dropped`: the newest step if it was dropped: values still logged for it are ignored."""
+        # Whether logged values are ignored, as for masked batches
         self.muted = False
-        """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
+        # Paths of the metric objects in the task that were logged
         self.logged: set[str] = set()
-        """Paths of the metric objects in the task that were logged."""
+        # The state of an epoch that the run ended within, whose metric objects are reset since
         self.state_at_end: dict[str, Any] | None = None
-        """The state of an epoch that the run ended within, whose metric objects are reset since."""
+        # The first step of this process with a non-finite loss, and that loss
         self.bad_loss: tuple[int, float] | None = None
-        """The first step of this process with a non-finite loss, and that loss."""
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:

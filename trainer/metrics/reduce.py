@@ -12,18 +12,18 @@ from ...base.errors import TaskError, did_you_mean
 from ..processes.ranks import Ranks
 
 KINDS = ("mean", "sum", "min", "max")
+# Separator between a name and the index of its evaluation loader
 LOADER_MARK = "/dataloader_idx_"
-"""Separator between a name and the index of its evaluation loader."""
+# Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`
 AVERAGED = ("mean", "metric")
-"""Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`."""
+# Kind of a sum that hooks log once per step or epoch: every process logs the same values, and one of them counts
 ONCE = "once"
-"""Kind of a sum that hooks log once per step or epoch: every process logs the same values, and one of them counts."""
 
 
+# The attributes of a series that ranks tell each other, in the order of its arguments
 Description = tuple[Any, ...]
-"""The attributes of a series that ranks tell each other, in the order of its arguments."""
+# What a series is found by: its name, and whether it is logged within steps rather than between them
 Key = tuple[str, bool]
-"""What a series is found by: its name, and whether it is logged within steps rather than between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +179,10 @@ def by_loader(
     return found
 
 
+# Replica number in a row without values, which only states that its series was logged
 NAME_ONLY = -1
-"""Replica number in a row without values, which only states that its series was logged."""
+# Rows that a rank may send at first; when too few, the buffer grows to twice what was needed
 ROWS = 16
-"""Rows that a rank may send at first; when too few, the buffer grows to twice what was needed."""
 _HEADER, _WIDTH = 2, 5
 
 

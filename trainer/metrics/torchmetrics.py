@@ -24,11 +24,11 @@ from ..processes.ranks import Ranks
 
 REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 
+# Reductions whose merged state can be updated further with the same result
 MERGED_EARLY = ("sum", "max", "min")
-"""Reductions whose merged state can be updated further with the same result."""
 
+# The states of one metric by name, and its number of updates
 States = dict[str, Any]
-"""The states of one metric by name, and its number of updates."""
 COUNT = "_update_count"
 
 
@@ -78,11 +78,11 @@ class MetricStates:
             metric.dist_sync_fn = metric.dist_sync_fn or gather_state
         self.replicas = list(replicas)
         self.swaps_states = bool(self.by_path) and (by_replica or any(map(must_stay_apart, self.by_path.values())))
+        # States of the replicas that are not loaded into the metrics, by path
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
-        """States of the replicas that are not loaded into the metrics, by path."""
         self.replica: int | None = None
+        # While metrics hold the merged states of all replicas: their numbers of updates, by path
         self.merged_updates: dict[str, int] = {}
-        """While metrics hold the merged states of all replicas: their numbers of updates, by path."""
 
     @cached_property
     def with_states(self) -> dict[str, Any]:

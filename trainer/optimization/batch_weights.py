@@ -24,8 +24,8 @@ from ..data.steps import ReplicaBatch, StepInput
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
 
+# Factor of all weights until the first step has shown how large they are
 FIRST_SCALE = 2.0**-10
-"""Factor of all weights until the first step has shown how large they are."""
 
 
 class BatchWeights:
@@ -33,13 +33,13 @@ class BatchWeights:
 
     def __init__(self, trainer: "Trainer") -> None:
         self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task
+        # Whether batches have weights; None until the ranks have compared what their first step returned
         self.used: bool | None = None
-        """Whether batches have weights; None until the ranks have compared what their first step returned."""
+        # The weight of the newest batch, or the number of its samples
         self.newest: Any = 0
-        """The weight of the newest batch, or the number of its samples."""
         self.sums = torch.zeros(0)
+        # Batches without a weight, and with one, until that is compared
         self.counts = [0, 0]
-        """Batches without a weight, and with one, until that is compared."""
 
     def begin_step(self) -> None:
         """Forget the weights of the step before."""

@@ -19,10 +19,10 @@ NOTHING_COMPILED = (
     "trainer.compile has compiled nothing: the steps never call the task, or a module that is an attribute of it. Name "
     "the classes that they call, as in compile={'blocks': ['Block']}."
 )
+# Keyword arguments of torch.compile
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-"""Keyword arguments of torch.compile."""
+# CPU features by which oneDNN and MKL choose their matrix kernels
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
-"""CPU features by which oneDNN and MKL choose their matrix kernels."""
 
 
 @contextmanager

@@ -43,10 +43,10 @@ class Optimization:
         self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
+        # Whether a learning rate scheduler takes a metric after steps
         self.has_plateau_by_steps = any(
             config.reduce_on_plateau and config.interval == "step" for config in self.schedulers
         )
-        """Whether a learning rate scheduler takes a metric after steps."""
         self.manual_optimizers = [trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
@@ -56,37 +56,37 @@ class Optimization:
         self.prepares_steps = self.looks_at_gradients or self.draws_in_updates or self.own_optimizer_step
         self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
         """Whether anything runs right before or after an optimizer step."""
+        # Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms
         self.idle = False
-        """Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms."""
+        # Whether weights and loop state may not fit together: from a step's first update until it is counted
         self.updating = False
-        """Whether weights and loop state may not fit together: from a step's first update until it is counted."""
+        # Whether gradients stay until the forward of a step's first batch is done
         self.clears_late = False
-        """Whether gradients stay until the forward of a step's first batch is done."""
+        # Whether a hook has left out the update of this step; see `Trainer.leave_out_update`
         self.leaves_out_update = False
-        """Whether a hook has left out the update of this step; see `Trainer.leave_out_update`."""
+        # Makes the loss of a step, as a function, for an optimizer or a task's optimizer_step that calls it
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
-        """Makes the loss of a step, as a function, for an optimizer or a task's optimizer_step that calls it."""
+        # `needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients
         self.needs_closure = self.are_cleared = False
-        """`needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients."""
+        # Epoch of the newest step
         self.epoch = -1
-        """Epoch of the newest step."""
+        # Under manual optimization: the newest step, and the number of updates within it
         self.updates = 0, 0
-        """Under manual optimization: the newest step, and the number of updates within it."""
+        # Under manual optimization: optimizers that have stepped since the loss scale was last updated
         self.stepped: list[Optimizer] = []
-        """Under manual optimization: optimizers that have stepped since the loss scale was last updated."""
+        # Check of the gradients before a step, or None
         self.guard: StepGuard | None = None
-        """Check of the gradients before a step, or None."""
+        # Search for weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
-        """Search for weights that training_step changes, in the first steps."""
+        # Weights of batches in the gradient of a step, where training_step returns them
         self.weights = BatchWeights(trainer)
-        """Weights of batches in the gradient of a step, where training_step returns them."""
         # a scaled gradient may overflow harmlessly: then only a loss that is not finite shows a real problem
         scaled = self.strategy.precision.scaler is not None
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
+        # Index and share of each loss of the newest step, where a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        """Index and share of each loss of the newest step, where a closure returns them; else None."""
+        # Parameters that the gradient of each loss reaches; None for all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
-        """Parameters that the gradient of each loss reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]

@@ -29,9 +29,9 @@ _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": to
 _CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _OFF = nullcontext()
+# Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a gradient,
+# so that a forward under no_grad leaves the weights of a later one in the same step untrained.
 _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-"""Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a
-gradient, so that a forward under no_grad leaves the weights of a later one in the same step untrained."""
 
 
 class Precision:
@@ -44,19 +44,17 @@ class Precision:
         self.name = _canonical(name)
         self.device_type = device_type
         _refuse_what_the_device_lacks(self.name, device_type)
+        # Dtype of parameters, buffers and input; None leaves them unchanged
         self.weights_dtype: torch.dtype | None = _WEIGHTS.get(self.name)
-        """Dtype of parameters, buffers and input; None leaves them unchanged."""
         self.autocast_dtype: torch.dtype | None = _AUTOCAST.get(self.name)
         # float16 has 5 bits of exponent: gradients below 6e-8 would be zero. bfloat16 has float32's range.
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
         )
         self._used = self._is_ready = False
+        # Returns the context manager for a forward: no-op, autocast, or another default dtype for new tensors. Autocast
+        # is per thread, the default dtype per process.
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nothing
-        """Returns the context manager for a forward: no-op, autocast, or another default dtype for new tensors.
-
-        Autocast is per thread, the default dtype per process.
-        """
         if self.autocast_dtype is not None:
             dtype, kept = self.autocast_dtype, _KEEPS_CASTS
             self.forward_context = partial(torch.autocast, device_type, dtype=dtype, cache_enabled=kept)
