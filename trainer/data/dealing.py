@@ -116,16 +116,15 @@ class DealtData:
         return order, deal
 
     def _deal(self, positions: int) -> Deal:
-        replicas, source = self.dealing.layout.replicas, self.source
-        size, padded = source.batch_size, self.dealing.padded
-        whole = Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, padded=padded)
-        rounds = whole.rounds
+        dealing, source, replicas = self.dealing, self.source, self.dealing.layout.replicas
+        size, drop_last = source.batch_size, source.drop_last
+        deal = Deal(positions, size, replicas, dealing.accumulate, drop_last, padded=dealing.padded)
+        rounds = deal.rounds
         # a collective in the step (SyncBatchNorm, manual optimization) would hang where a replica has no batch
-        if self.dealing.whole_rounds and rounds and not whole.span(rounds - 1, replicas - 1):
+        if dealing.whole_rounds and rounds and not deal.span(rounds - 1, replicas - 1):
             rounds -= 1
             self._warn_of_rest(len(range(rounds * replicas * size, positions)))
-        limit = apply_limit(self.limit, rounds)
-        return Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, limit, padded)
+        return replace(deal, limit_rounds=apply_limit(self.limit, rounds))
 
     def _warn_of_rest(self, left_out: int) -> None:
         if not self.warned and self.dealing.process == 0:
@@ -161,7 +160,6 @@ class EvaluationData:
         dealing: Dealing,
         limit: int | float = 1.0,
         shares: Collection[int] = (),
-        in_order: bool = False,
         step_collectives: StepCollectives | None = None,
         ranks: Ranks = SINGLE,
         expects_shares: bool = False,
@@ -170,7 +168,6 @@ class EvaluationData:
         """Wrap the loaders; every rank calls it.
 
         shares: the numbers of loaders that are known to yield each process's own share.
-        in_order: disable shuffling.
         step_collectives: repeat samples in the last round where a step has called a collective.
         ranks: those that compare whether a loader is the same on each, or a share.
         expects_shares: take map-style data that cannot be compared for a share.
@@ -181,7 +178,7 @@ class EvaluationData:
         self.shares, self.certain_shares = set[int](), set(shares)
         self.dealing = replace(dealing, accumulate=1, whole_rounds=False, left_out=frozenset())
         # the limit counts batches over all replicas, a source's own limit would count rounds
-        self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks, count) for loader in loaders]
+        self.sources = [training_data(loader, self.dealing, 1.0, False, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
@@ -193,7 +190,7 @@ class EvaluationData:
         ]
         self.step_collectives = step_collectives if all(map(can_deal, loaders)) else None
         padded = loaders if self.step_collectives is not None else []
-        self.padded = [DealtData(loader, replace(self.dealing, padded=True), 1.0, in_order) for loader in padded]
+        self.padded = [DealtData(loader, replace(self.dealing, padded=True), 1.0) for loader in padded]
         for source in (*self.sources, *self.padded):
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
