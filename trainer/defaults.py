@@ -20,8 +20,6 @@ from .view import TrainerView
 class TrainerDefaults(TrainerView):
     """The Trainer without its loop; each choice may be overridden."""
 
-    refuses_near_names: ClassVar[bool] = True
-    """Whether a method named almost like a hook is an error rather than a warning."""
     pads_shares: ClassVar[bool] = False
     """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
     validation or test whose steps call collectives."""
@@ -36,10 +34,6 @@ class TrainerDefaults(TrainerView):
     """Class of what a task gets from `optimizers()`."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
-
-    def new_state(self) -> State:
-        """Return the state with which a fit begins."""
-        return State()
 
     def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import TaskError, did_you_mean
 from ..callbacks.callback import Callback
 from ..tasks.data_hooks import DataHooks
+from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from ..tasks.task_hooks import TaskHooks
 
@@ -123,22 +124,44 @@ def overrides(instance: object, base: type, name: str) -> bool:
     return own is not None and (name in vars(instance) or method is not getattr(base, name))
 
 
-def check_names(
-    instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = (), refuses_near_names: bool = True
-) -> None:
+def check_names(owner: Task | DataModule | Callback) -> None:
     """Raise TaskError for methods that look like misspelt hooks or steps, and for hooks with wrong arguments.
 
-    The message names the probable hook, or the arguments that a hook receives. refuses_near_names: False to warn of a
-    misspelt one only.
+    The message names the probable hook, or the arguments that a hook receives.
     """
-    known_hooks, known_steps = set(hooks), set(steps)
+    check_hook_arguments(owner)
+    for name in STEP_NAMES if isinstance(owner, Task) else ():
+        if overrides(owner, Task, name):
+            count_arguments(owner, name)
+    for told in describe_misnomers(owner):
+        raise TaskError(told)
+
+
+def names_of(owner: Task | DataModule | Callback) -> tuple[type, tuple[str, ...], tuple[str, ...]]:
+    """Return the base class of an owner of hooks, the names of the hooks, and those of steps and other methods."""
+    if isinstance(owner, Task):
+        return Task, TASK_HOOKS, TASK_METHODS
+    if isinstance(owner, Callback):
+        return Callback, CALLBACK_HOOKS, ()
+    return DataModule, ("setup", "teardown", "on_exception"), TASK_METHODS
+
+
+def check_hook_arguments(owner: Task | DataModule | Callback) -> None:
+    """Raise TaskError for overridden hooks that do not take the arguments they receive."""
+    base, hooks, _ = names_of(owner)
     for name in hooks:
-        if overrides(instance, base, name):
-            _check_arguments(instance, base, name)
+        if overrides(owner, base, name):
+            _check_arguments(owner, base, name)
+
+
+def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
+    """Yield a sentence for each method that is named almost like a hook or step, and would never be called."""
+    base, hooks, steps = names_of(owner)
+    known_hooks, known_steps = set(hooks), set(steps)
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
     own = {
         name: kind
-        for kind in reversed(type(instance).__mro__)
+        for kind in reversed(type(owner).__mro__)
         for name, value in vars(kind).items()
         if kind not in base.__mro__ and callable(value) and not name.startswith("_") and name not in inherited
         if kind.__module__.partition(".")[0] != __name__.partition(".")[0]  # this package's own classes are right
@@ -148,16 +171,13 @@ def check_names(
         known = {RENAMED[name]} & known_hooks if name in RENAMED else known_hooks | known_steps
         meant = did_you_mean(name, known, 0.0 if name in RENAMED else cutoff)
         right = MISNOMERS.get(name, "")
-        if right in known_steps and getattr(type(instance), right, None) is getattr(base, right, None):
+        if right in known_steps and getattr(type(owner), right, None) is getattr(base, right, None):
             meant = f" Did you mean {right!r}?"
         if meant:
-            told = (
+            yield (
                 f"{kind.__qualname__}.{name} is named like a hook but is none, so it would never be called.{meant} "
                 f"If it is meant to be something else, rename it (for example with a leading underscore)."
             )
-            if refuses_near_names:
-                raise TaskError(told)
-            log.warning(told)
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:

@@ -37,7 +37,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it when that is over; within "
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
-    check_task(request.task, request, trainer.refuses_near_names)
+    check_task(trainer, request.task, request)
     call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)

@@ -96,7 +96,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
-    check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
+    check_task(trainer, request.task, request, is_sent=True)
     place = find_place(trainer.cluster)
     if place is not None:
         trainer.strategy.serve(place, request.task, trainer.seed)

@@ -359,10 +359,14 @@ class JoinedCall(Call):
     evaluated_point: tuple[int, int] | None
     """Step and epoch at which an evaluation is logged; None: the trainer's own."""
 
+    def agree_on_stop(self) -> None:
+        """Agree with the other ranks on the elapsed time and on whether to stop."""
+        self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
+
     def agree(self) -> None:
         """Agree with the other ranks between two steps; end the run if one of them was told to."""
         self.strategy.timeouts.end_startup()
-        self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
+        self.agree_on_stop()
         self.preemption.stop_if_agreed()
         self.membership.check_members(self.agreement.generation)
 
@@ -510,7 +514,7 @@ class Run(JoinedCall):
         if together:
             agreement.apply(step, highest)
         else:
-            self.trainer.agree()
+            self.agree_on_stop()
         self.drift.compare_if_due(step, agreement.elapsed)
         self.contention.look(step)
         if self.optimization.guard is not None:
@@ -543,7 +547,7 @@ class Run(JoinedCall):
             TrainingCollectives(self.hooks, self.refuse_in_turn).start()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
-        self.trainer.agree()
+        self.agree_on_stop()
 
     def set_training_mode(self) -> None:
         """Put what is trained into training mode, and say so where a module came in evaluation mode."""
@@ -659,7 +663,7 @@ class Run(JoinedCall):
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)
-        self.trainer.agree()
+        self.agree_on_stop()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
         """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..base.arguments import TrainerArguments
+from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import lifecycle, masked, remote_call
@@ -19,6 +20,7 @@ from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import ReplicaBatch, StepInput
 from .defaults import TrainerDefaults
+from .hooks import check_names
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
 from .resume.saver import Saver
@@ -66,7 +68,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         datamodule: DataModule | None = None,
         ckpt_path: Source = None,
         resume: Source = None,
-    ) -> None:
+    ) -> Any:
         """Train a task.
 
         `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
@@ -76,8 +78,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
         if remote_call.needs_workers(self, request):
-            remote_call.run_in_workers(self, request)
-            return
+            return remote_call.run_in_workers(self, request)
         self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
             state, schedule = self.state, run.schedule
@@ -133,6 +134,16 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     ) -> list[Any]:
         """Return what predict_step returned for each batch, in the loader's order; with several loaders a list each."""
         return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, weights=ckpt_path)
+
+    # --- for a subclass to override ----------------------------------------------------------------------------------
+    def new_state(self) -> State:
+        """Return the state with which a fit begins."""
+        return State()
+
+    def check(self, *owners: Task | DataModule | Callback) -> None:
+        """Raise TaskError for methods that are named almost like hooks, or do not take the arguments of one."""
+        for owner in owners:
+            check_names(owner)
 
     # --- one optimizer step -----------------------------------------------------------------------------------------
     def train_step(self, step: StepInput) -> None:
@@ -213,12 +224,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         for hook in run.hooks.late["on_train_epoch_end"]:
             hook()
         schedule.count_epoch()
-        self.agree()
-
-    def agree(self) -> None:
-        """Agree with the other ranks on the elapsed time and on whether to stop."""
-        run = self.current_run
-        run.agreement.agree(self.state.global_step, self.should_stop, run.preemption.signal)
+        run.agree_on_stop()
 
     def log_step(self) -> None:
         """Write the newest step's values; here, and nowhere before, they are read from the device."""
@@ -260,12 +266,11 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.evaluate("validation")
         run.end_validation()
 
-    def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
+    def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> Any:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
         if remote_call.needs_workers(self, request):
-            found: list[Any] = remote_call.run_in_workers(self, request)
-            return found
+            return remote_call.run_in_workers(self, request)
         with lifecycle.begin(self, request) as run:
             if run.loop.doing not in run.data.evaluations:
                 return []  # without a batch there is nothing to do, and no hook is called

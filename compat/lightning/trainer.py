@@ -20,7 +20,7 @@ from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...loggers.logger import Logger
 from ...tasks.task import Task
 from ...trainer.data.steps import StepInput
-from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
+from ...trainer.hooks import RENAMED, STEP_NAMES, check_hook_arguments, describe_misnomers, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.place import find_place
@@ -121,7 +121,7 @@ AnyStrategy = str | Strategy | StrategyOfLegato
 OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
 """Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
 OWN_METHODS = (
-    *("agree", "begin_epoch", "elapsed", "end_epoch", "evaluate", "log_step", "metrics", "publish"),
+    *("begin_epoch", "check", "elapsed", "end_epoch", "evaluate", "log_step", "metrics", "publish"),
     *("sanity_check", "stage", "task", "train_step", "validate_now"),
 )
 """Methods and properties that its loop calls, and that Lightning's leaves free."""
@@ -182,7 +182,6 @@ HIGHEST_SEED = 1 << 32
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
-    refuses_near_names = False
     evaluates_with_states = True
     pads_shares = True
     reads_streams_whole = True
@@ -337,6 +336,13 @@ class Trainer(TrainerAttributes):
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
         return state
+
+    def check(self, *owners: Any) -> None:
+        """Warn of methods that are named almost like hooks; raise TaskError for hooks with wrong arguments."""
+        for owner in owners:
+            check_hook_arguments(owner)
+            for told in describe_misnomers(owner):
+                log.warning(told)
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""

@@ -12,9 +12,8 @@ from ...base.messages import let_be_seen
 from ...base.quantities import parse_duration
 from ...base.run_names import name_problem, require_local
 from ...tasks.data_hooks import DataHooks
-from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ..hooks import STEP_NAMES, TASK_HOOKS, TASK_METHODS, check_names, check_nones, count_arguments, overrides
+from ..hooks import STEP_NAMES, TASK_HOOKS, check_nones, count_arguments, overrides
 from ..optimization.model_checks import require_sendable
 from ..optimization.precision import Precision
 from ..resume.checkpoint_format import CheckpointFormat
@@ -79,10 +78,9 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
     trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
 
 
-def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_sent: bool = False) -> None:
+def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = False) -> None:
     """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
 
-    refuses_near_names: False to warn of the latter only, and to look at no step that the stage does not call.
     is_sent: the task will be sent to other processes.
     """
     stage = request.stage
@@ -91,10 +89,7 @@ def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_
         raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
     if is_sent:
         require_sendable(task)
-    check_names(task, Task, TASK_HOOKS, TASK_METHODS, refuses_near_names)
-    if request.datamodule is not None:
-        hooks = ("setup", "teardown", "on_exception")
-        check_names(request.datamodule, DataModule, hooks, TASK_METHODS, refuses_near_names)
+    trainer.check(task, *([] if request.datamodule is None else [request.datamodule]))
     step = f"{DOING_OF_STAGE[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
         ready = name == "predict_step" and task.predict_step is not None
@@ -106,7 +101,7 @@ def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_
         )
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     called = (step, "validation_step") if stage == "fit" else (step,)
-    for name in STEP_NAMES if refuses_near_names else called:
+    for name in called:
         if overrides(task, Task, name):
             count_arguments(task, name)
 

@@ -9,7 +9,7 @@ from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators
 from ..data.sampling import Layout, mix
-from ..hooks import CALLBACK_HOOKS, Hooks, check_names, loop_part
+from ..hooks import Hooks, loop_part
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
@@ -83,8 +83,8 @@ def set_owners(call: Call) -> None:
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
     trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
+    trainer.check(*trainer.callbacks)
     for callback in trainer.callbacks:
-        check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
         set_task = loop_part(callback, "set_task")
         set_task(call.task)
         call.undo.callback(set_task, None)
