@@ -35,8 +35,6 @@ class Logger:
     calls, so that a task may use `self.logger` in every process.
     """
 
-    saves_points = False
-    """Whether `save` is called after each point of the log, and not with checkpoints alone."""
     _directory: Path | None = None
     _is_open = False
     _said: tuple[str, ...] = ()
@@ -89,6 +87,10 @@ class Logger:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write values of one logging point; several calls for one step are merged."""
+
+    def log_point(self, values: Mapping[str, float], step: int) -> None:
+        """Take the values of one logging point from the trainer; `log_metrics` writes them."""
+        self.log_metrics(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters and, at the end of a run, its final metrics."""

@@ -2,7 +2,7 @@
 
 import inspect
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
@@ -76,6 +76,10 @@ class Hyperparameters:
         """
         self.__dict__["_hparams_configs"] = dict(configs)
 
+    def logged_hyperparameters(self) -> dict[str, Any] | None:
+        """Return what loggers are given of this object when a run begins, in plain dicts and lists; None: nothing."""
+        return plain_hyperparameters(self) if self.__dict__.get("_log_hyperparams", True) else None
+
     @classmethod
     def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
         """Build an object from saved hyperparameters in another way than by calling the class; None: call the class."""
@@ -97,6 +101,29 @@ class Hyperparameters:
                     found |= values.locals[values.keywords]
             frame = frame.f_back
         return found
+
+
+def plain_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
+    """Return all hyperparameters, in plain dicts and lists; of what a config built, the config."""
+    built = built_hyperparameters(owner)
+    return {name: built[name] if name in built else plain_containers(value) for name, value in owner.hparams.items()}
+
+
+def built_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
+    """Return the configs of those hyperparameters that a config built, by name."""
+    recorded = owner.__dict__.get("_hparams_configs", {})
+    return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
+
+
+def plain_containers(value: Any) -> Any:
+    """Convert mappings and sequences of other types, such as OmegaConf's, to dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain_containers(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain_containers, value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain_containers(item) for item in value]
+    return value
 
 
 def _mapping_items(value: Any) -> dict[str, Any]:

@@ -481,18 +481,17 @@ class Run(JoinedCall):
         self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def write_point(self, values: dict[str, float]) -> None:
-        """Write a point of the log, on rank 0."""
-        self.loop.point = step, values = self.trainer.log_point(values)
-        self.write(step, values)
+        """Write a point of the log, on rank 0: at the newest step, or at that of a checkpoint that is evaluated."""
+        step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
+        self.loop.point = step, values = step, {**values, "epoch": values.get("epoch", epoch)}
+        self.write(step, values, "log_point")
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, float], method: str = "log_metrics") -> None:
         """Give values to the loggers, on rank 0."""
         if self.trainer.is_global_zero:
             with self.trainer.saver.writing():
                 for logger in self.trainer.loggers:
-                    logger.log_metrics(values, step)
-                    if logger.saves_points:
-                        logger.save()
+                    getattr(logger, method)(values, step)
 
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.

@@ -1,8 +1,7 @@
 """Trainer: how training works, top to bottom.
 
 `fit` is the loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders. What they need is made
-before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`, what a subclass
-may choose otherwise in `defaults.TrainerDefaults`.
+before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`.
 """
 
 import sys
@@ -32,7 +31,6 @@ from .state import State
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
 """Keep the random numbers of evaluations, and of what begins an epoch, apart from those of training."""
-
 
 Source = str | Path | None
 """A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
@@ -68,7 +66,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         datamodule: DataModule | None = None,
         ckpt_path: Source = None,
         resume: Source = None,
-    ) -> Any:
+    ) -> None:
         """Train a task.
 
         `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
@@ -78,7 +76,8 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
         if remote_call.needs_workers(self, request):
-            return remote_call.run_in_workers(self, request)
+            remote_call.run_in_workers(self, request)
+            return
         self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
             state, schedule = self.state, run.schedule
@@ -266,11 +265,12 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.evaluate("validation")
         run.end_validation()
 
-    def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> Any:
+    def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
         if remote_call.needs_workers(self, request):
-            return remote_call.run_in_workers(self, request)
+            outputs: list[Any] = remote_call.run_in_workers(self, request)
+            return outputs
         with lifecycle.begin(self, request) as run:
             if run.loop.doing not in run.data.evaluations:
                 return []  # without a batch there is nothing to do, and no hook is called

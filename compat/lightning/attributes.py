@@ -44,6 +44,8 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     """Values of callback_metrics that only this process has, each with the agreed one, by name."""
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
     """Optimizers and schedulers of the newest fit."""
+    _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
+    """The newest run's optimization, and what the module gets of its optimizers."""
     predictions: list[Any]
     """Result of the newest predict."""
     __hash__ = object.__hash__
@@ -53,7 +55,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers of the newest fit, which other processes do not need."""
-        return {name: value for name, value in vars(self).items() if name != "fitted"}
+        return {name: value for name, value in vars(self).items() if name not in ("fitted", "_handles")}
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
@@ -164,8 +166,14 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
         """The optimizers of the run as the module gets them, or of the newest fit."""
-        own = [] if self.run is None else super().manual_optimizers
-        return own or [LightningOptimizer(one) for one in self.fitted[0]]
+        optimizers = [] if self.run is None else super().optimizers
+        if not optimizers:
+            return [LightningOptimizer(one) for one in self.fitted[0]]
+        optimization = self.current_run.optimization
+        # the same ones at each call: programs put functions of their own into them
+        if self._handles[0] is not optimization or [one.optimizer for one in self._handles[1]] != optimizers:
+            self._handles = optimization, [LightningOptimizer(one, optimization) for one in optimizers]
+        return list(self._handles[1])
 
     @property
     def loggers(self) -> list[Logger]:

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
+from ...tasks.hyperparameters import plain_containers
 from ...trainer.checkpoints.commit import Owner
 from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
 from ...trainer.processes.ranks import Ranks
 from ...trainer.resume.checkpoint_format import DirectoryFormat
-from ...trainer.resume.left_out import BUILT, LEFT_OUT, plain_containers
+from ...trainer.resume.left_out import BUILT, LEFT_OUT
 from ...trainer.resume.parameter_names import has_names, named, numbered
 from ...trainer.resume.rebuild import averaged_weights, averaging_state
 from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAINED, contents_of, loops_of
@@ -269,6 +270,8 @@ class LightningFile:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.states: tuple[Any, Mapping[str, Any]] | None = None
+        """States of data module and callbacks in the checkpoint that is evaluated, until they are loaded."""
         self.weights_only: bool | None = None
         """What the program has said of the checkpoint to read."""
 
@@ -292,7 +295,29 @@ class LightningFile:
             raise problem
 
     def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file."""
+        """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file.
+
+        The weights are the averages, where there are some, unless a callback of this run goes on with them.
+        """
+        contents = self._read(path, ranks, names, in_parts)
+        run = self.trainer.current_run
+        brought = run.task.configure_callbacks() or []
+        callbacks = [*self.trainer.callbacks, *(brought if isinstance(brought, (list, tuple)) else [brought])]
+        contents["state_dict"] = averaged_weights(contents, [callback.state_key for callback in callbacks])
+        self.states = contents.get("datamodule"), contents.get("callbacks", {})
+        return contents
+
+    def load_states(self) -> None:
+        """Give data module and callbacks their states of the checkpoint that is evaluated, as Lightning does; once."""
+        data, callbacks = self.states or (None, {})
+        self.states = None
+        if data and self.trainer.datamodule is not None:
+            self.trainer.datamodule.load_state_dict(data)
+        for callback in self.trainer.callbacks:
+            if callback.state_key in callbacks:
+                callback.load_state_dict(callbacks[callback.state_key])
+
+    def _read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         if path.is_dir():
             return DirectoryFormat().read(path, ranks, names, in_parts)
         try:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...trainer.metrics.reduce import Reduced, to_floats
+from .loggers import FabricLogger
 
 if TYPE_CHECKING:
     from ...trainer.run import Run
@@ -44,3 +45,6 @@ class EvaluationPoints:
             self.trainer.logged_metrics.update(logged)
             self.trainer.take_logged(Reduced(loggers=logged))
             self.run.write(index, logged)
+            for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
+                if isinstance(logger, FabricLogger):  # whose points are saved one by one
+                    logger.save()

@@ -23,9 +23,9 @@ from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...loggers.remote import with_prefix
+from ...tasks.hyperparameters import plain_containers
 from ...trainer.data.transfer import to_device
 from ...trainer.hooks import loop_part
-from ...trainer.resume.left_out import plain_containers
 from .aliases import alias, item
 from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
@@ -48,10 +48,30 @@ class WithoutFiles:
         """Let `version` be known before the run begins."""
 
 
-class FabricLogger(WithoutFiles, logger.Logger, ABC):
+class PlacesPoints:
+    """A logger that takes points of the log as Lightning's Trainer hands them over."""
+
+    trainer_of_points: Any = None
+    """The trainer that is under way; None: another one."""
+
+    def log_point(self, values: Mapping[str, float], step: int) -> None:
+        """Write a point at the newest step, after `fit` at their count; or at a logged "step", without its epoch."""
+        this: Any = self
+        trainer, values = self.trainer_of_points, dict(values)
+        if "step" in values:
+            step = int(values.pop("step"))
+            values.pop("epoch")
+        elif trainer is not None:
+            step = max(0, trainer.state.global_step + trainer.logged_ahead - (trainer.stage == "fit"))
+            if trainer.stage != "fit":
+                values["epoch"] = trainer.current_epoch
+        this.log_metrics(values, step)
+
+
+class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
     """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
 
-    saves_points = names_are_free = True
+    names_are_free = True
 
     @property
     @abstractmethod
@@ -90,6 +110,11 @@ class FabricLogger(WithoutFiles, logger.Logger, ABC):
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters."""
+
+    def log_point(self, values: Mapping[str, float], step: int) -> None:
+        """Write a point of the log, and save it."""
+        super().log_point(values, step)
+        self.save()
 
     def finalize(self, status: str) -> None:
         """End the log: save it."""
@@ -210,7 +235,7 @@ class FolderOfLogger:
         return Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))
 
 
-class FolderParts(logger.Logger):
+class FolderParts(PlacesPoints, logger.Logger):
     """Base class of loggers with a folder of their own, and the names by which programs read and set it."""
 
     own_folder: FolderOfLogger | None = None
@@ -521,7 +546,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
-class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
+class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
     """Writes to MLflow, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
@@ -557,7 +582,7 @@ class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
             super().log_hyperparams(as_dict(params))
 
 
-class WandbLogger(WithoutFiles, wandb.WandbLogger):
+class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
     """Writes to Weights & Biases, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"

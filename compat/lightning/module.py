@@ -19,6 +19,7 @@ from ...base.errors import ConfigError
 from ...base.tensors import map_tensors
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
+from ...tasks.hyperparameters import plain_containers
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ...trainer.resume.rebuild import rebuild_data_module, rebuild_task
@@ -93,6 +94,13 @@ def copied(value: Any) -> Any:
     return type(value)(map(copied, value)) if type(value) in (list, tuple, set) else value
 
 
+def is_other(first: Any, second: Any) -> bool:
+    """Return whether two hyperparameters differ; two tensors do unless they are one."""
+    if type(first) is not type(second) or isinstance(first, torch.Tensor):
+        return first is not second
+    return bool(first != second)
+
+
 class InitialHyperparameters:
     """Hyperparameters as they were saved first."""
 
@@ -125,6 +133,28 @@ class InitialHyperparameters:
             self.__dict__["_hparams"] = args[0]
         this: Any = self
         self.__dict__["_hparams_initial"] = copied(this.hparams)
+
+    def logged_hyperparameters(self) -> dict[str, Any] | None:
+        """Return the hyperparameters as they were saved, also where that are none; None where none are to be logged.
+
+        Raises RuntimeError where module and data module have saved different values under one name.
+        """
+        this: Any = self
+        is_wanted = getattr(this.trainer, "enable_autolog_hparams", True)  # which Legato's own Trainer lacks
+        if not self._log_hyperparams or not is_wanted:
+            return None
+        values = plain_containers({name: value for name, value in self.hparams_initial.items() if name[:1] != "_"})
+        data: Any = this.trainer.datamodule
+        if data is not None and data is not self and vars(data).get("_log_hyperparams"):
+            other = data.logged_hyperparameters() or {}
+            differing = sorted(name for name in values.keys() & other.keys() if is_other(values[name], other[name]))
+            if differing:
+                raise RuntimeError(
+                    f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
+                    f"LightningDataModule's hparams but have different values. Save them in one of the two "
+                    f"(save_hyperparameters(ignore=...)), or do not log those of one (logger=False)."
+                )
+        return values  # type: ignore[no-any-return]
 
     @classmethod
     def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:

@@ -665,6 +665,14 @@ def read_strategy(wanted: Any) -> Any:
     return wanted  # Legato's own names, and the message about one that is not known
 
 
+def with_attributes(made: strategy.Strategy, wanted: Any) -> Any:
+    """Return the strategy that was made for a word or a mapping as a class with Lightning's attributes."""
+    if made is wanted or made.name not in CLASSES:
+        return made
+    options = {name: value for name, value in wanted.items() if name != "name"} if isinstance(wanted, dict) else {}
+    return CLASSES[made.name](**options)
+
+
 def _devices_of(devices: list[torch.device] | None) -> dict[str, Any]:
     if not devices:
         return {}

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -17,6 +17,8 @@ import torch
 from ...base.errors import ConfigError
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
+from ...callbacks.model_summary import ModelSummary as SummaryOfLegato
+from ...callbacks.progress_bar import ProgressDisplay
 from ...loggers.logger import Logger
 from ...tasks.task import Task
 from ...trainer.data.steps import StepInput
@@ -24,8 +26,6 @@ from ...trainer.hooks import RENAMED, STEP_NAMES, check_hook_arguments, describe
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.place import find_place
-from ...trainer.resume.left_out import plain_containers
-from ...trainer.resume.rebuild import averaged_weights
 from ...trainer.resume.saver import Saver
 from ...trainer.run import Call
 from ...trainer.runs import places
@@ -51,19 +51,20 @@ from .loggers import (
     CSVLogger,
     DummyLogger,
     MLFlowLogger,
+    PlacesPoints,
     TensorBoardLogger,
     WandbLogger,
     WithoutFiles,
     folder_below,
 )
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
-from .optimizers import LightningOptimizer, SampleWeights
+from .optimizers import SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import Profiler, add_profiler
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from .strategies import CLASSES, Strategy
+from .strategies import Strategy, with_attributes
 from .utilities import given_to_compile
 
 log = logging.getLogger("legato")
@@ -82,13 +83,6 @@ def uncompiled(model: Any) -> Any:
 
 def drop(*_: Any) -> None:
     """Take a value that nobody keeps."""
-
-
-def is_other(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameters differ; two tensors do unless they are one."""
-    if type(first) is not type(second) or isinstance(first, torch.Tensor):
-        return first is not second
-    return bool(first != second)
 
 
 def assignable(own: property, name: str, inherited: Any) -> property:
@@ -182,11 +176,8 @@ HIGHEST_SEED = 1 << 32
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
-    evaluates_with_states = True
     pads_shares = True
     reads_streams_whole = True
-    optimizer_wrapper = LightningOptimizer
-    fits_continue = True
     evaluation_points: EvaluationPoints | None = None
     """Values that the steps of an evaluation log with `on_step`."""
     has_data = True
@@ -246,12 +237,11 @@ class Trainer(TrainerAttributes):
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
-        self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
-        super().__init__(**arguments, **self._arguments_of_files_and_ranks(strategy, devices))
+        self.barebones, self.enable_autolog_hparams, self.predictions = barebones, enable_autolog_hparams, []
+        super().__init__(**{**arguments, "callbacks": None}, **self._arguments_of_files_and_ranks(strategy, devices))
+        self.strategy = with_attributes(self.strategy, arguments["strategy"])
+        self.callbacks = self._make_callbacks(arguments)
         self._show_arguments(arguments, gradient_clip_algorithm)
-        refuse_same_keys(self.callbacks)
-        refuse_bars(self.callbacks, self.enable_progress_bar)
-        self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.profiler = add_profiler(profiler, self.callbacks)
@@ -277,9 +267,50 @@ class Trainer(TrainerAttributes):
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         if self.fast_dev_run and arguments["logger"]:
             self.loggers = [DummyLogger()]
-        if self.fast_dev_run and arguments["enable_checkpointing"]:
-            given = [one for one in arguments["callbacks"] if isinstance(one, ModelCheckpoint)]
-            self.callbacks += given or [ModelCheckpoint()]
+
+    def _make_callbacks(self, arguments: dict[str, Any]) -> list[Callback]:
+        """Return the callbacks that were given, and those that other arguments ask for; none of these logs anything.
+
+        The bar and the table are by rich where it is installed. Raises ConfigError for what is no callback.
+        """
+        given = arguments["callbacks"]
+        callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"Trainer(callbacks=...) takes Callbacks; got {type(callback).__name__}.")
+        if any(isinstance(one, CheckpointCallback) for one in callbacks) and not arguments["enable_checkpointing"]:
+            raise ConfigError("enable_checkpointing=False, but callbacks has a ModelCheckpoint; leave one of them out.")
+        by_rich = find_spec("rich") is not None
+        defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
+            (self.enable_progress_bar, ProgressDisplay, RichProgressBar if by_rich else TQDMProgressBar),
+            (self.enable_model_summary, SummaryOfLegato, RichModelSummary if by_rich else ModelSummary),
+            (arguments["enable_checkpointing"], CheckpointCallback, ModelCheckpoint),
+        ]
+        for is_wanted, role, kind in defaults:
+            if is_wanted and not any(isinstance(callback, role) for callback in callbacks):
+                callbacks.append(kind())
+        callbacks += [] if self.max_time is None else [Timer(duration=self.max_time)]
+        refuse_same_keys(callbacks)
+        refuse_bars(callbacks, self.enable_progress_bar)
+        self.enable_checkpointing = False  # no directory of Legato's is needed: these write where Lightning's do
+        return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
+
+    def _folder_of_loggers(self) -> Path | None:
+        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
+
+        Also None on ranks above 0, which rank 0 tells it.
+        """
+        place = find_place(self.cluster)
+        if self.fast_dev_run or not self.loggers or (place is not None and place.rank > 0):
+            return None
+        first = self.loggers[0]
+        own = getattr(first, "log_dir", None)
+        if own is None and isinstance(first, WithoutFiles):
+            first.make_version()
+            own = folder_below(self.default_root_dir, first)  # where ModelCheckpoint writes then
+        if own is None:  # without a `run.json` it is no run directory of Legato's
+            return places.make_folder(Path(self.default_root_dir), self.run_name)
+        return Path(own)
 
     def _make_loops(self) -> None:
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
@@ -322,11 +353,6 @@ class Trainer(TrainerAttributes):
             return self._evaluation_loop
         return self.predict_loop if self.predicting else None
 
-    @property
-    def enable_autolog_hparams(self) -> bool:
-        """Whether hyperparameters are logged when a run begins."""
-        return self.logs_hyperparameters
-
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
         """Return the state of a fit, which goes on from where the last one ended."""
@@ -343,70 +369,6 @@ class Trainer(TrainerAttributes):
             check_hook_arguments(owner)
             for told in describe_misnomers(owner):
                 log.warning(told)
-
-    def strategy_class(self, name: str) -> type[StrategyOfLegato]:
-        """Return the class behind the name of a strategy, with Lightning's attributes."""
-        return CLASSES.get(name) or super().strategy_class(name)
-
-    def default_callbacks(self) -> list[tuple[bool, type[Callback], dict[str, Any]]]:
-        """Return the callbacks that the arguments ask for, those by rich where it is installed; none logs anything."""
-        by_rich = find_spec("rich") is not None
-        return [
-            (self.enable_progress_bar, RichProgressBar if by_rich else TQDMProgressBar, {}),
-            (self.enable_model_summary, RichModelSummary if by_rich else ModelSummary, {}),
-            (self.max_time is not None, Timer, {"duration": self.max_time}),
-            (self.enable_checkpointing, ModelCheckpoint, {}),
-        ]
-
-    def weights_of(self, saved: Mapping[str, Any]) -> Any:
-        """Return the averages of a run that averaged its weights, unless a callback of this run goes on with them."""
-        return averaged_weights(saved, [one.state_key for one in self.callbacks])
-
-    def new_run_dir(self, identity: str, stage: str) -> Path | None:
-        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
-
-        It holds what Lightning writes and nothing else: without a `run.json` it is no run directory of Legato's.
-        """
-        if self.fast_dev_run or not self.loggers:
-            return None
-        first = self.loggers[0]
-        own = getattr(first, "log_dir", None)
-        if own is None and isinstance(first, WithoutFiles):
-            first.make_version()
-            own = folder_below(self.default_root_dir, first)  # where ModelCheckpoint writes then
-        if own is None:
-            return places.make_folder(Path(self.default_root_dir), self.run_name)
-        Path(own).mkdir(parents=True, exist_ok=True)
-        return Path(own)
-
-    def hyperparameters_to_log(self, owners: Sequence[Any]) -> dict[str, Any] | None:
-        """Return the hyperparameters as they were saved, also where that are none; None if nothing called for them.
-
-        Raises RuntimeError where module and data module have saved different values under one name.
-        """
-        saved = [one for one in owners if vars(one).get("_log_hyperparams", False)]
-        if not saved:
-            return None
-        found: dict[str, Any] = {}
-        for owner in saved:
-            own = plain_containers({name: value for name, value in owner.hparams_initial.items() if name[:1] != "_"})
-            differing = sorted(name for name in own.keys() & found.keys() if is_other(own[name], found[name]))
-            if differing:
-                raise RuntimeError(
-                    f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
-                    f"LightningDataModule's hparams but have different values. Save them in one of the two "
-                    f"(save_hyperparameters(ignore=...)), or do not log those of one (logger=False)."
-                )
-            found |= own
-        return found
-
-    def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
-        """Return the place of a point: the newest step, after fit their count; or a logged "step", without epoch."""
-        values = dict(values)
-        if "step" in values:
-            return int(values.pop("step")), values
-        values.setdefault("epoch", self.current_epoch)
-        return max(0, self.state.global_step + self.logged_ahead - (self.stage == "fit")), values
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def sanity_check(self) -> None:
@@ -497,6 +459,8 @@ class Trainer(TrainerAttributes):
         if self.evaluation_points is None or self.evaluation_points.run is not self.current_run:
             self.evaluation_points = EvaluationPoints(self, self.current_run)
         self.evaluation_points.follow(word)
+        if self.current_run.stage != "fit" and self.current_run.source is not None:
+            self.files.load_states()
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:
@@ -627,12 +591,26 @@ class Trainer(TrainerAttributes):
             # a script that seeds nothing has another seed in each of its ranks
             self.seed = shared_seed() if is_started() and seed >= HIGHEST_SEED else seed & 0xFFFFFFFF
         self.state.fn, self.state.status = function, TrainerStatus.RUNNING
+        # within a worker it is that of the process which started it
+        makes_folder = self.given_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
+        if makes_folder:
+            self.given_dir = self._folder_of_loggers()
+        self.run_dir = self.run_dir or self.given_dir
+        for logger in self.loggers:
+            if isinstance(logger, PlacesPoints):
+                logger.trainer_of_points = self
         try:
             yield
         except BaseException:
             self.state.status = TrainerStatus.INTERRUPTED
             note_failure()
             raise
+        finally:
+            if makes_folder:
+                self.given_dir = None
+            for logger in self.loggers:
+                if isinstance(logger, PlacesPoints):
+                    logger.trainer_of_points = None
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:

@@ -17,7 +17,7 @@ from ..data.steps import StepInput
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
-from .optimizers import may_draw, optimizer_parameters
+from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 from .weight_watch import WeightWatch
 
@@ -47,7 +47,7 @@ class Optimization:
         self.has_plateau_by_steps = any(
             config.reduce_on_plateau and config.interval == "step" for config in self.schedulers
         )
-        self.manual_optimizers = [trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
+        self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
         self.own_scheduler_step = overrides(task, Task, "lr_scheduler_step")
@@ -114,7 +114,7 @@ class Optimization:
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with other optimizers, of the same parameters."""
         self.optimizers[:] = optimizers
-        self.manual_optimizers[:] = [self.trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
+        self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
@@ -242,7 +242,7 @@ class Optimization:
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
         assert self.make_closure is not None
         batch_idx = step.batches[-1].batch_idx if step.batches else self.state.epoch_rounds
-        wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
+        wrapped: Any = self.trainer.manual_optimizers[self.optimizers.index(optimizer)]
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, self.make_closure(step, optimizer))
 
     def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:

@@ -8,16 +8,12 @@ from torch.optim import Optimizer
 
 from ...base.environment import numeric_variables
 from ...base.errors import ConfigError, TaskError
+from ...tasks.hyperparameters import built_hyperparameters
 from ..checkpoints import reading
 from ..optimization import kernels
 from ..runs import places
 from .fingerprint import below
-from .left_out import (
-    BUILT,
-    LEFT_OUT,
-    built_hyperparameters,
-    split_hyperparameters,
-)
+from .left_out import BUILT, LEFT_OUT, split_hyperparameters
 from .parameter_names import named
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import CheckpointError
+from ...tasks.hyperparameters import plain_hyperparameters
 from ..checkpoints.codec import flatten
 
 if TYPE_CHECKING:
@@ -30,34 +31,9 @@ def can_be_stored(value: Any) -> bool:
 # --- hyperparameters --------------------------------------------------------------------------------------------------
 def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
     """Return the hyperparameters that a checkpoint can hold, and the names of the others."""
-    plain = logged_hyperparameters(owner)
+    plain = plain_hyperparameters(owner)
     values = {name: value for name, value in plain.items() if can_be_stored(value)}
     return values, [name for name in plain if name not in values]
-
-
-def logged_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
-    """Return all hyperparameters, in plain dicts and lists, for loggers; of what a config built, the config."""
-    built = built_hyperparameters(owner)
-    return {name: built[name] if name in built else plain_containers(value) for name, value in owner.hparams.items()}
-
-
-def built_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
-    """Return the configs of those hyperparameters that a config built, by name."""
-    recorded = owner.__dict__.get("_hparams_configs", {})
-    return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
-
-
-def plain_containers(value: Any) -> Any:
-    """Convert mappings and sequences of other types, such as OmegaConf's, to dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: plain_containers(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return (
-            tuple(map(plain_containers, value))
-            if isinstance(value, tuple)
-            else [plain_containers(item) for item in value]
-        )
-    return value
 
 
 def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapping[str, Any]) -> None:

@@ -346,8 +346,8 @@ def _in_current_order(before: Mapping[str, Any], index: int, places: Sequence[in
     }
 
 
-def load_parts(trainer: "Trainer", saved: Mapping[str, Any], *names: str) -> None:
-    """Load the states of the parts of a run, or of those of these names, where the checkpoint has them."""
+def load_parts(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+    """Load the states of the parts of a run, where the checkpoint has them."""
     for name, part in trainer.current_run.parts().items():
-        if name in saved and (not names or name in names):
+        if name in saved:
             part.load_state_dict(saved[name])

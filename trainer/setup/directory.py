@@ -44,7 +44,8 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
                 decided.config_from = request.resume.directory if isinstance(request.resume, StoredRun) else None
                 decided.is_chosen = request.source_is_chosen
                 decided.goes_on = is_same_run(decided.directory, decided.source)
-                same = trainer.saver.run_id if trainer.fits_continue and trainer.global_step else ""
+                # a fit that counts on from the one before (`Trainer.new_state`) is the same run
+                same = trainer.saver.run_id if trainer.global_step else ""
                 decided.identity = same or identity_of(decided.directory) or new_identity()
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
@@ -150,10 +151,19 @@ def decide_directory(
         directory = evaluation_directory(trainer, request.stage, source)
     if directory is None:
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
-        directory = trainer.new_run_dir(identity or new_identity(), request.stage)
+        directory = new_directory(trainer, identity or new_identity(), request.stage)
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
+    elif directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
     return directory, source
+
+
+def new_directory(trainer: "Trainer", identity: str, stage: str) -> Path | None:
+    """Make the directory of a new run; None where nothing is to be written."""
+    if not trainer.fast_dev_run and (trainer.loggers or trainer.enable_checkpointing):
+        return places.create(Path(trainer.default_root_dir), trainer.run_name, identity, stage)
+    return None
 
 
 def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) -> Path | None:
@@ -162,7 +172,7 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
     None where that run is not below `default_root_dir`, where its directory is not writable, and where nothing is to be
     written.
     """
-    writes = bool(trainer.loggers) or trainer.checkpoint_callback is not None
+    writes = bool(trainer.loggers) or trainer.enable_checkpointing
     if stage == "fit" or source is None or not writes:
         return None
     root = Path(trainer.default_root_dir).resolve()

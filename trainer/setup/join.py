@@ -4,7 +4,6 @@ import logging
 import os
 from typing import Any
 
-from ...callbacks.callback import Callback
 from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators

@@ -15,6 +15,7 @@ from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization
 from ..processes.ranks import SINGLE
 from ..resume import contents, fingerprint, restore
+from ..resume.rebuild import averaged_weights
 from ..run import Call, JoinedCall, Run
 from ..schedule import Schedule
 from .data import make_loaders, make_transfer, prepare_data
@@ -91,7 +92,8 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
 
     Both find the weights that the trainer takes.
     """
-    saved["state_dict"] = call.trainer.weights_of(saved)
+    if call.stage != "fit":  # by the averages, unless a callback of this run takes them itself
+        saved["state_dict"] = averaged_weights(saved, [callback.state_key for callback in call.trainer.callbacks])
     for hook in (*call.hooks.of_task["on_load_checkpoint"], *call.hooks.of_callbacks["on_load_checkpoint"]):
         hook(saved)
 

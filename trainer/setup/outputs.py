@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ...base.environment import restart_count, slurm_job
+from ...base.environment import slurm_job
 from ...loggers.logger import Logger
 from ..accelerators import name_of
 from ..hooks import loop_part
@@ -48,11 +48,14 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
 def open_outputs(run: Run) -> None:
     """Record a start in a process that becomes rank 0 while the run is under way, and open its loggers."""
     record_start(run)
-    open_loggers(run)
+    open_loggers(run, run.state.global_step)
 
 
-def open_loggers(run: Run) -> None:
-    """Open the loggers and store the config, on rank 0; tell the others' loggers where that is."""
+def open_loggers(run: Run, resume_step: int | None) -> None:
+    """Open the loggers and store the config, on rank 0; tell the others' loggers where that is.
+
+    resume_step: what was logged for later steps is void; None: the run begins, or follows another one of this process.
+    """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:
         return
@@ -68,21 +71,17 @@ def open_loggers(run: Run) -> None:
     if trainer.given_config is not None:
         config["set"] = list(flat_config(trainer.given_config))
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
-    # also where processes were started again before there was a checkpoint: what they had logged is void
-    in_memory = step > 0 and not trainer.fits_continue  # else what was logged for later steps is void
-    going_on = run.stage == "fit" and (run.source is not None or in_memory or restart_count() > 0)
-    hyperparameters = None
-    if trainer.logs_hyperparameters:
-        hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])
+    owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
+    logged = [values for owner in owners if (values := owner.logged_hyperparameters()) is not None]
     if run.stage == "fit" and identity_of(trainer.run_dir):
-        hyperparameters = {**run_settings(run), **(hyperparameters or {})}
+        logged.insert(0, run_settings(run))
     for logger in trainer.loggers:
-        loop_part(logger, "open")(trainer.run_dir, step if going_on else None)
+        loop_part(logger, "open")(trainer.run_dir, resume_step)
         log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
         if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
             logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
-        if hyperparameters is not None:
-            logger.log_hyperparams(hyperparameters)
+        if logged:
+            logger.log_hyperparams({name: value for values in logged for name, value in values.items()})
         logger.log_graph(run.task)
 
 

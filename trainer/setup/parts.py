@@ -10,6 +10,7 @@ from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...callbacks.progress_bar import ProgressDisplay
 from ...loggers.logger import Logger
 from ...tasks.task import Task
+from .. import strategies
 from ..processes.place import Place, find_place
 from ..strategies import STRATEGIES
 from ..strategies.strategy import Strategy
@@ -25,18 +26,15 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     name = options.pop("name", None)
     if name == "auto":
-        place = find_place(trainer.cluster) or Place()
-        several = len(trainer.device_list) * trainer.num_nodes > 1 or place.world_size > 1
-        name = "ddp" if several else "single"
+        name = choose_name(trainer)
     if name not in STRATEGIES:
         known = ("auto", *STRATEGIES)
         hint = did_you_mean(str(name), known)
         if str(name).startswith("ddp_"):
             hint = " Options are given beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
-    kind = trainer.strategy_class(name)
     try:
-        found: Strategy = kind(**options)
+        found: Strategy = getattr(strategies, STRATEGIES[name].split(":")[1])(**options)
     except TypeError as error:
         unknown = [option for option in options if option in TORCH_OPTIONS]
         instead = f" {TORCH_OPTIONS[unknown[0]]}" if unknown else ""
@@ -44,6 +42,13 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return found
+
+
+def choose_name(trainer: "Trainer") -> str:
+    """Return the name of the strategy that "auto" stands for."""
+    place = find_place(trainer.cluster) or Place()
+    several = len(trainer.device_list) * trainer.num_nodes > 1 or place.world_size > 1
+    return "ddp" if several else "single"
 
 
 def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:
@@ -71,7 +76,16 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
     for callback in found:
         if not isinstance(callback, Callback):
             raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.")
-    for wish, kind, options in trainer.default_callbacks():
+    logs = bool(trainer.loggers)
+    defaults: list[tuple[bool, type[Callback], dict[str, Any]]] = [
+        (trainer.enable_progress_bar, known.ProgressBar, {}),
+        (trainer.enable_model_summary, known.ModelSummary, {}),
+        (logs, known.LearningRateMonitor, {}),
+        (logs, known.ThroughputMonitor, {}),
+        (trainer.max_time is not None, known.Timer, {"duration": trainer.max_time}),
+        (trainer.enable_checkpointing, known.Checkpoint, {}),
+    ]
+    for wish, kind, options in defaults:
         roles = (CheckpointCallback, ProgressDisplay, known.ModelSummary)
         role = next((base for base in roles if issubclass(kind, base)), kind)
         if wish and (kind is known.Timer or not any(isinstance(callback, role) for callback in found)):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...base.environment import restart_count
 from ..processes.agreement import GarbageCollector
 from ..resume import restore
 from ..run import Call, Request, Run
@@ -25,9 +26,9 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     trainer = run.trainer
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
-    elif saved is not None and trainer.evaluates_with_states:
-        restore.load_parts(trainer, saved, "callbacks", "datamodule")
-    open_loggers(run)
+    # also where processes were started again before there was a checkpoint: what they had logged is void
+    goes_on = run.stage == "fit" and (run.source is not None or restart_count() > 0)
+    open_loggers(run, run.state.global_step if goes_on else None)
     run.membership.open_outputs = open_outputs
     if run.stage == "fit":
         collector = GarbageCollector()
