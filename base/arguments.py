@@ -125,8 +125,6 @@ class TrainerArguments:
             complete checkpoint.
         hang_timeout: Seconds without progress after which to end the run; more than the longest step, save or hook.
             None: never.
-        signal_grace_seconds: Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a save in
-            progress is finished.
         requeue: Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved.
     """
 
@@ -199,7 +197,6 @@ class TrainerArguments:
     cluster: Literal["auto", "off"] = "auto"
     max_restarts: Annotated[int, Range(0)] = 0
     hang_timeout: Annotated[float, Range(0, exclusive=True)] | None = None
-    signal_grace_seconds: Annotated[float, Range(0, exclusive=True)] = 30.0
     requeue: bool = False
 
     def __post_init__(self) -> None:
@@ -231,6 +228,7 @@ INSTEAD = {
     "optimizer_kernels": "Give fused=True or foreach=True to the optimizer in configure_optimizers.",
     "plugins": "Give options or an object to `strategy`, a word to `precision`.",
     "profiler": "Say callbacks=[legato.callbacks.Profile()], a trace by torch.profiler.",
+    "signal_grace_seconds": "A run has 30 s to answer SIGTERM, and a save that makes progress is finished.",
     "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
 }
 """What to write instead of arguments that Lightning's Trainer has, or that this one had."""

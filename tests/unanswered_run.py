@@ -18,6 +18,7 @@ from waiting import leave
 
 import legato as lg
 from legato.callbacks import Checkpoint
+from legato.trainer.processes import signals
 
 
 def wait_in_c() -> None:
@@ -55,9 +56,14 @@ class Stuck(Dataset):
 class Hangs(Tiny):
     """Hangs in its third step (its second validation batch, where `how` says so) on the rank `who`."""
 
-    def __init__(self, folder: Path, how: str, who: int) -> None:
+    def __init__(self, folder: Path, how: str, who: int, grace: float) -> None:
         super().__init__()
-        self.folder, self.how, self.who = folder, how, who
+        self.folder, self.how, self.who, self.grace = folder, how, who, grace
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in a worker, which is given as long to answer as its launcher."""
+        super().__setstate__(state)
+        signals.GRACE = self.grace
 
     def hang(self) -> None:
         leave(self.folder / "stuck", str(os.getpid()))
@@ -128,6 +134,7 @@ class Hooks(Hangs):
 def run(folder: Path, how: str, who: int = 0, grace: float = 1.0, **options: Any) -> None:
     """Fit (validate, where `how` begins with it) until it is ended."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    signals.GRACE = grace
     made = lg.Trainer(
         **{
             "accelerator": "cpu",
@@ -138,13 +145,12 @@ def run(folder: Path, how: str, who: int = 0, grace: float = 1.0, **options: Any
             "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "limit_val_batches": 0 if not how.startswith("validate") else 1.0,
-            "signal_grace_seconds": grace,
             "callbacks": [Checkpoint(every_n_train_steps=2)],
             **options,
         }
     )
     kind = Hooks if how in ("setup", "save", "slow save", "teardown", "moves") else Hangs
-    task = kind(folder, how.removeprefix("validate, "), who)
+    task = kind(folder, how.removeprefix("validate, "), who, grace)
     loader = DataLoader(Stuck(folder), 4, num_workers=1) if how == "loader" else make_loader(32)
     torch.set_num_threads(1)
     if how.startswith("validate"):

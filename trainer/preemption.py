@@ -43,7 +43,7 @@ class Preemption:
         self.leaving = False
         """Whether the run is ending early already."""
         self.first_step = 0
-        self.watch = SignalWatch(trainer.signal_grace_seconds, attends=stage == "fit")
+        self.watch = SignalWatch(attends=stage == "fit")
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
         requeue_early(number, trainer.requeue)
         raise_for_signal(number)
 
-    with handling_end_signals(end, SignalWatch(trainer.signal_grace_seconds)):  # workers, once there are some, get them
+    with handling_end_signals(end, SignalWatch()):  # workers, once there are some, get them
         return _run(trainer, request)
 
 
@@ -110,7 +110,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         # raises before any process is started, and before a run directory is made
         Layout(trainer.replicas, _batch_holders(trainer))
     before, trainer.run = trainer.given_dir, None  # the workers make their own
-    processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
+    processes = trainer.strategy.local_processes(trainer.device_list)
     try:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
@@ -122,7 +122,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
-        outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
+        outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts)
     except BaseException as error:
         if request.stage == "fit" and node == 0 and trainer.run_dir is not None:
             run_file.fail(trainer.run_dir, error, began)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ...base.errors import ConfigError, WorkerError
-from ...trainer.processes.signals import RESUME_ME
+from ...trainer.processes.signals import GRACE, RESUME_ME
 from .launcher import Launcher, Machines, machines_of, without_launcher
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ class KubernetesLauncher(Launcher):
         # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
         # that
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
-        grace = values["trainer"]["signal_grace_seconds"]
         return [
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"run.yaml": text}},
             {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
@@ -119,11 +118,11 @@ class KubernetesLauncher(Launcher):
                 "apiVersion": "batch/v1",
                 "kind": "Job",
                 "metadata": about,
-                "spec": self._job(name, machines, command, int(grace)),
+                "spec": self._job(name, machines, command),
             },
         ]
 
-    def _job(self, name: str, machines: Machines, command: str, grace: int) -> dict[str, Any]:
+    def _job(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
         """Return the Job: a pod with exit code 75, or one that its node lost, is replaced; a wrong config ends it."""
         rules = [
             {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [RESUME_ME]}},
@@ -136,10 +135,10 @@ class KubernetesLauncher(Launcher):
             "completionMode": "Indexed",
             "backoffLimit": self.retries,
             "podFailurePolicy": {"rules": rules},
-            "template": {"metadata": {"labels": {"app": name}}, "spec": self._pod(name, machines, command, grace)},
+            "template": {"metadata": {"labels": {"app": name}}, "spec": self._pod(name, machines, command)},
         }
 
-    def _pod(self, name: str, machines: Machines, command: str, grace: int) -> dict[str, Any]:
+    def _pod(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
         """Return what each pod runs: the command, which starts the processes of its node."""
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         place: list[dict[str, Any]] = [
@@ -177,8 +176,8 @@ class KubernetesLauncher(Launcher):
             # a podFailurePolicy demands it
             "restartPolicy": "Never",
             "subdomain": name,
-            # Kubernetes' own default of 30 s would cut a save off that signal_grace_seconds allows
-            "terminationGracePeriodSeconds": grace + 30,
+            # Kubernetes' own default of 30 s would cut a save off that a run has as long to begin
+            "terminationGracePeriodSeconds": int(GRACE) + 30,
             "nodeSelector": dict(self.node_selector),
             "containers": [container],
             "volumes": volumes,

@@ -17,7 +17,6 @@ from ...base.environment import all_variables, get_variable, set_variable
 from ...base.errors import ConfigError
 from ..processes.interfaces import keep_to_loopback
 from ..processes.launch import (
-    GRACE,
     SignalRelay,
     WorkerGroup,
     launch_workers,
@@ -50,7 +49,7 @@ def find_elastic_worker() -> ElasticWorker | None:
 
 
 def run_elastic_workers(
-    function: Callable[[], T], processes: int, options: ElasticOptions, *, max_restarts: int = 0, grace: float = GRACE
+    function: Callable[[], T], processes: int, options: ElasticOptions, *, max_restarts: int = 0
 ) -> T:
     """Call `function` in `processes` new workers, which may die and be replaced, up to `max_restarts` of them.
 
@@ -75,7 +74,7 @@ def run_elastic_workers(
         return partial(_enter, worker, place, variables, attempt, threads)
 
     result: T = launch_workers(
-        function, range(processes), processes, enter, max_restarts=max_restarts, make_group=make_group, grace=grace
+        function, range(processes), processes, enter, max_restarts=max_restarts, make_group=make_group
     )
     return result
 

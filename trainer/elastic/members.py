@@ -308,9 +308,9 @@ class ElasticProcesses(Elasticity):
             )
         return ElasticMembership(trainer, elastic_worker, self.options.timeout)
 
-    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float) -> T:
+    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int) -> T:
         """Call `function` in new processes that may die and be replaced."""
-        return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts, grace=grace)
+        return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts)
 
     def node_rank(self, nodes: int) -> int:
         """Return 0: an elastic run stays on one machine."""

@@ -79,11 +79,11 @@ class Elasticity:
         """Return this process's membership in a run."""
         return Membership()
 
-    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float) -> T:
+    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int) -> T:
         """Call `function` in new processes, `processes` on each node; return what rank 0 returned."""
         from ..processes.launch import run_workers
 
-        return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes, grace=grace)
+        return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes)
 
     def node_rank(self, nodes: int) -> int:
         """Return which of `nodes` machines this is."""

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
 from ...base.errors import ConfigError, TaskError, WorkerError
+from . import signals
 from .failures import alive_file, failure_of, set_report_file, write_atomically
 from .place import Place
 from .rendezvous import host_store
@@ -45,8 +46,6 @@ PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
 PRELOAD.insert(0, f"{__package__}.fork_server")  # first, before slow imports: it blocks signals in the server
 _CAUSE_WAIT = 2.0  # seconds in which the rank that caused a broken connection may still report why
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle the first
-GRACE = 30.0
-"""Default seconds for a worker to answer SIGTERM or SIGHUP."""
 _ALIVE_TIMEOUT = 3.0  # seconds without a touched alive file after which a worker that should end is killed
 _DUMPING = 0.5  # seconds to write its stacks before that
 _INTERRUPT_GRACE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
@@ -85,13 +84,12 @@ def launch_workers(
     max_restarts: int = 0,
     start_method: str | None = None,
     make_group: "WorkerGroupFactory | None" = None,
-    grace: float = GRACE,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
 
     A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that does not end
-    when one worker fails. A worker that does not answer SIGTERM or SIGHUP within `grace` seconds ends itself or is
-    killed; a second Ctrl-C ends all at once.
+    when one worker fails. A worker that does not answer SIGTERM or SIGHUP within `signals.GRACE` seconds ends itself or
+    is killed; a second Ctrl-C ends all at once.
 
     Raises what the first failing worker raised, caused by a WorkerError with its traceback; that WorkerError if it does
     not unpickle; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on
@@ -103,7 +101,7 @@ def launch_workers(
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
     try:
         _write_payload(folder / "function", function, method)
-        with SignalRelay(grace) as relay:
+        with SignalRelay() as relay:
             attempt = 0
             while True:
                 group = (make_group or WorkerGroup)(folder, ranks, world_size, relay)
@@ -147,8 +145,7 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
 class SignalRelay:
     """Forwards signals that ask this process to end to the workers; the caller itself is not interrupted meanwhile."""
 
-    def __init__(self, grace: float = GRACE) -> None:
-        self.grace = grace
+    def __init__(self) -> None:
         self.due_at, self.due_by = float("inf"), 0
         """Time by which every worker must have ended or touched its alive file, and the signal that set it."""
         self._wakeup = -1
@@ -189,7 +186,7 @@ class SignalRelay:
         elif number == signal.SIGINT:
             self.interrupted_at = now
         elif number != getattr(signal, "SIGUSR1", 0) and not self.due_by:
-            self.due_at, self.due_by = now + self.grace, number
+            self.due_at, self.due_by = now + signals.GRACE, number
         for process in self.processes:
             send_signal(process, number)
 
@@ -522,13 +519,12 @@ def run_workers(
     threads: int | None = None,
     max_restarts: int = 0,
     nodes: int = 1,
-    grace: float = GRACE,
 ) -> T:
     """Call `function` in `processes` new processes of this machine and return what the first of them returned.
 
     Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores; at most the caller's).
     After a failure all are stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes
-    the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. `grace`, errors: see `launch_workers`.
+    the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -550,7 +546,7 @@ def run_workers(
         place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
         return functools.partial(set_worker_environment, place, environment, host, port, attempt, threads)
 
-    result: T = launch_workers(function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace)
+    result: T = launch_workers(function, ranks, processes * nodes, enter, max_restarts=max_restarts)
     return result
 
 

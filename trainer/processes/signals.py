@@ -73,8 +73,8 @@ def exit_at_once(number: int) -> None:
     os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
 
-NOTHING_TO_SAVE = 5.0
-"""Seconds to answer a signal while nothing is to be saved, unless the grace time is shorter."""
+GRACE, NOTHING_TO_SAVE = 30.0, 5.0
+"""Seconds to answer SIGTERM or SIGHUP, before the process is ended by force; those while nothing is to be saved."""
 ONE_PRESS = 0.5
 """Seconds within which two SIGINT count as one Ctrl-C: launchers forward what the terminal has sent already."""
 _TICK = 0.1
@@ -96,15 +96,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class SignalWatch:
-    """Ends this process at a second Ctrl-C, or `grace` seconds after SIGTERM or SIGHUP.
+    """Ends this process at a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
 
     A save under way is finished first, as long as it makes progress. Used as a context manager in the main thread;
     elsewhere it does nothing.
     """
 
-    def __init__(self, grace: float, attends: bool = True) -> None:
+    def __init__(self, attends: bool = True) -> None:
         """`attends`: whether this process handles SIGTERM and SIGHUP; if not, they end it anyway."""
-        self.grace, self.attends = grace, attends
+        self.attends = attends
         self.nothing_to_save = True
         self.presses: list[float] = []
         """Times at which Ctrl-C was pressed."""
@@ -184,7 +184,7 @@ class SignalWatch:
     def _due(self) -> int:
         """Return the signal by which to end this process now; 0: none."""
         # what is being written is worth more than an early end; a save that makes no progress is not waited for
-        if SAVES.has_progressed(self.grace) or (SAVES.under_way and self._waits_for_ranks()):
+        if SAVES.has_progressed(GRACE) or (SAVES.under_way and self._waits_for_ranks()):
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
@@ -196,7 +196,7 @@ class SignalWatch:
         )
 
     def _seconds_to_answer(self) -> float:
-        return min(self.grace, NOTHING_TO_SAVE) if self.nothing_to_save else self.grace
+        return min(GRACE, NOTHING_TO_SAVE) if self.nothing_to_save else GRACE
 
     def _waits_for_ranks(self) -> bool:
         """Return whether the main thread waits for other ranks, one of which may be writing."""
