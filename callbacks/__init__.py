@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from .checkpoint_callback import CheckpointCallback as CheckpointCallback
     from .device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from .early_stopping import EarlyStopping as EarlyStopping
-    from .ema import ExponentialMovingAverage as ExponentialMovingAverage
     from .finetuning import BackboneFinetuning as BackboneFinetuning
     from .finetuning import BaseFinetuning as BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler as GradientAccumulationScheduler
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from .profile import Profile as Profile
     from .progress_bar import ProgressBar as ProgressBar
     from .progress_bar import ProgressDisplay as ProgressDisplay
-    from .swa import StochasticWeightAveraging as StochasticWeightAveraging
     from .throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from .timer import Timer as Timer
+    from .weight_averaging import ExponentialMovingAverage as ExponentialMovingAverage
     from .weight_averaging import WeightAveraging as WeightAveraging
 
 _HOMES = {
@@ -35,7 +34,7 @@ _HOMES = {
     "CheckpointCallback": ".checkpoint_callback",
     "DeviceStatsMonitor": ".device_stats_monitor",
     "EarlyStopping": ".early_stopping",
-    "ExponentialMovingAverage": ".ema",
+    "ExponentialMovingAverage": ".weight_averaging",
     "GradientAccumulationScheduler": ".gradient_accumulation_scheduler",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".learning_rate_monitor",
@@ -45,7 +44,6 @@ _HOMES = {
     "Profile": ".profile",
     "ProgressBar": ".progress_bar",
     "ProgressDisplay": ".progress_bar",
-    "StochasticWeightAveraging": ".swa",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
     "WeightAveraging": ".weight_averaging",

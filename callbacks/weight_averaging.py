@@ -1,4 +1,4 @@
-"""WeightAveraging: averages the weights during training, and evaluates with the averages."""
+"""WeightAveraging and ExponentialMovingAverage: average the weights during training, and evaluate with the averages."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,6 @@ class WeightAveraging(Callback):
     weights from it (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages. With
     `save_weights_only` the averages are the model's.
     """
-
-    after_every_step = True
-    evaluates = True
-    """Whether evaluations use the averages."""
 
     def __init__(self, use_buffers: bool = False) -> None:
         """Average parameters, with `use_buffers` also floating point buffers."""
@@ -59,22 +55,17 @@ class WeightAveraging(Callback):
         self._shard_averages(task)
         self._step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Update the averages after an optimizer step."""
-        self._follow(trainer, task)
+        self._step = trainer.global_step
+        if self.should_update(self._step, trainer.current_epoch):
+            self.update(task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Use the averages that another process of an elastic run has sent, and make up for an update cut off."""
         self._shard_averages(task)
-        self._follow(trainer, task)
-
-    def _follow(self, trainer: "Trainer", task: "Task") -> None:
-        step = trainer.global_step
-        if step == self._step:
-            return
-        self._step = step
-        if self.should_update(step, trainer.current_epoch):
-            self.update(task)
+        if trainer.global_step != self._step:
+            self.on_step_end(trainer, task)
 
     def should_update(self, step: int, epoch: int) -> bool:
         """Return whether the weights after this optimizer step, counted from 1, are averaged."""
@@ -116,8 +107,7 @@ class WeightAveraging(Callback):
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
         """Swap in the averages."""
-        if self.evaluates:
-            self._swap_in(task)
+        self._swap_in(task)
 
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
@@ -173,7 +163,7 @@ class WeightAveraging(Callback):
                 f"save_checkpoint was called within an evaluation, while the task holds the averaged weights of "
                 f"{type(self).__name__}. Call it from on_validation_end on."
             )
-        if self.evaluates and "callbacks" not in checkpoint:  # of weights alone: those that are evaluated
+        if "callbacks" not in checkpoint:  # of weights alone: those that are evaluated
             weights = checkpoint["state_dict"]
             for name in self.averages.keys() & weights.keys():
                 weights[name] = self.averages[name].to(weights[name].dtype)
@@ -197,6 +187,36 @@ class WeightAveraging(Callback):
         if self.use_buffers:
             found.update(task.named_buffers())
         return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+class ExponentialMovingAverage(WeightAveraging):
+    """Keeps average = decay * average + (1 - decay) * weights, updated after optimizer steps.
+
+    The first update copies the weights. What is evaluated, left in the task and taken from checkpoints are the
+    averages, as for every `WeightAveraging`. Equal to torch.optim.swa_utils.AveragedModel with get_ema_avg_fn.
+    """
+
+    def __init__(
+        self, decay: float = 0.999, *, every_n_steps: int = 1, start_step: int = 0, use_buffers: bool = False
+    ) -> None:
+        """Average every `every_n_steps` steps from `start_step` on; with `use_buffers` also floating point buffers."""
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"ExponentialMovingAverage: decay={decay!r}: expected a number from 0 to less than 1.")
+        if every_n_steps < 1 or start_step < 0:
+            raise ConfigError(
+                f"ExponentialMovingAverage: every_n_steps={every_n_steps!r} must be at least 1, start_step="
+                f"{start_step!r} at least 0."
+            )
+        super().__init__(use_buffers)
+        self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
+
+    def should_update(self, step: int, epoch: int) -> bool:
+        """Return whether the weights after this optimizer step are averaged."""
+        return step >= self.start_step and step % self.every_n_steps == 0
+
+    def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
+        """Update averages in place by new weights."""
+        averages.lerp_(weights, 1.0 - self.decay)
 
 
 def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":

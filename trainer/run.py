@@ -692,17 +692,6 @@ class Run(JoinedCall):
         self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
         self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)
 
-    def forward_training_data(self) -> None:
-        """Call training_step for every batch that this process has in the next epoch; losses and logs are discarded."""
-        self.metrics.muted = self.optimization.idle = True
-        for step in self.training_data.epoch(self.state.epoch):
-            for item in step.batches:
-                seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
-                batch = item.batch if self.transfer is None else self.transfer(item.batch, 0)
-                self.task.training_step(*(batch, item.batch_idx)[: self.arity])
-        self.metrics.muted = self.optimization.idle = False
-        self.strategy.align_buffers()
-
     # --- evaluation -------------------------------------------------------------------------------------------------
     def no_gradients(self) -> AbstractContextManager[Any]:
         """Return the context of an evaluation."""

@@ -17,7 +17,6 @@ from legato.callbacks import (
     LambdaCallback,
     OnExceptionCheckpoint,
     PredictionWriter,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
 from legato.loggers import JSONLinesLogger
@@ -78,7 +77,6 @@ def run(tmp_path, make, only_head, *more, resume=None, **options):
 
 
 CASES = {
-    "swa": (lambda: StochasticWeightAveraging(0.02, 2, annealing_epochs=2), False),
     "mean": (WeightAveraging, False),
     "backbone": (lambda: BackboneFinetuning(1, lambda epoch: 1.5), True),
     "accumulation": (lambda: GradientAccumulationScheduler({0: 1, 1: 2, 3: 4}), False),
@@ -105,38 +103,8 @@ def test_two_processes_train_as_one(tmp_path, name):
     options = {"replicas": 2}
     _, one = run(tmp_path / "one", make, only_head, **options)
     _, two = run(tmp_path / "two", make, only_head, strategy="ddp", devices=2, **options)
-    # the statistics of a batch norm are those of replica 0
-    assert torch.allclose(weights(two), weights(one), atol=1e-6) or name == "swa"
+    assert torch.allclose(weights(two), weights(one), atol=1e-6)
     assert torch.allclose(two.head.weight, one.head.weight, atol=1e-6)
-
-
-def test_what_swa_refuses(tmp_path):
-    for arguments in ((-0.1,), (0.1, 0), (0.1, 1.5), (0.1, 1, -1), (0.1, 1, 1, "sin"), ([],)):
-        with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
-            StochasticWeightAveraging(*arguments)
-    with pytest.raises(ConfigError, match="one learning rate or one for each"):
-        run(tmp_path, lambda: StochasticWeightAveraging([0.1, 0.2]), False)
-
-
-def test_the_learning_rate_of_swa(tmp_path):
-    rates = []
-
-    class Rates(lg.Callback):
-        def on_train_epoch_start(self, trainer, task):
-            rates.append(round(trainer.optimizers[0].param_groups[0]["lr"], 6))
-
-    run(tmp_path, Rates, False, StochasticWeightAveraging(0.02, 2, annealing_epochs=2, annealing_strategy="linear"))
-    assert rates == [0.1, 0.1, 0.06, 0.02]
-
-
-def test_batch_norms_of_averaged_weights_are_measured(tmp_path):
-    trainer, task = run(tmp_path, lambda: StochasticWeightAveraging(0.02, 1), False)
-    norm = task.backbone[1]
-    inputs = task.backbone[0](trainer.train_dataloader.dataset.tensors[0])
-    assert norm.num_batches_tracked == 4
-    assert norm.momentum == 0.1
-    assert torch.allclose(norm.running_mean, inputs.mean(0), atol=1e-6)
-    assert len(task.seen) == 20  # 16 steps, and 4 batches without
 
 
 class Own(BaseFinetuning):

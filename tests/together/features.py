@@ -15,7 +15,6 @@ from legato.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     WeightAveraging,
@@ -116,12 +115,6 @@ SHAPING = [
         "late ema", callback(lambda folder: ExponentialMovingAverage(0.8, start_step=3, use_buffers=True)), group="ema"
     ),
     Feature("weight averaging", callback(lambda folder: WeightAveraging()), group="ema", refused=WHOLE),
-    Feature(
-        "swa",
-        callback(lambda folder: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)),
-        group="ema",
-        refused=WHOLE | {"two optimizers": "one optimizer", "elastic": "pass over the training data of its own"},
-    ),
     Feature(
         "accumulation schedule",
         callback(lambda folder: GradientAccumulationScheduler({0: 1, 1: 2})),

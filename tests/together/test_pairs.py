@@ -21,7 +21,6 @@ FOUND = [
         "save on train", "sigint", 60254
     ),  # a stop within an epoch was given the mean of the epoch before as its score
     Pair("compile", "microscope", 20848),  # the compiler traced the hook on outputs, and warned of what it did there
-    Pair("nan skip", "swa", 176, "bar and summary"),  # the bar counted the values of a step that was dropped afterwards
 ]
 """What failed once, and why."""
 

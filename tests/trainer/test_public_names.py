@@ -69,7 +69,6 @@ def test_the_public_names():
         "Profile",
         "ProgressBar",
         "ProgressDisplay",
-        "StochasticWeightAveraging",
         "ThroughputMonitor",
         "Timer",
         "WeightAveraging",

@@ -56,8 +56,6 @@ class Optimization:
         self.prepares_steps = self.looks_at_gradients or self.draws_in_updates or self.own_optimizer_step
         self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
         """Whether anything runs right before or after an optimizer step."""
-        # Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms
-        self.idle = False
         # Whether weights and loop state may not fit together: from a step's first update until it is counted
         self.updating = False
         # Whether gradients stay until the forward of a step's first batch is done
@@ -318,8 +316,6 @@ class Optimization:
         """Run backward under manual optimization."""
         if self.automatic:
             raise TaskError("manual_backward needs automatic_optimization = False; otherwise return the loss.")
-        if self.idle:
-            return
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
         # torch.amp.GradScaler keeps one scale for all optimizers: it may change only when all have used the present
@@ -335,8 +331,6 @@ class Optimization:
     def manual_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
         strategy = self.strategy
-        if self.idle:
-            return None
         if self.automatic:
             self.updating = True
             return strategy.optimizer_step(optimizer, closure, **options)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from ....base.errors import ConfigError
 from ....base.torch_private import batch_norms
-from ....callbacks import ema, swa, weight_averaging
+from ....callbacks import weight_averaging
+from ....loggers.logger import NoExperiment
 from ..aliases import alias
 from ..placeholders import UnsupportedError
 from .callback import Callback, with_optional_arguments
@@ -78,9 +79,31 @@ class AveragedView(AveragedModel):
         self.n_averaged.fill_(self.averaging.updates)
 
 
+MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
+"""Methods by which a training_step trains the module itself."""
+
+
+class TrainingSteps(torch.nn.Module):
+    """A module whose forward is the training_step of a task."""
+
+    def __init__(self, task: "Task") -> None:
+        super().__init__()
+        self.task, self.training = task, task.training
+
+    def forward(self, arguments: tuple[Any, ...]) -> Any:
+        """Call it with the first of (batch, batch_idx)."""
+        return self.task.training_step(*arguments)
+
+
 @with_optional_arguments("on_train_epoch_end")
-class StochasticWeightAveraging(AveragedModule, swa.StochasticWeightAveraging, Callback):
-    """Averages the weights at the beginning of the last epochs."""
+class StochasticWeightAveraging(AveragedModule, Callback):
+    """Averages the weights at the beginning of the last epochs, and leaves the mean in the module after `fit`.
+
+    From the first of these epochs on the learning rate goes to `swa_lrs` and stays there, whatever the module's
+    scheduler says. The statistics of batch norms are computed for the averaged weights, by one more pass over the
+    training data. Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization
+    (arXiv:1803.05407).
+    """
 
     def __init__(
         self,
@@ -91,9 +114,32 @@ class StochasticWeightAveraging(AveragedModule, swa.StochasticWeightAveraging, C
         avg_fn: Callable[..., Any] | None = None,
         device: Any = "cpu",
     ) -> None:
-        if not isinstance(swa_lrs, (float, list)):
-            raise ConfigError(f"StochasticWeightAveraging: swa_lrs={swa_lrs!r}: expected a float or a list of floats.")
-        super().__init__(swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy, avg_fn or self.avg_fn)
+        super().__init__()
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise ConfigError(
+                f"StochasticWeightAveraging: swa_lrs={swa_lrs!r}: expected a positive float or a list of them."
+            )
+        fraction = isinstance(swa_epoch_start, float)
+        if not (0 <= swa_epoch_start <= 1 if fraction else swa_epoch_start >= 1):
+            raise ConfigError(
+                f"StochasticWeightAveraging: swa_epoch_start={swa_epoch_start!r}: expected an epoch from 1 on, or a "
+                f"fraction of max_epochs from 0.0 to 1.0."
+            )
+        if annealing_strategy not in ("cos", "linear") or annealing_epochs < 0:
+            raise ConfigError(
+                f"StochasticWeightAveraging: expected annealing_strategy 'cos' or 'linear' and annealing_epochs of at "
+                f"least 0, got {annealing_strategy!r} and {annealing_epochs!r}."
+            )
+        self.swa_lrs, self.swa_epoch_start = rates, swa_epoch_start
+        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self.avg_fn = avg_fn or self.avg_fn  # type: ignore[method-assign]
+        self.swa_start = 0
+        """The first epoch to average, counted from 0."""
+        self._last_epoch = -1
+        """The newest epoch whose first weights are in the averages."""
+        self._rates_before: list[float] = []
+        """Learning rates at the beginning of the first averaged epoch."""
         self._device = device
         self.momenta: dict[Any, float | None] = {}
 
@@ -101,6 +147,10 @@ class StochasticWeightAveraging(AveragedModule, swa.StochasticWeightAveraging, C
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
         """Return new averages: the mean of one more value."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
+
+    def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:
+        """Update averages in place by new weights."""
+        averages.copy_(self.avg_fn(averages, weights, torch.tensor(self.updates, device=averages.device)))
 
     @property
     def n_averaged(self) -> torch.Tensor:
@@ -129,18 +179,6 @@ class StochasticWeightAveraging(AveragedModule, swa.StochasticWeightAveraging, C
     def _average_model(self) -> Any:
         return self.averaged_module()
 
-    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Refuse optimizers that it cannot average, and look for batch norms."""
-        super().on_fit_start(trainer, task)
-        self._model_contains_batch_norm = self.pl_module_contains_batch_norm(task)
-
-    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Find the first and the last epoch."""
-        super().setup(trainer, task, stage)
-        self._max_epochs = trainer.max_epochs
-        if stage == "fit" and self._is_own("update_parameters"):
-            self.averaged_module()  # a copy of the first weights, which that method may use
-
     def _is_own(self, name: str) -> bool:
         """Return whether a program's subclass has a method of this class."""
         return getattr(type(self), name) is not getattr(StochasticWeightAveraging, name)
@@ -163,6 +201,121 @@ class StochasticWeightAveraging(AveragedModule, swa.StochasticWeightAveraging, C
         else:
             super().leave_averages(task)
 
+    # --- training ---------------------------------------------------------------------------------------------------
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Find the first epoch. Raises ConfigError without a last one where a fraction was given."""
+        super().setup(trainer, task, stage)
+        self._max_epochs = trainer.max_epochs
+        if stage != "fit":
+            return
+        trainer.strategy.elastic.refuse(
+            "StochasticWeightAveraging ends with a pass over the training data of its own, which cannot be repeated "
+            "where a process dies in it: remove it, or elastic=true."
+        )
+        start: Any
+        start, self._last_epoch, self._rates_before = self.swa_epoch_start, -1, []
+        if isinstance(start, float):
+            if trainer.max_epochs in (None, -1):
+                raise ConfigError("StochasticWeightAveraging: swa_epoch_start as a fraction needs max_epochs.")
+            start = int((trainer.max_epochs or 0) * start)
+        self.swa_start = max(start - 1, 0)
+        if self._is_own("update_parameters"):
+            self.averaged_module()  # a copy of the first weights, which that method may use
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Raise ConfigError unless there is one optimizer, with as many groups as learning rates."""
+        groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
+            raise ConfigError(
+                f"StochasticWeightAveraging takes one optimizer, and one learning rate or one for each parameter group "
+                f"of it; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} rates."
+            )
+        self._model_contains_batch_norm = self.pl_module_contains_batch_norm(task)
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Add the epoch's first weights to the averages."""
+        epoch = trainer.current_epoch
+        if epoch < self.swa_start:
+            return
+        if not self._rates_before:
+            self._rates_before = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        # A function of the epoch, and no scheduler of its own: a checkpoint then holds the scheduler that
+        # configure_optimizers makes, and a resume needs nothing but this callback's state.
+        self._set_rates(trainer)
+        if epoch > self._last_epoch:
+            self._last_epoch = epoch
+            self.update(task)
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Undo what a scheduler that goes by steps did to the learning rate."""
+        if self._rates_before:
+            self._set_rates(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Set the next epoch's learning rates, for what looks at them before it begins."""
+        if self._rates_before:
+            self._set_rates(trainer, trainer.current_epoch + 1)
+
+    def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
+        """Set the learning rates of an epoch, by default the current one, between those before and `swa_lrs`."""
+        done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
+        share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
+        share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
+        groups = trainer.optimizers[0].param_groups
+        rates = self.swa_lrs * len(groups) if len(self.swa_lrs) == 1 else self.swa_lrs
+        for group, before, after in zip(groups, self._rates_before, rates, strict=False):
+            group["lr"] = after * share + before * (1 - share)
+
+    def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Leave the averages in the task if the run has reached its last epoch, or there is none."""
+        if trainer.max_epochs in (None, -1) or trainer.current_epoch >= (trainer.max_epochs or 0):
+            super().on_fit_end(trainer, task)
+            if self.updates:
+                self._measure_batch_norms(trainer, task)
+
+    def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
+        """Compute the statistics of batch norms as the mean over a pass over the training data, without its logs."""
+        if not self._model_contains_batch_norm:
+            return
+        run, steps = trainer.current_run, TrainingSteps(task)
+        batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
+        moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)
+        run.metrics.muted = True
+        # a module that calls backward and its optimizer itself must not do so here
+        task.__dict__ |= dict.fromkeys(MANUAL, NoExperiment())
+        try:
+            # torch takes the first item of a tuple as a model's input
+            update_bn((((batch, item.batch_idx)[: run.arity],) for item, batch in moved), steps)
+        finally:
+            run.metrics.muted = False
+            for name in MANUAL:
+                del task.__dict__[name]
+        trainer.strategy.align_buffers()
+
+    # --- evaluation, which is of the trained weights ----------------------------------------------------------------
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Leave the averages to the beginning of the next epoch."""
+
+    def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
+        """Keep the trained weights."""
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+
+    def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Keep the trained weights as the model's, also in a checkpoint of weights alone."""
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and the learning rates before them. Collective under a sharded strategy."""
+        state = super().state_dict()
+        return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the averages; they are sharded when training begins."""
+        super().load_state_dict(state_dict)
+        self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
+
+    # --- Lightning's static methods -----------------------------------------------------------------------------
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: torch.nn.Module) -> bool:
         """Return whether a module has batch norms."""
@@ -237,10 +390,10 @@ class WeightAveraging(AveragedModule, weight_averaging.WeightAveraging, Callback
         """Return whether to average after this step, counted from 0, or at the end of this epoch."""
         return step_idx is not None
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Average after a step that was chosen; a batch that is accumulated ends none."""
-        before, self._step = self._step, trainer.global_step
-        if self._step != before and self.should_update(step_idx=self._step - 1):
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Average after a step that was chosen."""
+        self._step = trainer.global_step
+        if self.should_update(step_idx=self._step - 1):
             self.update(task)
             self._latest_update_step = self._step
 
@@ -306,7 +459,7 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         super().__init__(device, use_buffers, **kwargs)
-        ema.ExponentialMovingAverage(decay, every_n_steps=update_every_n_steps)  # refuses wrong values
+        weight_averaging.ExponentialMovingAverage(decay, every_n_steps=update_every_n_steps)  # refuses wrong values
         self.decay, self.update_every_n_steps = decay, update_every_n_steps
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
