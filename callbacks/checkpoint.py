@@ -1,24 +1,62 @@
 """Checkpoint: saves the run periodically, and keeps the best and the newest checkpoints."""
 
+import itertools
 import logging
 import math
 import os
+import string
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.errors import CheckpointError, ConfigError
+from ..base.checkpoint_index import CheckpointIndex, Entry, is_name, read_index
+from ..base.errors import CheckpointError, ConfigError, did_you_mean
+from .checkpoint_callback import CheckpointCallback
 from .monitor import Monitor
-from .retention import Retention, checkpoint_name, is_name
 
 if TYPE_CHECKING:
+    import torch
+
     from ..base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
 
+NEW = ""
+"""Stands for a checkpoint that has no name yet; no checkpoint has this one."""
 
-class Checkpoint(Retention):
+
+class Template(string.Formatter):
+    """Formats fields whose names may have any characters but braces, colons and exclamation marks."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the value of a field; dots and brackets belong to its name."""
+        return kwargs[field_name], field_name
+
+
+def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template with values in place of its fields, which are names of metrics, `epoch` or `step`.
+
+    Raises ConfigError for a field without a value, and for a result that is no plain name.
+    """
+    try:
+        name = Template().vformat(template, (), values)
+    except (KeyError, ValueError) as error:
+        field = str(error.args[0])
+        raise ConfigError(
+            f"Checkpoint: filename={template!r} cannot be filled in: {field}.{did_you_mean(field, values)} There are "
+            f"{', '.join(sorted(values))}."
+        ) from None
+    if not is_name(name):
+        raise ConfigError(
+            f"Checkpoint: filename={template!r} makes {name!r}, which is no plain name; it becomes a folder in "
+            f"dirpath, so it must have no '/' and not begin with a dot."
+        )
+    return name
+
+
+class Checkpoint(CheckpointCallback):
     """Saves to `checkpoints/step-00001200` in the run directory.
 
     Keeps the `save_top_k` best by `monitor` (without one: the newest; -1: all) and, with `save_last`, the newest. If
@@ -40,6 +78,8 @@ class Checkpoint(Retention):
             `trainer.callback_metrics`. A checkpoint of the same name is replaced if it would not be kept; else the new
             one gets a number, such as "best-v1".
     """
+
+    dirpath: Path | None
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -77,20 +117,58 @@ class Checkpoint(Retention):
         self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
         self.save_weights_only, self.filename = save_weights_only, filename
         self._metric = None if monitor is None else Monitor(monitor, mode, "Checkpoint")
-        self.scores: dict[str, float | None] = {}
-        self._newest_step, self._seen_step, self._saved_at = -1, -1, 0.0
-        self._newest_name = ""
-        self._begun_step, self._begun_name = -1, ""
+        self.index = CheckpointIndex(monitor=monitor, mode=mode)
+        """The checkpoints that it keeps, also in `index.json` beside them."""
+        self._seen_step, self._saved_at = -1, 0.0
+        self._begun_step = -1
         """Step of the newest save that was begun."""
         self._due_step = -1
         """Newest step at which a save was due by steps or time."""
         self._is_cut_off = False
         """Whether training ended in the middle of an epoch."""
 
+    # --- what it keeps ----------------------------------------------------------------------------------------------
     @property
     def is_elsewhere(self) -> bool:
         """Whether it saves to a given folder instead of the run directory."""
         return self._given_dirpath is not None
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """Monitored values by name, oldest checkpoint first; None if there was no valid value."""
+        return {name: entry.score for name, entry in self.index.checkpoints.items()}
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest checkpoint, or ""."""
+        return self.path(next(reversed(self.index.checkpoints), None))
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the checkpoint with the best value, without a monitor of the newest, or ""."""
+        return self.path(next(iter(self.index.best(self.save_top_k)), None))
+
+    @property
+    def best_model_score(self) -> "torch.Tensor | None":
+        """The best monitored value."""
+        return next(iter(self.best_k_models.values()), None)
+
+    @property
+    def best_k_models(self) -> "dict[str, torch.Tensor]":
+        """Paths of the best checkpoints and their values, best first."""
+        from torch import tensor
+
+        scored = ((name, self.scores[name]) for name in self.index.best(self.save_top_k))
+        return {self.path(name): tensor(score) for name, score in scored if score is not None}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Path of the worst of the best checkpoints, or ""."""
+        return next(reversed(self.best_k_models), "")
+
+    def path(self, name: str | None) -> str:
+        """Return the path of a checkpoint."""
+        return "" if name is None or self.dirpath is None else str(self.dirpath / name)
 
     @property
     def state_key(self) -> str:
@@ -98,29 +176,14 @@ class Checkpoint(Retention):
         return "Checkpoint" if self._given_dirpath is None else f"Checkpoint[{self._given_dirpath}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return names and values of the checkpoints; the folder is informative only."""
-        saved = {"scores": dict(self.scores), "newest_step": self._newest_step, "saved_at": self._saved_at}
-        metric = {} if self._metric is None else self._metric.state_dict()
-        return {**saved, "wanted_step": self._begun_step, "metric": metric, "dirpath": str(self.dirpath or "")}
+        """Return what a process that joins the run must know: the save that was begun, and where the metric is from."""
+        return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the checkpoints of a resumed run; names that are not checkpoint names are ignored.
-
-        The state may come from an untrusted file, so its `dirpath` is not used. Raises CheckpointError for a value of
-        the wrong type.
-        """
-        scores = state_dict["scores"]
-        numbers = {name: state_dict[name] for name in ("newest_step", "saved_at", "wanted_step")}
-        if isinstance(scores, Mapping):
-            numbers |= {f"scores[{name!r}]": score for name, score in scores.items() if score is not None}
-        else:
-            numbers["scores"] = scores
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise CheckpointError(f"{self.state_key}: {name} must be a number in the state, got {value!r:.80}.")
-        self.scores = {name: score for name, score in scores.items() if is_name(name)}
-        self._newest_step, self._saved_at = state_dict["newest_step"], state_dict["saved_at"]
-        self._begun_step = state_dict["wanted_step"]
+        """Restore the state; which checkpoints there are is in the index. Raises CheckpointError for a wrong type."""
+        if type(state_dict["begun_step"]) is not int:
+            raise CheckpointError(f"{self.state_key}: begun_step must be a number in the state.")
+        self._begun_step = state_dict["begun_step"]
         if self._metric is not None and state_dict["metric"]:
             self._metric.load_state_dict(state_dict["metric"])
 
@@ -135,20 +198,21 @@ class Checkpoint(Retention):
         if self.dirpath is not None and folders.count(os.path.realpath(self.dirpath)) > 1:
             reason = "where each would delete what the other keeps. Give one of them a dirpath of its own."
             raise ConfigError(f"Two Checkpoint callbacks write to the same folder, {self.dirpath}, {reason}")
-        self.scores, self._newest_step, self._saved_at = {}, -1, 0.0
+        self._begun_step = -1
         if self._metric is not None:
             self._metric.reset()
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """Set `dirpath` to the run directory's folder, unless one was given."""
+        """Set `dirpath` to the run directory's folder, unless one was given, and read the index of this run in it."""
         if self._given_dirpath is None:
             self.dirpath = None if trainer.run_dir is None else Path(trainer.run_dir) / "checkpoints"
+        run = trainer.saver.run_id
+        index = None if self.dirpath is None else read_index(self.dirpath)
+        entries = index.checkpoints if index is not None and index.run == run else {}
+        self.index = CheckpointIndex(run, self.monitor, self.mode, entries)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the folder, and forget checkpoints in the restored state that another run wrote.
-
-        Raises ConfigError if a new run would overwrite the checkpoints of another one.
-        """
+        """Look for the checkpoints of this run. Raises ConfigError if a new run would overwrite those of another."""
         self.find_folder(trainer)
         if trainer.is_global_zero and self._metric and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)
@@ -156,23 +220,29 @@ class Checkpoint(Retention):
             trainer.saver.hold_for_all(self.dirpath)
             if trainer.global_step == 0:
                 self._refuse_foreign(trainer)
-        # only rank 0 reads the folder: what is there decides what is deleted, and must be the same list on all
-        self.scores = trainer.broadcast(self._present(trainer))
-        newest = next(reversed(self.scores), "") if self._newest_step == trainer.global_step else ""
-        self._newest_name = newest if self.filename is not None else self._name(trainer)
-        # Without a new step there is nothing to save, unless another Checkpoint wrote the one that the run resumes
-        # from: the validation that is now repeated may find the best value of all.
-        saved = trainer.global_step == 0 or self._newest_name in self.scores
-        self._newest_step = trainer.global_step if saved else min(self._newest_step, trainer.global_step - 1)
+        self._agree_on_index(trainer)
         self._seen_step, self._begun_step = trainer.global_step, -1
         self._due_step, self._is_cut_off = -1, False
+        # the interval goes on where it was: at the newest checkpoint, or where a new run begins
+        last = next(reversed(self.index.checkpoints.values()), None)
+        self._saved_at = trainer.elapsed if last is None else last.elapsed
 
-    def _present(self, trainer: "Trainer") -> dict[str, float | None]:
-        """Return the checkpoints that this run wrote and that exist; empty on other ranks than 0."""
-        if not trainer.is_global_zero or self.dirpath is None:
-            return {}
-        own = trainer.saver.own_in(self.dirpath)
-        return {name: score for name, score in self.scores.items() if name in own}
+    def _agree_on_index(self, trainer: "Trainer") -> None:
+        """Keep to what is in the folder, on all ranks: complete checkpoints of this run, none of a later step.
+
+        The index names one before it is complete, and still names one that was deleted since. What it does not name is
+        left alone: somebody else has saved it.
+        """
+        entries = self.index.checkpoints
+        if trainer.is_global_zero and self.dirpath is not None:
+            steps = trainer.saver.own_in(self.dirpath)
+            entries = {
+                name: entry
+                for name, entry in sorted(entries.items(), key=lambda item: item[1].step)
+                if steps.get(name) == entry.step <= trainer.global_step
+            }
+        # only rank 0 reads the folder: what is there decides what is deleted, and must be the same list on all
+        self.index.checkpoints = trainer.broadcast(entries)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save every n steps, or after the time interval."""
@@ -212,7 +282,7 @@ class Checkpoint(Retention):
         """Save, unless validation does. Raises ConfigError if nothing logged the metric."""
         if self._metric is not None and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
-        idle = self._due_step > 0 and not self.scores and not self.save_last and self.save_top_k != 0
+        idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
         if idle and trainer.is_global_zero:
             log.warning(
                 "Checkpoint: nothing was saved by step %d. With save_last=False a checkpoint needs a value of %r, and "
@@ -230,19 +300,15 @@ class Checkpoint(Retention):
             self.save(trainer)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Adopt rank 0's list of checkpoints, and repeat a save that the change interrupted."""
+        """Agree on the checkpoints that are there, and repeat a save that the change interrupted."""
         if self.dirpath is None:
             return
         trainer.saver.wait()
         if self._given_dirpath is not None:
             trainer.saver.hold_for_all(self.dirpath, patient=True)
-        present = self._present(trainer)
-        interrupted = self._begun_step == trainer.global_step and self._begun_name not in present
-        # as if the save had not begun, so that `save` writes it again
-        newest = min(self._newest_step, trainer.global_step - 1) if interrupted else self._newest_step
-        found = trainer.broadcast((present, newest, self._saved_at, interrupted))
-        self.scores, self._newest_step, self._saved_at, interrupted = found
-        if interrupted:
+        self._agree_on_index(trainer)
+        self._saved_at, begun_step = trainer.broadcast((self._saved_at, self._begun_step))
+        if begun_step == trainer.global_step > self._newest_step:
             self.save(trainer)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -259,43 +325,63 @@ class Checkpoint(Retention):
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     # --- saving -----------------------------------------------------------------------------------------------------
+    @property
+    def _newest_step(self) -> int:
+        """Step of the newest checkpoint; 0, which is never saved, if there is none."""
+        return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
+
     def save(self, trainer: "Trainer", always: bool = False) -> None:
         """Write the current state, unless it exists or would not be kept; `always` writes it even then. Collective."""
         if trainer.fast_dev_run or self.dirpath is None:
             return
-        step, score = trainer.global_step, self._score(trainer, between=always and trainer.state.epoch_steps > 0)
+        step, entries = trainer.global_step, self.index.checkpoints
+        score = self._score(trainer, between=always and trainer.state.epoch_steps > 0)
         if step <= self._newest_step:
-            if score is not None and self._newest_name in self.scores:
-                self.scores[self._newest_name] = score
-                self._prune(trainer)
+            if score is not None:
+                name = next(reversed(entries))
+                entries[name] = entries[name]._replace(score=score)
+                self._prune(trainer, changed=True)
             return
-        if not always and not self.keeps(score):
+        kept = self._kept_beside(Entry(step, score))
+        if not always and NEW not in kept:
             return
-        name = self._name(trainer, plain=True) if always else self.free_name(self._name(trainer), score)
-        # collective, and after `keeps`, which decides alike on all ranks: every rank comes here or none
+        name = self._name(trainer, plain=True) if always else self._free_name(self._name(trainer), kept)
+        # collective, and after `kept`, which is alike on all ranks: every rank comes here or none
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
             log.warning("Step %d is not saved: its weights are not finite and would replace finite ones.", step)
             return
         if self.asynchronous:
             self._prune(trainer)  # at most one save is in flight, so the previous one is complete by now
-        # Before the save, as the saved state must list the checkpoint that it is part of. Undone if the save fails: a
-        # later one would otherwise count it among the best, and delete a whole one for it.
-        before = self._newest_step, self._newest_name, dict(self.scores)
-        self.scores.pop(name, None)  # the newest is the last
-        self._newest_step, self._newest_name, self.scores[name] = step, name, score
-        self._begun_step, self._begun_name = step, name
+        # Before the save, so that no complete checkpoint is without its value. Undone if the save fails: a later one
+        # would otherwise count it among the best, and delete a whole one for it.
+        before = dict(entries)
+        entries.pop(name, None)  # the newest is the last
+        entries[name], self._begun_step = Entry(step, score, trainer.elapsed), step
+        trainer.saver.write_index(self.dirpath, self.index)
         try:
             trainer.save_checkpoint(
                 self.path(name), weights_only=self.save_weights_only, asynchronous=self.asynchronous
             )
         except BaseException:
-            self._newest_step, self._newest_name, self.scores = before
+            self.index.checkpoints = before
+            trainer.saver.write_index(self.dirpath, self.index)
             raise
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
         if not self.asynchronous and not always:
             self._prune(trainer)
+
+    def _kept_beside(self, new: Entry) -> set[str]:
+        """Return the names of what would be kept if a new checkpoint were saved, NEW among them if it would be."""
+        index = replace(self.index, checkpoints={**self.index.checkpoints, NEW: new})
+        return index.kept(self.save_top_k, self.save_last)
+
+    def _free_name(self, name: str, kept: set[str]) -> str:
+        """Return `name`, with a number if a checkpoint of that name is kept beside the new one."""
+        if name not in kept:
+            return name
+        return next(version for number in itertools.count(1) if (version := f"{name}-v{number}") not in kept)
 
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
         """Return the name of a checkpoint of this moment; `plain`: one that `resume="auto"` knows in any case."""
@@ -317,10 +403,15 @@ class Checkpoint(Retention):
                 f"overwritten. Resume from one, choose another folder, or omit dirpath to use the run directory."
             )
 
-    def _prune(self, trainer: "Trainer") -> None:
-        for name in self.surplus():
+    def _prune(self, trainer: "Trainer", changed: bool = False) -> None:
+        """Delete what need not be kept; `changed`: the index is to be written in any case."""
+        kept = self.index.kept(self.save_top_k, self.save_last)
+        surplus = [name for name in self.index.checkpoints if name not in kept]
+        for name in surplus:
             trainer.saver.discard(Path(self.path(name)))
-            del self.scores[name]
+            del self.index.checkpoints[name]
+        if (surplus or changed) and self.dirpath is not None:
+            trainer.saver.write_index(self.dirpath, self.index)
 
     def _score(self, trainer: "Trainer", between: bool = False) -> float | None:
         """Return the value to rank by; None if the metric is a training mean over a part of an epoch.

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.checkpoint_index import is_name
 from ..base.errors import ConfigError
 from .checkpoint_callback import CheckpointCallback
-from .retention import is_name
 
 if TYPE_CHECKING:
     from ..base.contracts import Task, Trainer

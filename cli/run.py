@@ -149,7 +149,8 @@ def _resolve_own_run(config: "Config", command: str) -> None:
                 f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
             )
     elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
-        values["checkpoint"] = os.path.abspath(weights_of(run).weights(run.trainer.checkpoint_callbacks))
+        folders = [Path(one.dirpath) for one in run.trainer.checkpoint_callbacks if one.dirpath is not None]
+        values["checkpoint"] = os.path.abspath(weights_of(run).weights(folders))
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
     """Return a run's checkpoints but for the newest complete one and the best; none where the best is not known."""
     whole = [one for one in run.checkpoints if one.complete and is_own_checkpoint(one.path)]
-    best = run.status.get("best_checkpoint")
-    if not run.status or (run.status.get("monitor") is not None and best not in {one.path.name for one in whole}):
+    best = run.best_checkpoint
+    if best is None or best not in whole:
         return []
-    return [one for one in whole[:-1] if one.path.name != best]
+    return [one for one in whole[:-1] if one != best]
 
 
 def confirmed(question: str) -> bool:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scripted import STEPS, Scripted, fit, loader, make_trainer
 
 import legato as lg
+from legato.base.checkpoint_index import CheckpointIndex, Entry
 from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
 from legato.callbacks.checkpoint_callback import CheckpointCallback
-from legato.callbacks.retention import Retention
 from legato.trainer.checkpoints import find
 
 
@@ -32,7 +32,7 @@ class Saves(lg.Callback):
 
 
 def kept(trainer):
-    return sorted(int(path.name.removeprefix("step-")) for path in (trainer.run_dir / "checkpoints").iterdir())
+    return sorted(int(path.name.removeprefix("step-")) for path in (trainer.run_dir / "checkpoints").glob("step-*"))
 
 
 def step_of(path):
@@ -93,21 +93,18 @@ def test_the_best_and_the_newest_are_kept(tmp_path, mode, top_k, last, expected,
     mode=st.sampled_from(["min", "max"]),
     monitored=st.booleans(),
 )
-def test_retention_keeps_what_a_look_back_at_all_would_keep(scores, top_k, last, mode, monitored):
-    retention = Retention()
-    retention.monitor, retention.mode, retention.save_top_k = "score" if monitored else None, mode, top_k
-    retention.save_last, retention.dirpath, retention.scores = last, None, {}
+def test_the_index_keeps_what_a_look_back_at_all_would_keep(scores, top_k, last, mode, monitored):
+    index = CheckpointIndex("run", "score" if monitored else None, mode)
     names = [f"step-{step:08d}" for step in range(len(scores))]
     for name, score in zip(names, scores, strict=True):
-        if retention.keeps(score):
-            retention.scores[name] = score
-            for gone in retention.surplus():
-                del retention.scores[gone]
+        index.checkpoints[name] = Entry(int(name[5:]), score)
+        kept = index.kept(top_k, last)
+        index.checkpoints = {name: entry for name, entry in index.checkpoints.items() if name in kept}
     sign = -1 if mode == "max" else 1
     ranked = sorted((sign * score, name) for name, score in zip(names, scores, strict=True) if score is not None)
     best = [name for _, name in ranked] if monitored else names[::-1]
     expected = set(names if top_k == -1 else best[:top_k]) | ({names[-1]} if last else set())
-    assert set(retention.scores) == expected
+    assert set(index.checkpoints) == expected
 
 
 def test_a_value_that_is_not_finite_never_counts_as_best(tmp_path):
@@ -222,7 +219,7 @@ def test_two_need_two_folders(tmp_path):
     own = Checkpoint("val/score", "max", dirpath=tmp_path / "own", save_last=False)
     trainer = fit(tmp_path, Checkpoint(), own, values=[0.5, 0.9, 0.1])
     assert kept(trainer) == [12]
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["step-00000008"]
+    assert names_in(tmp_path / "own") == ["step-00000008"]
 
 
 def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
@@ -326,7 +323,7 @@ def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
     assert resumed.run_dir == folder.parent
     assert kept(undisturbed) == [8, 20, 24]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"step-00000001", "notes.txt", "step-00000008", "step-00000020", "step-00000024"}
+    assert names == {"step-00000001", "notes.txt", "step-00000008", "step-00000020", "step-00000024", "index.json"}
     mine, other = resumed.checkpoint_callback, undisturbed.checkpoint_callback
     assert mine.scores == other.scores
     assert step_of(mine.best_model_path) == 20
@@ -391,10 +388,10 @@ def test_a_run_that_starts_from_another_one_touches_nothing_there(tmp_path):
 
 def test_a_crash_between_writing_and_deleting_leaves_nothing_for_good(tmp_path):
     class Crash(Checkpoint):
-        def _prune(self, trainer):
+        def _prune(self, trainer, **options):
             if trainer.global_step == 8:
                 raise KeyboardInterrupt
-            super()._prune(trainer)
+            super()._prune(trainer, **options)
 
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, Crash(), max_epochs=4)

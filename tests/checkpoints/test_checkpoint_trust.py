@@ -1,6 +1,7 @@
 """What a checkpoint says of others is not believed: names, folders and numbers in it touch nothing of another run."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ def train(folder: Path, callback: Checkpoint, epochs: int = 1, resume: Any = Non
     trainer = make_trainer(folder, enable_checkpointing=True, callbacks=[callback], max_epochs=epochs, **options)
     trainer.fit(Tiny(), make_loader(), resume=resume)
     return trainer
+
+
+def forge_index(folder: Path, names: Iterable[str], step: int = 5) -> None:
+    """Name checkpoints in an index, as somebody does who knows the format."""
+    index = json.loads((folder / "index.json").read_bytes())
+    index["checkpoints"] |= {name: {"step": step, "score": None, "elapsed": 1.0} for name in names}
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 def forge(path: Path, **changes: Any) -> None:
@@ -65,30 +73,14 @@ def test_names_from_elsewhere_delete_nothing(tmp_path: Path, victims: list[Path]
     first = train(folder, Checkpoint(), run_name="a")
     path = first.run_dir / "checkpoints" / "step-00000005"
     names = names_of(victims, path.parent)[form]
-    forge(path, scores={**dict.fromkeys(names), "step-00000005": None})
+    forge_index(path.parent, names)
     callback = Checkpoint(save_top_k=1)
     trainer = train(folder, callback, 2, "auto" if resume == "auto" else path, run_name="a")
     assert sorted(callback.scores) == ["step-00000010"]
-    assert [entry.name for entry in (trainer.run_dir / "checkpoints").iterdir()] == ["step-00000010"]
+    assert [entry.name for entry in (trainer.run_dir / "checkpoints").glob("step-*")] == ["step-00000010"]
     for victim in victims:
         assert (victim / "manifest.json").exists(), victim
     assert (victims[-1] / "thesis.tex").exists()
-
-
-def test_a_folder_named_in_a_checkpoint_is_not_gone_to(tmp_path: Path, victims: list[Path]) -> None:
-    path = train(tmp_path / "runs", Checkpoint()).run_dir / "checkpoints" / "step-00000005"
-    forge(path, dirpath=str(victims[1].parent), scores={"step-00000003": None})
-    seen = []
-
-    class Look(lg.Callback):
-        def on_fit_start(self, trainer: lg.Trainer, task: lg.Task) -> None:
-            seen.append(trainer.checkpoint_callback.best_model_path)
-
-    trainer = make_trainer(tmp_path / "new", enable_checkpointing=True, callbacks=[Checkpoint(), Look()], max_epochs=2)
-    trainer.fit(Tiny(), make_loader(), resume=path)
-    assert Path(seen[0]).parent == trainer.run_dir / "checkpoints"
-    assert victims[1].is_dir()
-    assert Path(trainer.checkpoint_callback.best_model_path).parent == trainer.run_dir / "checkpoints"
 
 
 def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
@@ -97,35 +89,48 @@ def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> N
     train(folder, Checkpoint(dirpath=own, save_top_k=-1))
     commit.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
     (own / "step-00000003").symlink_to(own / "step-00000002")
-    named = {f"step-{step:08d}": None for step in (2, 3, 4, 5)}
-    forge(own / "step-00000005", scores=named)
+    forge_index(own, [f"step-{step:08d}" for step in (2, 3)])
     callback = Checkpoint(dirpath=own)
     train(folder, callback, 2, own / "step-00000005")
-    assert sorted(entry.name for entry in own.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 10)]
+    assert sorted(entry.name for entry in own.glob("step-*")) == [f"step-{step:08d}" for step in (2, 3, 10)]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"scores": {"step-00000005": "0.5"}},
-        {"scores": {"step-00000005": [1]}},
-        {"scores": ["step-00000005"]},
-        {"newest_step": "7"},
-        {"saved_at": None},
-        {"wanted_step": {}},
-    ],
-)
-def test_values_of_a_wrong_kind_are_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("begun_step", ["7", None, {}, True])
+def test_values_of_a_wrong_kind_are_named(tmp_path: Path, begun_step: Any) -> None:
     path = train(tmp_path, Checkpoint()).run_dir / "checkpoints" / "step-00000005"
-    forge(path, **changes)
-    with pytest.raises(CheckpointError, match=f"Checkpoint.*{next(iter(changes))}"):
+    forge(path, begun_step=begun_step)
+    with pytest.raises(CheckpointError, match=r"Checkpoint.*begun_step"):
         train(tmp_path, Checkpoint(), 2, path)
 
 
+INDEXES = {
+    "torn": '{"run": "',
+    "list": "[]",
+    "no entries": '{"run": "RUN", "monitor": null, "mode": "min", "checkpoints": []}',
+    "text": '{"run": "RUN", "monitor": null, "mode": "min", "checkpoints": {"step-00000005": {"step": "5"}}}',
+    "infinite": '{"run": "RUN", "monitor": null, "mode": "min", "checkpoints": '
+    '{"step-00000005": {"step": 5, "score": Infinity, "elapsed": 0}}}',
+    "deep": "[" * 100_000,
+    "of another run": '{"run": "other", "monitor": null, "mode": "min", "checkpoints": {}}',
+}
+
+
+@pytest.mark.parametrize("form", INDEXES)
+def test_a_run_goes_on_beside_an_index_that_is_not_its_own(tmp_path: Path, form: str) -> None:
+    """Nothing is deleted that no index names; the run writes a new one."""
+    folder = train(tmp_path, Checkpoint()).run_dir / "checkpoints"
+    run = json.loads((folder / "index.json").read_bytes())["run"]
+    (folder / "index.json").write_text(INDEXES[form].replace("RUN", run))
+    trainer = train(tmp_path, Checkpoint(), 2, "auto")
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000005", "step-00000010"]
+    assert trainer.checkpoint_callback.last_model_path.endswith("step-00000010")
+    assert list(json.loads((folder / "index.json").read_bytes())["checkpoints"]) == ["step-00000010"]
+
+
 def test_a_step_that_never_comes_does_not_keep_a_run_from_saving(tmp_path: Path) -> None:
-    path = train(tmp_path, Checkpoint()).run_dir / "checkpoints" / "step-00000005"
-    forge(path, newest_step=10**9)
-    trainer = train(tmp_path, Checkpoint(), 2, path)
+    folder = train(tmp_path, Checkpoint()).run_dir / "checkpoints"
+    forge_index(folder, ["step-00000005", "step-00000009"], step=10**9)
+    trainer = train(tmp_path, Checkpoint(), 2, "auto")
     assert trainer.checkpoint_callback.last_model_path.endswith("step-00000010")
 
 

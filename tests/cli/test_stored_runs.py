@@ -12,6 +12,7 @@ import torch
 from tiny import Tiny, make_loader, make_trainer
 
 import legato as lg
+from legato.base.checkpoint_index import CheckpointIndex, Entry
 from legato.base.quantities import time_taken
 from legato.base.run_names import RUN_FILE
 from legato.cli.main import main
@@ -54,6 +55,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def write_index(path, steps, best):
+    """Write the index of a run's checkpoints; best: the step of the best one, None for none."""
+    entries = {find.directory_name(one): Entry(one, 0.4 if one == best else 0.5) for one in steps}
+    if best is None:
+        entries = {name: entry._replace(score=None) for name, entry in entries.items()}
+    (path / "checkpoints" / "index.json").write_bytes(CheckpointIndex("abc", "val/loss", "min", entries).dump())
+
+
 def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line", **status):
     """Write what a run of this name leaves; return its directory."""
     path = Path("runs") / name
@@ -63,7 +72,7 @@ def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line",
     times = {"created": made, "began": made, "ended": made + 62, "elapsed": 62.0}
     status = {"legato": "0.1.0", "id": "abc", "stage": "fit", "state": "done", **times, **status}
     known = {"step": points, "epoch": 1, "max_epochs": 3, "max_steps": -1, "monitor": "val/loss", "mode": "min"}
-    values = {"best": 0.5 - lr, "best_checkpoint": f"step-{steps[0]:08d}"} if steps else {}
+    values = {"best": 0.5 - lr} if steps else {}
     config = CONFIG.format(lr=lr, seed=seed, task=task)
     (path / RUN_FILE).write_text(json.dumps({**known, **values, "config": flat_config(config), **status}))
     (path / "config.yaml").write_text(config)
@@ -75,6 +84,8 @@ def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line",
         checkpoint = path / "checkpoints" / f"step-{step:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
+    if steps:
+        write_index(path, steps, steps[0])
         (checkpoint / "state.json").write_text("{}")
     return path
 
@@ -314,23 +325,24 @@ def left():
 NAMES = ("done", "stopped", "odd")
 
 
-def make_saved_run(name, *, steps=(5, 10), run="abc", **options):
-    """Make a run whose checkpoints are real ones, written by `run`."""
-    path = make_run(name, steps=(), **{"best": 0.4, "best_checkpoint": f"step-{steps[0]:08d}", **options})
+def make_saved_run(name, *, steps=(5, 10), run="abc", best=5, **options):
+    """Make a run whose checkpoints are real ones, written by `run`; best: the step of the best one."""
+    path = make_run(name, steps=(), **{"best": 0.4, **options})
     for step in steps:
         contents = {"state_dict": {"weight": torch.ones(2)}, "global_step": step}
         commit.write(path / "checkpoints" / find.directory_name(step), contents, owner=Owner(run))
+    write_index(path, steps, best)
     return path
 
 
 def everything():
-    make_saved_run("done/version_0", steps=(5, 10, 15, 20), best_checkpoint="step-00000010")
+    make_saved_run("done/version_0", steps=(5, 10, 15, 20), best=10)
     make_run("done/version_1", points=0, step=0, steps=())  # empty
     make_run("done/version_2", points=0, step=0, steps=())
     Path("runs/done/version_2/predictions.safetensors").write_text("mine")
     make_saved_run("failed/version_0", state="failed")
     make_saved_run("stopped/version_0", state="preempted")
-    make_saved_run("odd/version_0", best_checkpoint="gone", steps=(1, 2, 3))  # its best one is not known
+    make_saved_run("odd/version_0", best=None, steps=(1, 2, 3))  # its best one is not known
     Path("runs/lightning/version_0").mkdir(parents=True)
     Path("runs/lightning/version_0/metrics.csv").write_text("step,loss\n")
     Path("runs/link").symlink_to(Path("runs/failed").absolute())
@@ -350,7 +362,9 @@ def test_clean_deletes_what_it_lists_and_nothing_else(capsys):
     assert sorted(set(before) - set(left())) == ["done/version_1"]
     said(capsys, "clean", "--yes")
     assert sorted(set(before) - set(left())) == ["done/version_1", "failed/version_0"]
-    kept = {name: [int(path.name[5:]) for path in sorted(Path("runs", name).glob("*/checkpoints/*"))] for name in NAMES}
+    kept = {
+        name: [int(path.name[5:]) for path in sorted(Path("runs", name).glob("*/checkpoints/step-*"))] for name in NAMES
+    }
     assert kept == {"done": [10, 20], "stopped": [5, 10], "odd": [1, 2, 3]}
     assert said(capsys, "clean", "--yes") == "There is nothing to delete.\n"
 
@@ -417,14 +431,15 @@ def test_clean_leaves_folders_that_are_no_runs(capsys, state):
 
 
 def test_clean_deletes_only_checkpoints_that_this_run_wrote(capsys):
-    path = make_saved_run("done/version_0", steps=(5, 10, 15, 20), best_checkpoint="step-00000020")
+    path = make_saved_run("done/version_0", steps=(5, 10, 15, 20), best=20)
     inside = path / "checkpoints"
     (inside / "v1").mkdir()
     (inside / "v1/manifest.json").write_text("{}")  # of another program
     (inside / "v1/state.json").write_text("{}")
     commit.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, owner=Owner("def"))  # of another run
     (inside / "step-00000010/notes.txt").write_text("mine")
-    kept = files_below(inside / "v1", inside / "step-00000012", inside / "step-00000010", inside / "step-00000020")
+    left = [inside / "v1", *(inside / f"step-000000{step}" for step in (10, 12, 20))]
+    kept = files_below(*left) | {inside / "index.json": (inside / "index.json").read_bytes()}
     text = said(capsys, "clean", "--yes")
     assert "step-00000010 is left" in text
     assert "notes.txt, which Legato did not write" in text

@@ -243,7 +243,7 @@ def test_a_replay_crosses_a_resume_on_other_processes() -> None:
 
 def test_a_replay_tells_where_it_begins_and_how_long_it_takes() -> None:
     run = trained()
-    for path in (run / "checkpoints").iterdir():
+    for path in (run / "checkpoints").glob("step-*"):
         if path.name < "step-00000016":
             shutil.rmtree(path)
     done = legato("replay", str(run), "step=7")

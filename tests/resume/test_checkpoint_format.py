@@ -55,7 +55,7 @@ def test_a_run_in_another_format_goes_on_to_the_bit(tmp_path: Path) -> None:
     saves = lg.callbacks.Checkpoint(every_n_train_steps=1, save_top_k=-1, dirpath=tmp_path / "files")
     options = {"checkpoint_format": TorchFile(), "enable_checkpointing": True}
     make_trainer(tmp_path / "first", max_steps=4, callbacks=[saves], **options).fit(first, make_loader())
-    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["1.pt", "2.pt", "3.pt", "4.pt"]
+    assert sorted(path.name for path in (tmp_path / "files").glob("*.pt")) == ["1.pt", "2.pt", "3.pt", "4.pt"]
     trainer = make_trainer(tmp_path / "second", max_epochs=2, checkpoint_format=TorchFile())
     trainer.fit(second, make_loader(), ckpt_path=tmp_path / "files" / "3.pt")
     assert all(map(torch.equal, weights_of(whole), weights_of(second)))
@@ -64,7 +64,7 @@ def test_a_run_in_another_format_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_only_the_newest_stays_and_no_other_runs_file_is_removed(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3, enable_checkpointing=True, checkpoint_format=TorchFile())
     trainer.fit(Tiny(), make_loader())
-    kept = list((trainer.run_dir / "checkpoints").iterdir())
+    kept = list((trainer.run_dir / "checkpoints").glob("*.pt"))
     assert [path.name for path in kept] == ["3.pt"]
     other = make_trainer(tmp_path, max_steps=1, checkpoint_format=TorchFile())
     other.fit(Tiny(), make_loader())

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
 from ...base.quantities import format_bytes
 from ...base.run_names import require_local
@@ -186,6 +187,16 @@ def free_space_check(root: Path, needed_bytes: int) -> None:
             f"A checkpoint needs {format_bytes(needed_bytes)} in {root}, where {format_bytes(free)} are free; nothing "
             f"was written. Free some space, keep fewer checkpoints, or put the run on another disk."
         )
+
+
+def write_index(folder: Path, text: bytes) -> None:
+    """Write the index of a folder of checkpoints, whole or not at all; raises OSError."""
+    make_folder(folder)
+    partial = folder / f".{INDEX}.{PARTIAL}"
+    partial.unlink(missing_ok=True)  # of a process that was killed
+    write_bytes(HashedFile(partial), text)
+    partial.replace(folder / INDEX)
+    sync_folder(folder)
 
 
 def require_new(target: Path) -> None:

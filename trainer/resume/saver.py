@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.checkpoint_index import INDEX, CheckpointIndex
 from ...base.errors import CheckpointError, ConfigError, LegatoError
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
-from ..checkpoints import find, manifest
+from ..checkpoints import find, manifest, storage
 from ..checkpoints.background import Writer
 from ..checkpoints.commit import Owner
 from ..checkpoints.storage import make_folder
@@ -229,9 +230,22 @@ class Saver:
         """Wait until the save is done; raises what `check` raises."""
         self.writer.wait()
 
-    def own_in(self, folder: Path) -> set[str]:
-        """Return the names of this run's checkpoints in a folder."""
-        return {path.name for path in find.checkpoints_in(folder) if self._wrote(path)}
+    def own_in(self, folder: Path) -> dict[str, int]:
+        """Return the steps of this run's checkpoints in a folder, by name."""
+        return {path.name: find.checkpoint_step(path) for path in find.checkpoints_in(folder) if self._wrote(path)}
+
+    def write_index(self, folder: Path, index: CheckpointIndex) -> None:
+        """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
+        if not self.trainer.is_global_zero:
+            return
+        # no end of the run here, on one rank: the next save, on all, fails for the same reason and says so
+        try:
+            self.require_run_dir()
+            storage.write_index(folder, index.dump())
+        except ConfigError:
+            return
+        except OSError as error:
+            log.warning("%s could not be written: %s.", folder / INDEX, error.strerror or error)
 
     def _wrote(self, path: Path) -> bool:
         try:

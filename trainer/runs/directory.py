@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ...base.checkpoint_index import read_index
 from ...base.environment import requeued_job
 from ...base.errors import ConfigError, did_you_mean
 from ...base.run_names import (
@@ -218,8 +219,10 @@ class RunDirectory:
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
         """The complete checkpoint with the best value; None if there is none, or if it is not known."""
-        name = self.status.get("best_checkpoint")
-        return next((entry for entry in self.checkpoints if entry.complete and entry.path.name == name), None)
+        index = read_index(self.path / CHECKPOINTS)
+        complete = {entry.path.name: entry for entry in self.checkpoints if entry.complete}
+        names = index.best() if index is not None and index.run == identity_of(self.path) else []
+        return next((complete[name] for name in names if name in complete), None)
 
     @cached_property
     def best(self) -> BestValue | None:

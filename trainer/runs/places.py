@@ -1,21 +1,20 @@
 """Which run directory a call works in, and which checkpoint it begins from."""
 
-import copy
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...base.checkpoint_index import read_index
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
 from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem, require_local
 from ..checkpoints import manifest
-from ..checkpoints.codec import unflatten
-from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, resolve, verify
+from ..checkpoints.find import Check, checkpoint_step, newest_complete, resolve, verify
 from . import record as run_record
 from . import run_file
 from .lock import belongs_to_training
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
     from ..resume.saver import Saver
 
 log = logging.getLogger("legato")
-
-
-def read_callback(directory: Path, state_key: str) -> Any:
-    """Return a callback's state in a verified checkpoint, without reading its tensors; None if there is none.
-
-    Raises CheckpointError if the state holds a tensor, or cannot be read.
-    """
-    try:
-        tree = manifest.parse_json((directory / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)
-        found = tree.get("callbacks", {}).get(state_key)
-        return unflatten({"state": found}, {})["state"]
-    except (CheckpointError, OSError, AttributeError) as error:
-        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def versions(root: Path, name: str) -> list[Path]:
@@ -208,19 +194,22 @@ class StoredRun:
     by_name: bool = False
     """Whether `directory` was found by the name; then it must still be the newest run of that name."""
 
-    def weights(self, callbacks: Sequence[Any]) -> Path:
-        """Return the checkpoint to evaluate, and log which it is; `callbacks` are the run's Checkpoint callbacks.
+    def weights(self, folders: Sequence[Path]) -> Path:
+        """Return the checkpoint to evaluate, and log which it is; `folders`: where else the run may have saved.
 
         Skips a damaged one with a warning. Raises CheckpointError if there is none.
         """
-        for callback, newest in self._newest(callbacks):
-            which, found = ("last", newest) if self.word == "last" else self._best(newest, callback)
-            named = self.directory is None and newest.parent.parent.parent == self.root / self.name
-            of = f" of the newest run of {self.name!r} that has one" if named else ""
-            log.info("checkpoint: the %s%s, %s. %s", which, of, found, FRESH)
-            return found
-        place = self.directory if self.directory is not None else self.root / self.name
-        raise CheckpointError(f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
+        newest = self._newest(folders)
+        if newest is None:
+            place = self.directory if self.directory is not None else self.root / self.name
+            raise CheckpointError(
+                f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}"
+            )
+        which, found = ("last", newest) if self.word == "last" else self._best(newest)
+        named = self.directory is None and newest.parent.parent.parent == self.root / self.name
+        of = f" of the newest run of {self.name!r} that has one" if named else ""
+        log.info("checkpoint: the %s%s, %s. %s", which, of, found, FRESH)
+        return found
 
     def require(self, found: Path | None) -> None:
         """Raise ConfigError if the newest run of the name with a complete checkpoint is not the one in `directory`."""
@@ -241,51 +230,37 @@ class StoredRun:
             return None, None
         return self.directory, found
 
-    def _newest(self, callbacks: Sequence[Any]) -> Iterator[tuple[Any, Path]]:
-        """Yield the newest complete checkpoint of each folder where the run may save, with its callback."""
-        for callback in callbacks:
-            if callback.dirpath is not None:
-                found = newest_complete(Path(callback.dirpath))
-                if found is not None:
-                    yield callback, found
-        inside = next((callback for callback in callbacks if callback.dirpath is None), None)
+    def _newest(self, folders: Sequence[Path]) -> Path | None:
+        """Return the newest complete checkpoint of the first of the folders that has one, or of the run directory."""
+        for folder in folders:
+            if (found := newest_complete(folder)) is not None:
+                return found
         if self.directory is not None:
-            found = newest_in(self.directory)
-        else:
-            found = (newest_checkpoint(self.root, self.name) or (None, None))[1]
-        if found is not None:
-            yield inside, found
+            return newest_in(self.directory)
+        return (newest_checkpoint(self.root, self.name) or (None, None))[1]
 
-    def _best(self, newest: Path, callback: Any) -> tuple[str, Path]:
-        """Return the best complete checkpoint, by the values that the newest one has; else the newest."""
-        state = None if callback is None else read_callback(newest, callback.state_key)
-        if state is None:
+    def _best(self, newest: Path) -> tuple[str, Path]:
+        """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""
+        folder = newest.parent
+        index = read_index(folder)
+        if index is None or index.run != manifest.load_manifest(newest).run:
             if self.word == "best":
                 raise CheckpointError(
-                    f"{newest} does not say which checkpoint is the best. Set checkpoint=last or to a path."
+                    f"{folder} does not say which checkpoint is the best. Set checkpoint=last or to a path."
                 )
             return "last", newest
-        # the callback itself knows which is best, but must not take over the state of another run
-        ranking = copy.copy(callback)
-        ranking.load_state_dict(state)
-        ranking.dirpath = newest.parent
-        present = {path.name for path in checkpoints_in(newest.parent)}
-        ranking.scores = {name: score for name, score in ranking.scores.items() if name in present}
         passed_over = False
-        while ranking.best_model_path:
-            best = Path(ranking.best_model_path)
+        for path in (folder / name for name in index.best() if (folder / name / manifest.MANIFEST).is_file()):
             try:
-                # the newest was verified when it was found
-                if best != newest:
-                    verify(best)
+                if path != newest:
+                    verify(path)
             except CheckpointError as error:
                 log.warning("The best checkpoint is passed over, it is not whole. %s", error)
-                del ranking.scores[best.name]
                 passed_over = True
             else:
-                return ("best that is whole" if passed_over else "best"), best
+                return ("best that is whole" if passed_over else "best"), path
         if self.word == "best" and not passed_over:
             raise CheckpointError(
-                f"No checkpoint in {newest.parent} has a value of {callback.monitor!r}. Set checkpoint=last or a path."
+                f"No checkpoint in {folder} has a value of {index.monitor!r}. Set checkpoint=last or a path."
             )
         return "last", newest

@@ -10,6 +10,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
 from ...base.run_names import CHECKPOINTS, EVALUATIONS, RUN_FILE
 from ..checkpoints.manifest import load_manifest
@@ -72,6 +73,7 @@ def _remove_checkpoints(folder: Path, identity: str) -> None:
     for path in _entries(folder):
         with suppress(CheckpointError):
             checkpoints.remove(path.name, identity)
+    _remove_files(folder, (INDEX,))
     _remove_empty(folder)
 
 

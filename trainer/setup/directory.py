@@ -215,7 +215,8 @@ def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Pat
     if isinstance(request.weights, StoredRun):
         request.task.trainer = trainer  # which configure_callbacks may ask
         callbacks = with_callbacks_of(request.task, trainer.callbacks)
-        return request.weights.weights([one for one in callbacks if isinstance(one, Checkpoint)])
+        given = [one.dirpath for one in callbacks if isinstance(one, Checkpoint)]
+        return request.weights.weights([folder for folder in given if folder is not None])
     path = Path(named_checkpoint(trainer, request.weights) or "")
     require_local(path, "The checkpoint")
     if not path.exists():

@@ -113,7 +113,6 @@ def progress(call: Call) -> dict[str, Any]:
         values |= {
             "monitor": callback.monitor,
             "mode": getattr(callback, "mode", "min"),
-            "best_checkpoint": Path(str(callback.best_model_path)).name,
         }
         if score is not None and math.isfinite(score):
             values["best"] = float(score)
