@@ -28,13 +28,19 @@ from .runs import places, run_file
 from .setup import directory
 from .setup.checks import check_task
 from .setup.parts import with_callbacks_of
-from .state import State
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
     from ..tasks.task import Task
 
 log = logging.getLogger("legato")
+
+
+TAKEN = (
+    *("state", "run_dir", "should_stop", "lengths"),
+    *("callback_metrics", "logged_metrics", "progress_bar_metrics"),
+)
+"""Attributes that the caller's trainer takes over from rank 0's."""
 
 
 @dataclass
@@ -49,15 +55,9 @@ class RunResult:
     """States of the metric objects in the task that were never logged, by path."""
     parts: ModuleParts | None
     """Parameters, buffers and modules of the task, if the run has built some that the caller's task lacks."""
-    state: State
-    run_dir: Path | None
+    trainer: dict[str, Any]
+    """Attributes of the trainer, those of TAKEN."""
     run_id: str
-    callback_metrics: dict[str, Tensor]
-    logged_metrics: dict[str, float]
-    progress_bar_metrics: dict[str, float]
-    should_stop: bool
-    lengths: dict[str, Any]
-    """Lengths of the loaders."""
     callbacks: list[tuple[str, dict[str, Any]]]
     """Key and state of each callback."""
 
@@ -134,23 +134,21 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         return None
     take_results(request.task, outcome)
     request.task.trainer = trainer
-    trainer.state = outcome.state
-    trainer.run = Call.of(trainer, request)
-    trainer.run.loop.open, trainer.lengths = False, outcome.lengths
-    trainer.callback_metrics = outcome.callback_metrics
+    for name, value in outcome.trainer.items():
+        setattr(trainer, name, value)
     trainer.saver.run_id = outcome.run_id
-    trainer.logged_metrics, trainer.progress_bar_metrics = outcome.logged_metrics, outcome.progress_bar_metrics
-    trainer.should_stop = outcome.should_stop
-    for logger in trainer.loggers if outcome.run_dir is not None else ():
-        loop_part(logger, "follow")(outcome.run_dir)
+    trainer.run = Call.of(trainer, request)
+    trainer.run.loop.open = False
+    for logger in trainer.loggers if trainer.run_dir is not None else ():
+        loop_part(logger, "follow")(trainer.run_dir)
     trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         loop_part(callback, "find_folder")(trainer)
     for callback in trainer.callbacks:
-        found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
-        if found is not None:
-            outcome.callbacks.remove(found)
-            callback.load_state_dict(found[1])
+        pair = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
+        if pair is not None:
+            outcome.callbacks.remove(pair)  # another callback of this key takes the next one
+            callback.load_state_dict(pair[1])
     return outcome.returned
 
 
@@ -205,13 +203,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         {name: buffer for name, buffer in buffers.items() if name not in weights},
         {path: states_of(metric) for path, metric in metrics.items() if path not in logged},
         None if emptied or directory.weight_names(task) == known else module_parts(task),
-        trainer.state,
-        trainer.run_dir,
+        {name: getattr(trainer, name) for name in TAKEN},
         trainer.saver.run_id,
-        trainer.callback_metrics,
-        trainer.logged_metrics,
-        trainer.progress_bar_metrics,
-        trainer.should_stop,
-        trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
     )
