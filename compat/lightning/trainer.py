@@ -173,6 +173,12 @@ HIGHEST_SEED = 1 << 32
 """Above what programs seed with; where none was given torch draws one of 53 bits or more."""
 
 
+def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out arguments that are None, Lightning's default of most, where Legato has a default of its own."""
+    # of this one None means to count batches over epochs
+    return {name: value for name, value in arguments.items() if value is not None or name == "check_val_every_n_epoch"}
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -238,7 +244,8 @@ class Trainer(TrainerAttributes):
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.enable_autolog_hparams, self.predictions = barebones, enable_autolog_hparams, []
-        super().__init__(**{**arguments, "callbacks": None}, **self._arguments_of_files_and_ranks(strategy, devices))
+        given = without_defaults({**arguments, "callbacks": None})
+        super().__init__(**given, **self._arguments_of_files_and_ranks(strategy, devices))
         self.strategy = with_attributes(self.strategy, arguments["strategy"])
         self.callbacks = self._make_callbacks(arguments)
         self._show_arguments(arguments, gradient_clip_algorithm)

@@ -39,7 +39,6 @@ def test_the_template_with_partials_and_metrics(tmp_path, capsys):
         logger=logger,
         callbacks=[checkpoint, EarlyStopping(monitor="val/loss", mode="min", patience=100)],
         log_every_n_steps=1,
-        limit_train_batches=None,
         gradient_clip_val=0.0,
     )
     trainer.logger.log_hyperparams({"model/params/total": sum(p.numel() for p in model.parameters())})

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, TrainerArguments, problems
+from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, problems
 from ...base.errors import ConfigError, TaskError, describe_kind, did_you_mean
 from ...base.messages import let_be_seen
 from ...base.quantities import parse_duration
@@ -23,27 +23,17 @@ from .data import LOADERS
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
 
-NONE_FOR_DEFAULT = (
-    *LIMITS[:4],
-    *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_algorithm", "precision"),
-    *("default_root_dir", "deterministic", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-)
-"""Arguments for which None, Lightning's default, means the default here."""
-
 
 def check_arguments(trainer: "Trainer") -> None:
     """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
     let_be_seen()
-    for name in NONE_FOR_DEFAULT:
-        if getattr(trainer, name) is None:
-            setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
-    require_local(trainer.default_root_dir, "trainer.default_root_dir")
-    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
-    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
     mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+    require_local(trainer.default_root_dir, "trainer.default_root_dir")
+    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
+    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
         try:
             parse_duration(trainer.val_check_interval)
