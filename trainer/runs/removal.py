@@ -23,7 +23,7 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "": (
         *(name for name in FILES if name not in (RUN_FILE, "predictions.*")),
         *(README, "predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
-        *(f"{RECORD}.*", "metrics.*.partial", "config*.partial", f".{RUN_FILE}.partial"),
+        *(f"{RECORD}.damaged", "metrics.*.partial", ".*.json.partial", ".config*.partial"),
     ),
     "hang": ("rank-*.txt",),
     "starts": ("*.yaml",),

@@ -132,6 +132,12 @@ def _replace(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write(directory: Path, values: Mapping[str, Any]) -> None:
-    partial = directory / f".{RUN_FILE}.partial"
-    partial.write_text(json.dumps(values, indent=1, default=str), encoding="utf-8")
-    os.replace(partial, directory / RUN_FILE)
+    replace_text(directory / RUN_FILE, json.dumps(values, indent=1, default=str))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of a run directory; a kill leaves either the old or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    # a byte of a path that is no character is a lone surrogate in Python, which this makes an escape of JSON
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)
