@@ -227,8 +227,11 @@ class Watchdog:
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:
+                try:
+                    store = None if group is None else default_store()
+                except ValueError:  # an elastic run has left its group since the line above
+                    return None
                 self.board, self.group, self.reports = None, group, 0
-                store = None if group is None else default_store()
                 if store is not None:
                     # a connection serves one call at a time
                     prefix = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
