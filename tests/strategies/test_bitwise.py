@@ -140,7 +140,7 @@ def test_other_arithmetic_is_refused_on_resume(tmp_path):
 OTHER_CPU = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 from bitwise_cases import CASES, run
 run(CASES[sys.argv[2]], Path(sys.argv[3]))
 """

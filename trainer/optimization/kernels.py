@@ -101,29 +101,16 @@ def class_of(optimizer: Optimizer) -> str:
     return type(getattr(optimizer, "original", optimizer)).__name__
 
 
-def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming the differences, if a bitwise run would resume under other numerics."""
-    if differing := _differing(own, saved, "was"):
-        raise ConfigError(
-            f"reproducible: bitwise cannot go on with the same bits here: {differing}. Restore these, or set "
-            f"reproducible: order, which keeps samples and random numbers but not the last bits."
-        )
-
-
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError, naming a rank and the differences, if the processes of a bitwise run differ in numerics."""
+    first = by_rank[0]
     for rank, own in enumerate(by_rank):
-        if differing := _differing(own, by_rank[0], "on rank 0"):
+        differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
+        if differing:
             raise ConfigError(
-                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} {differing}. "
-                f"Use machines of one kind, or reproducible: order."
+                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
+                f"{'; '.join(differing)}. Use machines of one kind, or reproducible: order."
             )
-
-
-def _differing(own: Mapping[str, Any], other: Mapping[str, Any], which: str) -> str:
-    """Return the settings that differ, in words; those that `other` lacks are left out."""
-    names = [name for name in own if name in other and own[name] != other[name]]
-    return "; ".join(f"{name} {which} {other[name]!r}, is {own[name]!r}" for name in names)
 
 
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
