@@ -196,7 +196,11 @@ class ElasticWorkerGroup(WorkerGroup):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._stopped_at is not None:
             super()._record_end(rank, process)
-        elif end == RESUME_ME:
+            return
+        # a run that replaces processes for days would keep two descriptors of each
+        self._processes.remove(process)
+        process.close()
+        if end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
             self.registry.remove(member)
         elif isinstance(end, Failure):
