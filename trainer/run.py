@@ -483,7 +483,8 @@ class Run(JoinedCall):
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0: at the newest step, or at that of a checkpoint that is evaluated."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
-        self.loop.point = step, values = step, {**values, "epoch": values.get("epoch", epoch)}
+        # the run's own epoch, whatever a task logs by that name: all points of a step agree on it
+        self.loop.point = step, values = step, {**values, "epoch": epoch}
         self.write(step, values, "log_point")
 
     def write(self, step: int, values: dict[str, float], method: str = "log_metrics") -> None:

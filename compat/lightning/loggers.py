@@ -63,8 +63,8 @@ class PlacesPoints:
             values.pop("epoch")
         elif trainer is not None:
             step = max(0, trainer.state.global_step + trainer.logged_ahead - (trainer.stage == "fit"))
-            if trainer.stage != "fit":
-                values["epoch"] = trainer.current_epoch
+            logged = trainer.logged_metrics.get("epoch") if trainer.stage == "fit" else None
+            values["epoch"] = trainer.current_epoch if logged is None else float(logged)
         this.log_metrics(values, step)
 
 
