@@ -142,7 +142,8 @@ class DDPStrategy(GroupStrategy):
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
         """Attach to the parameters that are trained now: by torch's DDP, or in one order by the tree."""
         # DDP takes its hooks off the parameters only when its C++ reducer is destroyed: before another one is made
-        self.ddp, self.ddp_forward, self.loss_scale = None, None, 1.0
+        self._drop_ddp()
+        self.loss_scale = 1.0
         super().regroup(layout, place)
         task = self.task
         if layout is None or task is None or self.place.world_size == 1 or self.one_order:
@@ -157,6 +158,10 @@ class DDPStrategy(GroupStrategy):
             # loss would overflow on more processes only.
             if self.precision.scaler is None:
                 self.loss_scale = float(self.data_ranks.size)
+
+    def _drop_ddp(self) -> None:
+        # all three refer to the C++ reducer
+        self.ddp, self.ddp_forward, self.require_reduced = None, None, nothing
 
     def _share_weights(self, task: "Task") -> None:
         if self.ddp is None:  # which has done it
@@ -185,7 +190,7 @@ class DDPStrategy(GroupStrategy):
 
     def teardown(self) -> None:
         """Drop the wrapper, and with it its hooks on the parameters."""
-        self.ddp = self.ddp_forward = None
+        self._drop_ddp()
         if self.undo_batch_norm is not None:
             self.undo_batch_norm()
         self.undo_batch_norm = None
