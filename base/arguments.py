@@ -111,7 +111,6 @@ class TrainerArguments:
         default_root_dir: The folder that holds run directories.
         run_name: The run directory is default_root_dir/run_name/version_N.
         logger: True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own.
-        write_csv: Write `metrics.csv` besides. `run.csv` in a config.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
         log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then. The
             last step is one.
@@ -184,7 +183,6 @@ class TrainerArguments:
     default_root_dir: "str | Path" = "runs"
     run_name: str = "default"
     logger: "bool | Logger | list[Logger] | None" = True
-    write_csv: bool = False
     save_code: bool = True
     log_every_n_steps: Annotated[int, Range(1)] = 50
     callbacks: "list[Callback] | Callback | None" = None
@@ -230,6 +228,8 @@ INSTEAD = {
     "profiler": "Say callbacks=[legato.callbacks.Profile()], a trace by torch.profiler.",
     "signal_grace_seconds": "A run has 30 s to answer SIGTERM, and a save that makes progress is finished.",
     "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
+    "write_csv": "Add legato.loggers.CSVLogger() to logger; in a config loggers: {csv: {_target_: "
+    "legato.loggers.CSVLogger}} beside those that you keep.",
 }
 """What to write instead of arguments that Lightning's Trainer has, or that this one had."""
 

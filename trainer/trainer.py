@@ -53,7 +53,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.progress_bar_metrics: dict[str, float] = {}
         self.should_stop = False
         self.strategy = make_strategy(self, self.strategy)
-        self.loggers = make_loggers(self.logger, self.write_csv)
+        self.loggers = make_loggers(self.logger)
         self.logger = self.loggers[0] if self.loggers else None
         self.callbacks = make_callbacks(self, self.callbacks)
         self.saver = Saver(self)

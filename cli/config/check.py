@@ -75,7 +75,6 @@ RUN = Signature({
     "name": _parameter("run_name"),
     "root": _parameter("default_root_dir", str),
     "save_code": _parameter("save_code"),
-    "csv": _parameter("write_csv"),
 })  # fmt: skip
 TOP = Signature({
     "seed": _parameter("seed"),
@@ -274,7 +273,8 @@ class KeyChecker:
         for name, value in section.items():
             key: Key = ("run", name)
             if name not in RUN.parameters:
-                yield Problem(key, f"is no argument of run.{_foreign(name) or _nearest(name, RUN.parameters)}")
+                gone = instead_of("write_csv") if name == "csv" else ""  # as run.csv was called in Python
+                yield Problem(key, f"is no argument of run.{gone or _foreign(name) or _nearest(name, RUN.parameters)}")
                 continue
             mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
             check = {"name": name_problem, "root": path_problem}.get(name)

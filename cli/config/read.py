@@ -33,7 +33,7 @@ log = logging.getLogger("legato")
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
-    "changes there. csv: write metrics.csv, too.",
+    "changes there.",
     "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
     "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
     "vars": "Values that others refer to as ${vars.NAME}; nothing else reads them.",
@@ -50,7 +50,6 @@ MOVED: dict[str, Key] = {
     "run_name": ("run", "name"),
     "default_root_dir": ("run", "root"),
     "save_code": ("run", "save_code"),
-    "write_csv": ("run", "csv"),
 }
 """Arguments of Trainer that have a key of their own."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}

@@ -19,6 +19,8 @@ from legato.lab.origin import differences
 from legato.trainer.runs import record as run_record
 from legato.trainer.runs.record import FILES, README, RECORD, read_starts
 
+CSV = "loggers={json: {_target_: legato.loggers.JSONLinesLogger}, csv: {_target_: legato.loggers.CSVLogger}}"
+
 
 def git(folder, *words):
     who = ["-c", "user.name=Someone", "-c", "user.email=someone@example.org"]
@@ -167,7 +169,12 @@ def test_a_damaged_record_does_not_stop_a_run(project):
 
 
 def test_each_file_has_its_line_in_the_readme(project):
-    made = fit(project, enable_checkpointing=True, write_csv=True, log_every_n_steps=1)
+    made = fit(
+        project,
+        enable_checkpointing=True,
+        logger=[lg.loggers.JSONLinesLogger(), lg.loggers.CSVLogger()],
+        log_every_n_steps=1,
+    )
     named = (made.run_dir / README).read_text()
     assert all(name in named for name in FILES)
     here = {path.name + "/" * path.is_dir() for path in made.run_dir.iterdir() if path.name[0] != "."}
@@ -183,7 +190,7 @@ def test_the_command_line_stores_the_config_as_it_was_given(tmp_path, monkeypatc
     Path("line.py").write_text(TASK)
     Path("line.yaml").write_text(CONFIG)
     two = ("trainer.devices=2", "trainer.strategy=ddp")
-    words = ("fit", "line.yaml", "trainer.max_epochs=1", "run.csv=true", "run.save_code=false", *two)
+    words = ("fit", "line.yaml", "trainer.max_epochs=1", CSV, "run.save_code=false", *two)
     done = completed(run_module, "legato", *words)
     assert done.returncode == 0, done.stderr
     folder = Path("runs/default/version_0")

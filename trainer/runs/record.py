@@ -48,7 +48,7 @@ FILES = {
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
     RUN_FILE: "which run this is and how it stands: running, done, failed or preempted; its step, best value, error",
     "metrics.jsonl": "all logged values, a line of JSON for each step",
-    "metrics.csv": "all logged values as a table (run.csv=true)",
+    "metrics.csv": "all logged values as a table (CSVLogger)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
     f"{EVENT_FILES}*": "for TensorBoard: look at them with `tensorboard --logdir runs`",
     "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",

@@ -65,7 +65,7 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
         setattr(trainer, name, batches)
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
     trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.overfit_batches = 1.0, 1, 0.0
-    trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
+    trainer.logger, trainer.enable_checkpointing = None, False
 
 
 def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = False) -> None:

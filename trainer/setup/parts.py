@@ -51,9 +51,9 @@ def choose_name(trainer: "Trainer") -> str:
     return "ddp" if several else "single"
 
 
-def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:
-    """Return the loggers that the arguments `logger` and `write_csv` ask for."""
-    from ...loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+def make_loggers(wanted: Any) -> list[Logger]:
+    """Return the loggers that the argument `logger` asks for."""
+    from ...loggers import JSONLinesLogger, TensorBoardLogger
 
     if wanted is True:
         wanted = [TensorBoardLogger(), JSONLinesLogger()]
@@ -63,8 +63,6 @@ def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:
             raise ConfigError(
                 f"trainer.logger takes True, False, a legato Logger or a list of them; got {describe_kind(logger)}."
             )
-    if write_csv and not any(isinstance(logger, CSVLogger) for logger in found):
-        found.append(CSVLogger())
     return found
 
 

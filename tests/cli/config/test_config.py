@@ -101,7 +101,7 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
 def test_seed_and_run_have_keys_of_their_own() -> None:
     found = check.load_config(["base.yaml", "seed=3", "run.name=x", "run.root=there"])
     assert found.values["seed"] == 3
-    assert found.values["run"] == {"root": "there", "name": "x", "save_code": True, "csv": False}
+    assert found.values["run"] == {"root": "there", "name": "x", "save_code": True}
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
 

@@ -385,6 +385,8 @@ def test_a_class_that_has_moved_is_suggested(path, meant, tmp_path, monkeypatch)
         ("model.lr=1", "model is no key of a config. It is `task` here"),
         ("seed_everything=3", "It is `seed` here."),
         ("ckpt_path=x", "It is `resume` for fit, `checkpoint` for validate, test and predict."),
+        ("run.csv=true", "is no argument of run. Add legato.loggers.CSVLogger() to logger; in a config loggers: {csv:"),
+        ("trainer.write_csv=true", "Add legato.loggers.CSVLogger() to logger"),
         ("trainer.gpus=2", 'Say accelerator="gpu", devices=...'),
         ("trainer.profiler=simple", "Say callbacks=[legato.callbacks.Profile()]"),
         ("trainer.resume=auto", "It is a top-level key: resume=..."),

@@ -70,7 +70,7 @@ def test_the_stored_text_names_the_variable_and_is_read_again() -> None:
 def test_no_file_of_a_run_has_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path(__file__).parents[2])])}
     for words in ((), ("resume=auto", "trainer.max_steps=3")):
-        done = completed(run_module, "legato", "fit", "line.yaml", "run.csv=true", *words, env=environment)
+        done = completed(run_module, "legato", "fit", "line.yaml", *words, env=environment)
         assert done.returncode == 0, done.stderr
         assert SECRET not in done.stdout + done.stderr
     files = [path for path in Path("runs").rglob("*") if path.is_file()]
