@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_folder(tmp_path, monkeypatch)
 
 
-def values(run: Path, *keys: str) -> list[str]:
+def values(run: Path, *keys: str) -> list[object]:
     config = RunDirectory(run).config
     return [config[key] for key in keys]
 
@@ -31,7 +31,7 @@ def test_a_resume_keeps_the_config_of_the_run_and_changes_what_is_set_now() -> N
     done = legato("fit", "points.yaml", "resume=auto", "trainer.devices=1", "trainer.max_epochs=3")
     assert "goes on with the config of" not in done.stderr  # the file says nothing else than the run
     keys = ("task.rate", "trainer.reproducible", "trainer.devices", "trainer.replicas", "trainer.max_epochs", "resume")
-    assert values(RUN, *keys) == ["0.02", "bitwise", "1", "2", "3", "null"]
+    assert values(RUN, *keys) == [0.02, "bitwise", 1, 2, 3, None]
     first = RunDirectory(RUN).path / "starts" / "0.yaml"
     assert "devices: 2" in first.read_text()
     assert "replicas: 2" in (RUN / "config_given.yaml").read_text()
@@ -58,7 +58,7 @@ def test_a_key_of_the_file_that_differs_is_told_with_both_values() -> None:
     assert "task.rate is 0.02 in the run, not 0.5 (points.yaml:1)" in told[0]
     assert "seed is 5 in the run, not 6 (points.yaml:2)" in told[0]
     assert "max_epochs" not in told[0]
-    assert values(RUN, "task.rate", "seed", "trainer.max_epochs") == ["0.02", "5", "2"]
+    assert values(RUN, "task.rate", "seed", "trainer.max_epochs") == [0.02, 5, 2]
     shown = legato("config", "points.yaml", "resume=auto", "task.rate=0.1").stdout
     assert "rate: 0.1 " in shown
 

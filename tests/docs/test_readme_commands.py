@@ -22,7 +22,7 @@ def test_the_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypat
     assert words == ["fit", "fit", "fit", "check", "plan", "samples", "replay", "config", "validate", "runs", "help"]
 
     run = RunDirectory(tmp_path / "runs" / "spirals" / "version_1")
-    kept = {"task.lr": "0.003", "trainer.reproducible": "bitwise", "trainer.devices": "2"}
+    kept = {"task.lr": 0.003, "trainer.reproducible": "bitwise", "trainer.devices": 2}
     assert {key: run.config[key] for key in kept} == kept  # the resume on one process found nothing left to train
     assert sorted(path.name for path in (run.path / "starts").iterdir()) == ["0.yaml", "1.yaml"]
     (table,) = (text for command, text in printed.items() if command == "legato runs")

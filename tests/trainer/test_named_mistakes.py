@@ -96,9 +96,9 @@ class Logs(Validated):
 
 @pytest.mark.parametrize("options", [{}, {"on_epoch": True}, {"add_dataloader_idx": False}])
 def test_the_name_and_the_value_of_log_in_the_wrong_order(play, options):
-    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*the two are swapped: self\.log\('loss', value"):
+    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*as in log\('loss', loss\)"):
         play(Logs(lambda task, loss: task.log(loss, "loss", **options)))
-    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*got the number 1\.0\.$"):
+    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*got 1\.0\.$"):
         play(Logs(lambda task, loss: task.log(1.0, loss)))
 
 
@@ -117,7 +117,7 @@ def test_names_that_differ_in_the_sanity_check_are_said_to_do_so_there(trainer):
 
 
 def test_a_complex_number_is_no_value_to_log(play):
-    with pytest.raises(TaskError, match=r"log\('x'\) takes a number.*got a torch\.complex64"):
+    with pytest.raises(TaskError, match=r"log\('x'\) takes a number.*got a tensor of shape \(\) and torch\.complex64"):
         play(Logs(lambda task, loss: task.log("x", torch.tensor(1j))))
 
 

@@ -81,7 +81,6 @@ def test_the_wheel_has_what_the_first_commands_need(installed, tmp_path):
     run(*legato, "fit", "configs/quick.yaml", "trainer.max_epochs=1", cwd=tmp_path / "moons", env=installed)
     assert run(*legato, "runs", cwd=tmp_path / "moons", env=installed).count("done") == 1
     assert "Digits" in run(*legato, "config", "digits.yaml", cwd=tmp_path, env=installed)
-    run(*legato, "board", "--help", cwd=tmp_path, env=installed)
 
 
 def test_the_metadata(wheel):

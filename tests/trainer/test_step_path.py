@@ -152,7 +152,7 @@ class Counting(Small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loader", "most"), [(stream, 27), (map_style, 37)])
+@pytest.mark.parametrize(("loader", "most"), [(stream, 29), (map_style, 39)])
 def test_a_bare_step_calls_python_few_times(trainer, loader, most):
     task = Counting(20, 276)  # two times 4,096 samples, for which the order is worked out at once
     trainer(log_every_n_steps=1000).fit(task, loader(280))
@@ -174,7 +174,7 @@ def test_a_bare_step_under_ddp_calls_python_few_times(trainer, tmp_path):
     task.ours.update(ours)
     calls = sum(round(task.per_step(count)) for count in task.ours.values())  # not those once a second
     shown = "\n".join(f"{task.per_step(count):6.2f} {name}" for name, count in task.ours.most_common())
-    assert 30 < calls <= 47, f"{calls} calls of our functions a step:\n{shown}"
+    assert 30 < calls <= 48, f"{calls} calls of our functions a step:\n{shown}"
     assert task.per_step(ranges) == 1  # that of DDP's forward
 
 

@@ -19,6 +19,7 @@ from ..checkpoints.storage import make_folder
 from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
+from ..runs.run_file import config_of
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers
 from .left_out import tell_left_out
@@ -165,6 +166,7 @@ class Saver:
             return
         if trainer.global_step > find.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
             run_record.store_config(trainer.run_dir, text, trainer.given_config)
+            run.run_file.store_config(trainer.run_dir, config_of(text, trainer.given_config))
 
     def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.

@@ -162,7 +162,7 @@ class RunDirectory:
     # --- what it holds ----------------------------------------------------------------------------------------------
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config of the newest start, each value under its dotted key; {} for a run of a script."""
+        """The config that trained the newest weights, each value under its dotted key; {} for a run of a script."""
         values = self.status.get("config")
         return values if isinstance(values, dict) else {}
 

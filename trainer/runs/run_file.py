@@ -42,8 +42,14 @@ class RunFile:
         """Write that the run is under way; `values`: what it has of the fields above."""
         if _takes(directory, stage):
             known = {**read(directory), "state": RUNNING, "began": time.time()}
-            self._begun = {name: value for name, value in known.items() if name not in ("ended", "error", "traceback")}
-            _replace(directory, {**self._begun, **values})
+            ended = ("ended", "error", "traceback")
+            self._begun = {name: value for name, value in known.items() if name not in ended} | dict(values)
+            _replace(directory, self._begun)
+
+    def store_config(self, directory: Path, values: Mapping[str, Any]) -> None:
+        """Write the config of a start that goes on with a run, once it has trained weights; `values`: `config_of`."""
+        self._begun |= values
+        _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
         """Write how the run ended. A resume that was refused before it began leaves the file as it is."""
@@ -88,6 +94,12 @@ def require_readable(directory: Path) -> None:
             f"{directory} is the run directory of an earlier Legato, without {RUN_FILE}; the last commit that reads it "
             f"is {LAST_READER_OF_RUNS}."
         )
+
+
+def config_of(text: str | None, given: str | None) -> dict[str, Any]:
+    """Return what `run.json` holds of a config: its values, and the keys that files and the command line have set."""
+    found: dict[str, Any] = {} if text is None else {"config": flat_config(text)}
+    return found if given is None else {**found, "set": list(flat_config(given))}
 
 
 def flat_config(text: str) -> dict[str, Any]:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def check_arguments(trainer: "Trainer") -> None:
     """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
     let_be_seen()
+    require_local(trainer.default_root_dir, "trainer.default_root_dir")  # before its type: a path has lost a slash
     given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
     mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    require_local(trainer.default_root_dir, "trainer.default_root_dir")
     root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
     trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):

@@ -12,7 +12,7 @@ from ..hooks import loop_part
 from ..run import Call, JoinedCall, Run
 from ..runs import places
 from ..runs import record as run_record
-from ..runs.run_file import flat_config, identity_of
+from ..runs.run_file import config_of, identity_of
 
 log = logging.getLogger("legato")
 
@@ -63,13 +63,11 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
         for logger in trainer.loggers:
             loop_part(logger, "follow")(trainer.run_dir)
         return
-    # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.store_config`
+    # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.save`
+    config = {} if run.goes_on else config_of(trainer.config_text, trainer.given_config)
     if trainer.config_text is not None and not run.goes_on:
         weights = run.source if run.stage != "fit" else None
         places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
-    config: dict[str, Any] = {"config": flat_config(trainer.config_text)} if trainer.config_text is not None else {}
-    if trainer.given_config is not None:
-        config["set"] = list(flat_config(trainer.given_config))
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
     logged = [values for owner in owners if (values := owner.logged_hyperparameters()) is not None]
