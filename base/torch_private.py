@@ -5,6 +5,7 @@ that is supported (`make matrix`), and a version that has changed one needs a ch
 """
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -390,16 +391,23 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 """Return whether a profiler of torch runs."""
 
 
-def reader_of(batches: Any) -> Callable[[], Any]:
-    """Return the function that reads the next batch of a loader's iterator while no profiler runs.
+def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
+    """Return the function that reads the next batch of a loader's iterator, and for how many batches it is right.
 
-    It leaves out the profiler range that torch opens for each batch: 40 us, 7 % of a small step.
+    While no profiler runs it leaves out the range of torch's profiler, which takes 35 us a batch, 9 % of a small step.
     """
     base = torch.utils.data.dataloader._BaseDataLoaderIter
-    # of a stream with a length torch's own counts the batches, and warns beyond it
-    if type(batches).__next__ is not base.__next__ or batches._IterableDataset_len_called is not None:
-        return batches.__next__  # type: ignore[no-any-return]
-    return batches._next_data  # type: ignore[no-any-return]
+    if type(batches).__next__ is not base.__next__:
+        return batches.__next__, math.inf
+    # beyond the length that an iterable dataset declares torch's own iterator continues, with a warning
+    length = batches._IterableDataset_len_called
+    return batches._next_data, math.inf if length is None else length
+
+
+def read_on(batches: Any, count: int) -> Callable[[], Any]:
+    """Return the function that reads the next batch after `count` ones that were read by `reader_of`."""
+    batches._num_yielded = count
+    return batches.__next__  # type: ignore[no-any-return]
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:

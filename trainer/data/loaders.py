@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ...base.arguments import LOADER_OPTIONS
 from ...base.errors import DataError
-from ...base.torch_private import end_loader_workers, is_profiling, reader_of
+from ...base.torch_private import end_loader_workers, is_profiling, read_on, reader_of
 from .randomness import KeyedDataset, seed_generators
 from .sampling import CHUNK, Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
@@ -65,10 +65,12 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 
     Raises DataError if there are fewer: torch takes a StopIteration of a dataset or a collate_fn for the end.
     """
-    count, read = 0, reader_of(batches)
+    count, (read, most) = 0, reader_of(batches)
     try:
         # not `yield from`, which closes the iterator with this generator: a user's own may serve another epoch
         while True:
+            if count == most:
+                read = read_on(batches, count)
             yield next(batches) if is_profiling() else read()
             count += 1
     except StopIteration as error:
