@@ -84,7 +84,7 @@ class Parts(lg.Callback):
         self.seconds["step"].append(now - self.began)
         for name, call in (
             ("log point", trainer.log_step),
-            ("meeting", trainer.agree),
+            ("meeting", trainer.current_run.agree_on_stop),
             ("save", lambda: trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")),
         ):
             trainer.strategy.collectives.barrier()
@@ -224,7 +224,7 @@ class Doing(lg.Callback):
             with during("log point"):
                 trainer.log_step()
             with during("meeting"):
-                trainer.agree()
+                trainer.current_run.agree_on_stop()
             with during("save"):
                 trainer.save_checkpoint(self.folder / "saved")
         Recorded.doing = "end"

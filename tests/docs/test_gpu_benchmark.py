@@ -24,8 +24,6 @@ def test_the_benchmark_writes_its_table(tmp_path):
     by_who = {(row["what"].split(",")[0], row["who"]) for row in found["rows"]}
     assert {("GPT", "by hand"), ("GPT", "legato"), ("GPT", "legato, bitwise")} <= by_who
     assert {("images to the device", "legato"), ("images to the device", "legato, no prefetch")} <= by_who
-    pauses = {row["who"] for row in found["rows"] if row["unit"] == "times"}
-    assert pauses == {"legato", "legato, collections as Python's"}
     assert all(row["value"] > 0 for row in found["rows"])
     table = (tmp_path / "gpu.md").read_text()
     assert table in done.stdout

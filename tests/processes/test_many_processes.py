@@ -78,7 +78,7 @@ class Written(lg.Callback):
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         if trainer.global_step == 3:
-            sent = [self.count(trainer, call) for call in (trainer.log_step, trainer.agree)]
+            sent = [self.count(trainer, call) for call in (trainer.log_step, trainer.current_run.agree_on_stop)]
             if trainer.is_global_zero:
                 self.path.write_text(json.dumps(sent))
 
