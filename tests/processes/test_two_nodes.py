@@ -140,25 +140,6 @@ def test_two_nodes_with_legatos_own_launcher(cable, folder):
     assert "met at" not in other
 
 
-HOSTS = """
-unset GLOO_SOCKET_IFNAME
-if [ $NODE_RANK = 0 ]; then hosts="127.0.1.1 $(hostname) master"; else hosts="127.0.1.1 $(hostname)
-10.77.0.1 master"; fi
-echo "$hosts" > hosts-$NODE_RANK
-exec unshare -m sh -c 'mount --bind hosts-$NODE_RANK /etc/hosts; MASTER_ADDR=$0 exec "$@"' "$@"
-"""
-"""Both machines' names are loopback addresses, as Debian's installer makes them, and no interface is named."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("address", ["10.77.0.1", "master"])
-def test_two_nodes_whose_names_are_loopback_addresses(cable, folder, address):
-    """By its name the first machine does not know either through which interface the other one comes."""
-    out, errors, other = on_two_nodes("bash", "-c", HOSTS, "bash", address, *PYTHON, "script.py", "own")
-    assert out.count(alone()) == other.count(alone()) == 2
-    assert errors.count(f"4 processes on 2 nodes, started by legato, met at {address}:29400") == 1
-
-
 @pytest.mark.slow
 def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
     script = 'GLOO_SOCKET_IFNAME=lo; "$@" 2>&1; echo code $?'

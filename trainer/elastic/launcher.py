@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, set_variable
 from ...base.errors import ConfigError
-from ..processes.interfaces import keep_to_loopback
 from ..processes.launch import (
     SignalRelay,
     WorkerGroup,
@@ -26,7 +25,7 @@ from ..processes.launch import (
     warm_up,
 )
 from ..processes.place import Place
-from ..processes.rendezvous import host_store
+from ..processes.rendezvous import host_store, keep_to_loopback
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack
 from .store import ElasticOptions, ElasticWorker, Generation, GroupOrder, Member, MemberRegistry, MembershipStore
@@ -62,7 +61,7 @@ def run_elastic_workers(
             f"as many at least."
         )
     # The store lives in the launcher, not in rank 0: a worker may die, and with the store would go the run.
-    store: Any = host_store("127.0.0.1", 0, True, "")
+    store: Any = host_store("127.0.0.1", 0, True)
     variables, threads, attempts = all_variables(), threads_of_worker(processes), itertools.count(1)
 
     def make_group(folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> WorkerGroup:

@@ -536,7 +536,7 @@ def run_workers(
     if node_rank == 0:
         # Here and not in rank 0, which may die: the workers of a restart meet at the same store. No worker is forked
         # from this process, since a child of the process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
-        store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
+        store = host_store(host, port, nodes == 1)
         port = store.port
     environment = all_variables()
     threads = threads or threads_of_worker(processes)

@@ -2,6 +2,7 @@
 
 import atexit
 import errno
+import ipaddress
 import itertools
 import json
 import re
@@ -14,14 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
-from ...base.environment import get_variable, read_int, restart_count
+from ...base.environment import get_variable, read_int, restart_count, set_default
 from ...base.errors import ConfigError, WorkerError
 from . import connections, fork_safety
 from .failures import end_process
-from .interfaces import has_public_name, interface_to_ranks, is_loopback, keep_to_interface, keep_to_loopback
 from .place import Place, find_place, note_made_here
 from .transport import is_communication
 
@@ -40,7 +39,6 @@ class Rendezvous:
     """Whether a launcher serves the store, rather than rank 0."""
     one_node: bool = False
     attempt: int = 0
-    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -57,19 +55,68 @@ LEAVE_SECONDS = 20.0
 """Seconds in which rank 0, which has the store, waits for the others to hear that a rank failed before it came."""
 
 
-def post_failure(where: Rendezvous, rank: int, world_size: int, text: str, by_user: bool) -> None:
-    """Tell the ranks that wait at a rendezvous that this one failed before it came there.
+def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
+    """Return the address of the rendezvous, and an empty store there that all ranks of `place` have joined.
 
-    Does nothing once this process has been at one. Raises ConfigError where there is no store within LEAVE_SECONDS.
+    Raises ConfigError if the address is taken or unknown, if nothing answers within `timeout`, or if ranks are missing
+    (named) or there twice.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    if _met or where.hosted_elsewhere:
+    global _met
+    _met, where = True, _find_rendezvous(place, init_method)
+    if where.one_node:
+        keep_to_loopback()
+    if where not in _open:
+        _open[where] = (_open_store(where, place.rank, place.world_size, timeout), itertools.count())
+    store, meetings = _open[where]
+    store.set_timeout(timeout)
+    store = PrefixStore(f"legato/{where.attempt}/{next(meetings)}", store)
+    # Agents of several nodes each count their own restarts, so that keys of an earlier attempt may be in their store.
+    if where.one_node or not where.hosted_elsewhere:
+        try:
+            _await_all_ranks(store, place.rank, place.world_size, where, timeout)
+        except (ConfigError, WorkerError):
+            del _open[where]  # closes the port on rank 0
+            raise
+    return str(where), store
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address, by its name alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def keep_to_loopback() -> None:
+    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another.
+
+    They would take the interface of this machine's name, on which others could connect to them.
+    """
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    for library in ("GLOO", "NCCL", "TP") if name else ():
+        set_default(f"{library}_SOCKET_IFNAME", name)
+
+
+# --- failures before the ranks have met -------------------------------------------------------------------------------
+def tell_failure(text: str, by_user: bool) -> None:
+    """Tell the other ranks of a launcher that this process failed before it met them; they would wait for minutes.
+
+    `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself. Does nothing
+    once this process has been at a rendezvous. Raises ConfigError where there is no store within LEAVE_SECONDS.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    place = find_place()
+    if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
-    store = _open_store(where, rank, world_size, timedelta(seconds=LEAVE_SECONDS))
+    where = _find_rendezvous(place, None)
+    store = _open_store(where, place.rank, place.world_size, timedelta(seconds=LEAVE_SECONDS))
     prefixed = PrefixStore(f"legato/{where.attempt}/0", store)
-    prefixed.set("failed", json.dumps([rank, text, by_user]))
-    _leave_failed(prefixed, rank, world_size)
+    prefixed.set("failed", json.dumps([place.rank, text, by_user]))
+    _leave_failed(prefixed, place.rank, place.world_size)
 
 
 def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
@@ -78,31 +125,6 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
     deadline = time.monotonic() + LEAVE_SECONDS
     while rank == 0 and store.add("know", 0) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
-    """Return an empty store that all ranks have joined.
-
-    Raises ConfigError if the address is taken or unknown, if nothing answers within `timeout`, or if ranks are missing
-    (named) or there twice.
-    """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    global _met
-    _met = True
-    if where not in _open:
-        _open[where] = (_open_store(where, rank, world_size, timeout), itertools.count())
-    store, meetings = _open[where]
-    store.set_timeout(timeout)
-    store = PrefixStore(f"legato/{where.attempt}/{next(meetings)}", store)
-    # Agents of several nodes each count their own restarts, so that keys of an earlier attempt may be in their store.
-    if where.one_node or not where.hosted_elsewhere:
-        try:
-            _await_all_ranks(store, rank, world_size, where, timeout)
-        except (ConfigError, WorkerError):
-            del _open[where]  # closes the port on rank 0
-            raise
-    return store
 
 
 @contextmanager
@@ -146,7 +168,7 @@ def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelt
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     if rank == 0 and not where.hosted_elsewhere:
-        return host_store(where.host, where.port, where.one_node, where.remedy)
+        return host_store(where.host, where.port, where.one_node)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -162,7 +184,7 @@ def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelt
             time.sleep(0.05)
 
 
-def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
+def host_store(host: str, port: int, one_node: bool) -> "Store":
     """Serve a store on `port` (0: a free one) of `host` only, or of all interfaces if `host` is not an address of this
     machine."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -188,7 +210,10 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
     except OSError as error:
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-        raise ConfigError(f"Port {port} of {host}, where the ranks are to meet, {reason}. {remedy}") from error
+        raise ConfigError(
+            f"Port {port} of {host}, where the ranks are to meet, {reason}. Set MASTER_PORT, or the port in "
+            f"init_method, to a free one, the same on all ranks."
+        ) from error
     port = listener.getsockname()[1]
     # on a socket that is bound here: TCPStore itself would listen on all interfaces
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -196,8 +221,8 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
 
 def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvous, timeout: timedelta) -> None:
     """Wait until every rank has joined; raise ConfigError that names missing and duplicate ranks."""
-    from torch.distributed import DistError
-
+    seconds, pause = timeout.total_seconds(), 0.01
+    deadline, failure = time.monotonic() + seconds, b""
     try:
         # counted, not set: two processes of one rank would otherwise meet, and gloo hangs while it connects them
         if store.add(f"rank {rank}", 1) > 1:
@@ -205,16 +230,21 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
                 f"Rank {rank} of {world_size} is at {where} already. Another run may use this address, or RANK is the "
                 f"same in two processes."
             )
-        if store.add("arrived", 1) == world_size:
-            store.set("complete", "yes")
-        failure = _await_complete(store, timeout)
-    except (DistError, RuntimeError) as error:
+        arrived = store.add("arrived", 1)
+        while arrived < world_size and not failure:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(0.5, 1.2 * pause)  # many ranks may ask, for minutes
+            failure = store.get("failed") if store.check(["failed"]) else b""
+            arrived = store.add("arrived", 0)
+    except (TimeoutError, RuntimeError) as error:
         try:
             missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
-        except (DistError, RuntimeError):  # the store was served by rank 0, which has exited
+        except RuntimeError:  # the store was served by rank 0, which has exited
             missing = ["0"]
         raise ConfigError(
-            f"Rank {rank} waited {timeout.total_seconds():g} s at {where} for {world_size} ranks; missing: "
+            f"Rank {rank} waited {seconds:g} s at {where} for {world_size} ranks; missing: "
             f"{', '.join(missing) or 'none any more'}. See that every rank starts with the same address and world size "
             "(under SLURM by srun, not by the batch script itself)."
         ) from error
@@ -223,20 +253,6 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
         _leave_failed(store, rank, world_size)
         kind = ConfigError if by_user else WorkerError
         raise kind(f"Rank {failed} of {world_size} failed before it met the others: {text}")
-
-
-def _await_complete(store: "Store", timeout: timedelta) -> str:
-    """Wait until all ranks are there; return "", or how one failed before it came. Raises DistError at the timeout."""
-    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.01
-    while time.monotonic() < deadline:
-        if store.check(["complete"]):
-            return ""
-        if store.check(["failed"]):
-            return store.get("failed").decode()
-        time.sleep(pause)
-        pause = min(0.5, 1.2 * pause)  # many ranks may ask, for minutes
-    store.wait(["complete"], timedelta(milliseconds=1))
-    return ""
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -266,14 +282,10 @@ def join_process_group(
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
             raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
-    if backend == "mpi":  # MPI assigns ranks itself
-        distributed.init_process_group("mpi", timeout=timeout)
-        note_made_here()
-        return "MPI's own place"
     if "gloo" in backend:
         allow_connections(place.world_size)
     where, store = find_store(place, timeout, init_method)
-    bound = device if ":" in backend else None  # of gloo and MPI only the host takes part
+    bound = device if ":" in backend else None  # of gloo only the host takes part
     # torchrun's agents end each other's ranks
     several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
     telling = telling_failure(store, place.rank, place.world_size) if several else nullcontext()
@@ -287,53 +299,22 @@ def join_process_group(
     return where
 
 
-LEAST_GROUPS, MOST_GROUPS = 2, 4
+GROUPS = 4
 """Process groups of a run: the script's and Legato's, and besides them those of sharded saves and batch norm."""
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group.
-
-    Raises ConfigError where the system does not allow as many.
-    """
+    """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group."""
     if sys.platform == "win32":
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = 64 + LEAST_GROUPS * ranks, 256 + MOST_GROUPS * ranks
-    unlimited = resource.RLIM_INFINITY
-    if hard != unlimited and hard < least:
-        raise ConfigError(
-            f"{ranks} processes need about {least} open files each, for their connections, and this machine allows "
-            f"{hard}. Raise the limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf), or start fewer processes."
+    wanted = 256 + GROUPS * ranks
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
         )
-    if soft != unlimited and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
-
-
-def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
-    """Return the address of the rendezvous and the store there, once all ranks of `place` have joined it."""
-    where = _find_rendezvous(place, init_method)
-    if where.one_node:
-        keep_to_loopback()
-    store = join_store(where, place.rank, place.world_size, timeout)
-    if not where.one_node:
-        name = interface_to_ranks(store, where.host, place.rank, place.world_size)
-        if not has_public_name():
-            keep_to_interface(name)
-    return str(where), store
-
-
-def tell_failure(text: str, by_user: bool) -> None:
-    """Tell the other ranks of a launcher that this process failed before it met them; they would wait for minutes.
-
-    `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself.
-    """
-    place = find_place()
-    if place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
-        return
-    post_failure(_find_rendezvous(place, None), place.rank, place.world_size, text, by_user)
 
 
 def leave_process_group() -> None:
@@ -346,34 +327,22 @@ def leave_process_group() -> None:
 
 
 def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
-    parts = urlsplit(init_method or "env://")
-    known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
-    if parts.scheme == "tcp" and parts.hostname and not parts.query and (port := _port_of(parts)):
-        remedy = f"Choose another port in init_method={init_method!r}."
-        one_node = known or is_loopback(parts.hostname)
-        return Rendezvous(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
-    if parts.scheme != "env" or parts.netloc or parts.path or parts.query:
-        raise ConfigError(
-            f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. Rank and "
-            "world size come from the launcher or from RANK and WORLD_SIZE."
-        )
+    is_local = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
+    if init_method not in (None, "env://"):
+        address = re.fullmatch(r"tcp://(?:\[(.+)\]|([^:/?\[\]]+)):([1-9]\d{0,4})", str(init_method))
+        if address is None or int(address[3]) > 65535:
+            raise ConfigError(
+                f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. Rank and "
+                "world size come from the launcher or from RANK and WORLD_SIZE."
+            )
+        host = address[1] or address[2]
+        return Rendezvous(host, int(address[3]), one_node=is_local or is_loopback(host), attempt=restart_count())
     host, port = _rendezvous_address(place)
     agent = place.origin == "torchrun" and get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    elsewhere = agent or place.origin == "legato"
-    one_node = known or is_loopback(host)
+    one_node = is_local or is_loopback(host)
     # Each of several agents counts only its own restarts, so that the count is the same on all ranks only with one
     # agent.
-    attempt = restart_count() if one_node else 0
-    return Rendezvous(
-        host, port, elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
-    )
-
-
-def _port_of(parts: Any) -> int | None:
-    try:
-        return parts.port or None
-    except ValueError:
-        return None
+    return Rendezvous(host, port, agent or place.origin == "legato", one_node, restart_count() if one_node else 0)
 
 
 def _rendezvous_address(place: Place) -> tuple[str, int]:
