@@ -19,7 +19,6 @@ MORE = {
     "index=N: in which steps this sample was seen, until=N: up to this step\n"
     "SECTION.KEY=VALUE: an override of the run's config",
     "replay": "step=N until=M: the first and the last step to compute again, replica=R: tell of this replica only\n"
-    "steps=A..B: a range of steps, whose points are kept beside the run\n"
     "save=DIR: where to write a checkpoint of the end\nSECTION.KEY=VALUE: an override of the run's config",
     "export": "A model is the task's forward, with example_input_array as its input, or the inputs of the data's\n"
     "first batch; its first dimension may vary. The file is loaded again, and its outputs compared with the task's.",

@@ -15,7 +15,7 @@ def run_samples(options: Namespace) -> None:
     if ("step" in values) == ("index" in values):
         raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
-    history = ConfigHistory.at(options.run, overrides)
+    history = ConfigHistory(options.run, overrides)
     lookup = SampleLookup(history, history.unstarted)
     if step is None:
         index: Any = values["index"]

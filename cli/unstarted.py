@@ -90,10 +90,15 @@ class UnstartedRun:
         task = run.task.to("meta")
         return task.to(WIDTHS[self.precision]) if self.precision in WIDTHS else task
 
-    def load_loader(self) -> Any:
-        """Return the training loader of the data module, or else of the task. Raises ConfigError if there is none."""
+    def load_loader(self, epoch: int = 0) -> Any:
+        """Return the training loader of the data module, or else of the task, as the run gets it in an epoch.
+
+        Raises ConfigError if there is none.
+        """
         for source in (self.data, self.task):
             if source is not None:
+                assert source.trainer is not None  # attached as it was built
+                source.trainer.state.epoch = epoch
                 source.prepare_data()
                 source.setup("fit")
                 loader = source.train_dataloader()

@@ -2,19 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.errors import CheckpointError, ConfigError
+from ..base.errors import ConfigError
 from ..base.torch_private import local_part
 from ..callbacks.callback import Callback
-from ..trainer.checkpoints import find, reading
-from ..trainer.checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
+from ..trainer.checkpoints import reading
+from ..trainer.checkpoints.codec import flatten
 from ..trainer.optimization.optimizers import optimizer_parameters
 from .history import CheckpointRecord, RunHistory
 from .replay import Make, read_lines, replay_steps
@@ -79,135 +79,54 @@ def digest_of(tensor: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-@dataclass
-class FirstDifference:
-    """First difference of two runs."""
+def first_difference(one: RunHistory, other: RunHistory, makes: Sequence[Callable[[int, int], Make]]) -> Iterator[str]:
+    """Yield the lines that tell the first difference of two runs.
 
-    step: int | None
-    """None: they do not, as far as both go."""
-    until: int
-    """The last step that was compared."""
-    tensors: dict[str, list[str]] = field(default_factory=dict)
-    """The tensors that differ after that step, by kind; of each kind the first one first."""
-    notes: list[str] = field(default_factory=list)
-
-    def describe(self) -> Iterator[str]:
-        """Yield the lines that tell it."""
-        if self.step is None:
-            yield f"Every bit is the same up to step {self.until:,}."
-        else:
-            yield f"The first step at which they differ is {self.step:,}."
-            for kind in KINDS_OF_TENSORS:
-                names = self.tensors.get(kind, [])
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                yield f"  {kind:<10}{names[0] + more if names else 'the same'}"
-        yield from self.notes
-
-
-def first_difference(
-    one: RunHistory, other: RunHistory, makes: Sequence[Callable[[int, int], Make]]
-) -> FirstDifference:
-    """Return the first difference of two runs: the checkpoints that both have are searched by bisection, and only the
-    steps between the last same and the first different one are computed again.
+    The checkpoints that both have are searched by bisection, and only the steps between the last same and the first
+    different one are computed again.
 
     makes: of each run, returns what makes trainer, task and data to replay some steps, the first and the last.
 
-    Raises ConfigError where a run has no step yet.
+    Raises ConfigError where a run has no step yet, CheckpointError for a damaged checkpoint.
     """
     last = min(one.last_step, other.last_step)
     if last < 1:
         raise ConfigError("--bits compares steps of two runs; one of them has none yet.")
-    compared = list[str]()
-    begin, end = bracket(one, other, last, compared)
+    ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
+    shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
+    count = bisect_left(shared, True, key=lambda step: not is_same(ours[step], theirs[step]))
+    begin = shared[count - 1] if count else 0
+    end = shared[count] if count < len(shared) else last
     if begin == last:
-        return FirstDifference(None, last, {}, compared)
-    records, notes = [], list[str]()
+        yield f"Every bit is the same up to step {last:,}, by the checkpoints."
+        return
+    steps, notes = list[dict[int, Any]](), list[str]()
     for history, make in zip((one, other), makes, strict=True):
         with TemporaryDirectory() as folder:
             watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
-            made = make(begin + 1, end)()
-            comparison = replay_steps(history, made, (begin + 1, end), Path(folder), watchers).comparison()
-            if not comparison.holds:
-                notes.append(f"{history.directory} is not what its config gives today: {comparison.describe()}.")
-            records.append({record["step"]: record for record in read_lines(Path(folder) / DIGESTS)})
-    for step in range(begin + 1, end + 1):
-        tensors = differing(records[0].get(step, {}), records[1].get(step, {}))
-        if tensors:
-            return FirstDifference(step, end, tensors, [*compared, *notes])
-    if not notes:
-        notes.append(f"Computed again, both have the same bits up to step {end:,}.")
-    return FirstDifference(None, end, {}, [*compared, *notes])
-
-
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the tensors that differ between two steps, by kind."""
-    found = {}
-    for kind in KINDS_OF_TENSORS:
-        first, second = one.get(kind, {}), other.get(kind, {})
-        names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-        if names:
-            found[kind] = names
-    return found
-
-
-def bracket(one: RunHistory, other: RunHistory, last: int, notes: list[str]) -> tuple[int, int]:
-    """Return the newest step at which both are known to be the same, and the oldest at which they may differ.
-
-    Damaged checkpoints are taken out of the histories; they, and the steps that were compared, are added to `notes`.
-    """
-    compared = set[int]()
-    while True:
-        ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
-        shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
-        low, high = -1, len(shared)
-        while high - low > 1:
-            middle = (low + high) // 2
-            pair = ours[shared[middle]], theirs[shared[middle]]
-            if drop_damaged((one, other), pair, notes):
-                break
-            compared.add(shared[middle])
-            if is_same(*pair):
-                low = middle
-            else:
-                high = middle
-        else:
-            break
-    steps = ", ".join(f"{step:,}" for step in sorted(compared)) or "none"
-    notes.insert(0, f"Steps whose checkpoints were compared by their files: {steps}.")
-    return (shared[low] if low >= 0 else 0), (shared[high] if high < len(shared) else last)
-
-
-def drop_damaged(histories: Sequence[RunHistory], records: Sequence[CheckpointRecord], notes: list[str]) -> bool:
-    """Take checkpoints whose files are not those of their manifests out of the histories; return whether any was."""
-    before = len(notes)
-    for history, record in zip(histories, records, strict=True):
-        try:
-            find.verify(record.path)
-        except CheckpointError as error:
-            notes.append(f"Passed over, as it is damaged: {error}")
-            history.checkpoints.remove(record)
-    return len(notes) > before
+            replayed = replay_steps(history, make(begin + 1, end)(), (begin + 1, end), Path(folder), watchers)
+            if not replayed.holds:
+                notes.append(f"{history.directory} is not what its config gives today: {replayed.describe()}.")
+            steps.append({record["step"]: record for record in read_lines(Path(folder) / DIGESTS)})
+    first = next((step for step in range(begin + 1, end + 1) if steps[0].get(step) != steps[1].get(step)), None)
+    if first is None:
+        yield f"Every bit is the same up to step {end:,}, by its checkpoint and computed again."
+    else:
+        yield f"The first step at which they differ is {first:,}."
+        for kind in KINDS_OF_TENSORS:
+            before, after = (each.get(first, {}).get(kind, {}) for each in steps)
+            names = [name for name in before | after if before.get(name) != after.get(name)]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield f"  {kind:<10}{names[0] + more if names else 'the same'}"
+    yield from notes
 
 
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
-    """Return whether two verified checkpoints hold the same weights and optimizer states."""
-    files = [load_manifest(record.path).files for record in (one, other)]
-    if files[0].keys() == files[1].keys() and all(
-        files[0][name] == files[1][name] for name in files[0] if name != "state.json"
-    ):
-        assert {MODEL_FILE, TENSORS_FILE} <= files[0].keys()
-        return True
-    contents = [reading.read_checkpoint(record.path) for record in (one, other)]
-    return all(same_tensors(contents[0][key], contents[1][key]) for key in ("state_dict", "optimizer_states"))
-
-
-def same_tensors(one: Any, other: Any) -> bool:
-    """Return whether two nested values hold the same bits."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and digest_of(one) == digest_of(other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_tensors(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_tensors, one, other))
-    return bool(one == other)
+    """Return whether two checkpoints hold the same weights and optimizer states."""
+    states = []
+    for record in (one, other):
+        contents = reading.read_checkpoint(record.path)
+        flat = flatten({key: contents[key] for key in ("state_dict", "optimizer_states")})
+        tensors = [(name, digest_of(tensor)) for named in flat.tensors.values() for name, tensor in named.items()]
+        states.append((flat.tree, tensors))
+    return states[0] == states[1]

@@ -1,9 +1,7 @@
 """RunHistory: the starts, checkpoints and logged points of a run, from its run directory; no tensor is read."""
 
-import json
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +9,11 @@ from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError, DataError
 from ..base.run_names import CHECKPOINTS
-from ..loggers.json_lines import POINTS_FILE
+from ..loggers.json_lines import POINTS_FILE, parse_point
 from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
 from ..trainer.checkpoints.manifest import STATE_FILE, load_manifest, parse_json
-from ..trainer.runs.record import epochs_begun, start_before
+from ..trainer.runs.record import epochs_begun, read_starts
 from ..trainer.runs.run_file import identity_of
 from ..trainer.state import State
 
@@ -36,16 +34,6 @@ class CheckpointRecord:
         """Optimizer steps done."""
         return self.state.global_step
 
-    @classmethod
-    def read(cls, path: Path) -> "CheckpointRecord | None":
-        """Read a checkpoint; None for one that holds weights only."""
-        tree = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)
-        if "state" not in tree:
-            return None
-        kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
-        threads = (kept["fingerprint"] or {}).get("numerics.threads")
-        return cls(path, State.from_dict(kept["state"]), threads)
-
 
 class RunHistory:
     """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N."""
@@ -63,13 +51,16 @@ class RunHistory:
                 try:
                     find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
-                    is_own = folder not in self.folders or (identity and load_manifest(path).run == identity)
-                    record = CheckpointRecord.read(path) if is_own else None
+                    if folder in self.folders and (not identity or load_manifest(path).run != identity):
+                        continue
+                    tree = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)
+                    if "state" in tree:  # else it holds weights only
+                        kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
+                        threads = (kept["fingerprint"] or {}).get("numerics.threads")
+                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads)
+                        records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:
                     log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
-                    continue
-                if record is not None:
-                    records.setdefault(record.step, record)
         return [records[step] for step in sorted(records)]
 
     def before(self, step: int) -> CheckpointRecord | None:
@@ -82,27 +73,30 @@ class RunHistory:
 
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
-        """The points of metrics.jsonl, by step."""
-        path, points = self.directory / POINTS_FILE, dict[int, dict[str, Any]]()
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # a kill may have torn the last line
-                    point = json.loads(line)
-                    points[int(point["step"])] = point
-        return points
+        """The points of metrics.jsonl, by step; of two for a step, as a resume leaves them, the later one."""
+        path = self.directory / POINTS_FILE
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return {point["step"]: point for line in lines if (point := parse_point(line)) is not None}
 
     @property
     def last_step(self) -> int:
         """The newest step that a checkpoint or a logged point knows of; 0: none."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
-    def start_of(self, step: int) -> dict[str, Any]:
-        """Return the record of the start of the run that did a step; {} where there is none."""
-        return start_before(self.directory, step)[1]
+    @cached_property
+    def starts(self) -> list[tuple[int, dict[str, Any]]]:
+        """Number and record of each start of training, oldest first; evaluations are counted, and not among them."""
+        records = enumerate(read_starts(self.directory))
+        return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
-    def replicas_in(self, step: int) -> int:
-        """Return the replicas of the run in a step."""
-        return int(self.start_of(step)["replicas"])
+    def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
+        """Return number and record of the start of the run that did a step; (-1, {}) where that is not recorded."""
+        return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
+
+    @cached_property
+    def epochs(self) -> dict[int, int]:
+        """The steps done before each epoch."""
+        return epochs_begun(self.directory)
 
     def epoch_of(self, step: int) -> tuple[int, int, int | None]:
         """Return the epoch of a step, the steps done before it, and its number of steps where a later one has begun.
@@ -111,7 +105,7 @@ class RunHistory:
         """
         if step < 1:
             raise ConfigError(f"step={step}: steps count from 1, which is the one that takes global_step from 0 to 1.")
-        begun = epochs_begun(self.directory)
+        begun = self.epochs
         past = [epoch for epoch in begun if begun[epoch] < step]
         if not past:
             raise DataError(f"{self.directory} does not tell in which epoch step {step} was: the run has not begun it.")

@@ -12,7 +12,7 @@ SHOWN_FILES = 8
 
 def differences(history: RunHistory, step: int) -> Iterator[str]:
     """Yield a line for each thing that is not as it was when the run did a step."""
-    start, now = history.start_of(step), package_versions()
+    start, now = history.start_of(step)[1], package_versions()
     was: dict[str, Any] = start.get("versions") or {}
     changed = [f"{name} {old} -> {now[name]}" for name, old in was.items() if name in now and old != now[name]]
     if changed:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.errors import ConfigError, DataError, LegatoError
 from ..base.messages import STDOUT
-from ..base.quantities import counted, time_taken
+from ..base.quantities import counted
 from ..base.run_names import REPLAY
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint_callback import CheckpointCallback
@@ -26,7 +26,7 @@ from ..loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ..loggers.tensorboard import TensorBoardLogger
 from .history import CheckpointRecord, RunHistory
 from .straggler_monitor import StragglerMonitor
-from .watchers import STEPS_FILE, LeaveOutValidations, StepReport, StopAfterStep
+from .watchers import STEPS_FILE, StepReport, StopAfterStep
 
 log = logging.getLogger("legato")
 
@@ -59,9 +59,9 @@ def new_directory(run: Path) -> Path:
             return path
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replayed:
-    """A replay that was done."""
+    """A replay that was done, and its proof: the values that it has logged, compared with those of the run."""
 
     history: RunHistory
     source: CheckpointRecord | None
@@ -74,74 +74,59 @@ class Replayed:
     why: str
     """Why, or why not."""
 
+    def __post_init__(self) -> None:
+        self.compared_steps = self.values = self.differing = 0
+        self.largest = 0.0
+        """The largest relative difference."""
+        self.first_difference = ""
+        for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
+            step = point["step"]
+            was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
+            names = [name for name in point if name in was and name not in ("step", "time")]
+            self.compared_steps += bool(names)
+            self.values += len(names)
+            for name in (name for name in names if was[name] != point[name]):
+                self.differing += 1
+                self.largest = max(self.largest, relative_difference(float(was[name]), float(point[name])))
+                both = f"{was[name]!r} in the run, {point[name]!r} now"
+                self.first_difference = self.first_difference or f"{name!r} of step {step}: {both}"
+
     @property
     def first(self) -> int:
         """The first step that was computed, which may be before those asked for."""
         return 1 if self.source is None else self.source.step + 1
 
+    @property
+    def holds(self) -> bool:
+        """Whether the replay is what the run did."""
+        return not self.differing or (not self.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
+
     def steps(self) -> list[dict[str, Any]]:
         """Return what each step that was asked for came to."""
         return read_lines(self.directory / STEPS_FILE)
 
-    def comparison(self) -> "Comparison":
-        """Compare the points of the replay with those of the run, under the names that both have."""
-        result = Comparison(self)
-        for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
-            step = point["step"]
-            was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
-            names = [name for name in point if name in was and name not in ("step", "time")]
-            result.steps += bool(names)
-            result.values += len(names)
-            for name in (name for name in names if was[name] != point[name]):
-                result.differing += 1
-                result.first = result.first or (step, name, was[name], point[name])
-                result.largest = max(result.largest, relative_difference(float(was[name]), float(point[name])))
-        return result
-
-
-@dataclass
-class Comparison:
-    """The values that a replay has logged, beside those of the run."""
-
-    replayed: Replayed
-    steps: int = 0
-    values: int = 0
-    differing: int = 0
-    largest: float = 0.0
-    """The largest relative difference."""
-    first: tuple[int, str, Any, Any] | None = None
-    """Step and name of the first difference, with the run's value and the replay's."""
-
     def describe(self) -> str:
         """Return the comparison as a sentence."""
-        compared = f"{counted(self.values, 'value')} of {counted(self.steps, 'step')}"
+        compared = f"{counted(self.values, 'value')} of {counted(self.compared_steps, 'step')}"
         if not self.values:
             return "Proof       none: the run has logged nothing in these steps"
-        if self.first is None:
+        if not self.differing:
             return f"Proof       {compared} in metrics.jsonl are equal to the bit"
         if self.holds:
-            rounding = f"largest relative difference {self.largest:.1e}; {self.replayed.why}"
+            rounding = f"largest relative difference {self.largest:.1e}; {self.why}"
             return f"Proof       {compared} in metrics.jsonl are equal but for rounding ({rounding})"
-        step, name, was, now = self.first
-        told = f"the first that differs is {name!r} of step {step}: {was!r} in the run, {now!r} now"
+        told = f"the first that differs is {self.first_difference}"
         return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {told}"
-
-    @property
-    def holds(self) -> bool:
-        """Whether the replay is what the run did."""
-        return self.first is None or (not self.replayed.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
 
     def conclude(self) -> None:
         """Print the proof, or raise LegatoError where the replay is not what the run did."""
         if self.holds:
             print(self.describe(), file=STDOUT, flush=True)
             return
-        said = f"The replay is not what the run did: {self.describe()}"
+        expected = f"must have the same bits ({self.why})" if self.to_the_bit else "may differ by rounding alone"
         raise LegatoError(
-            f"{said}. They must have the same bits ({self.replayed.why}); code, data, versions or hardware have "
-            f"changed since."
-            if self.replayed.to_the_bit
-            else f"{said}, which is more than rounding."
+            f"The replay is not what the run did: {self.describe()}. They {expected}; code, data, versions or hardware "
+            f"have changed since."
         )
 
 
@@ -193,7 +178,7 @@ def replay(run: str | Path, make: Make, *, step: int, until: int | None = None) 
         )
     watchers: list[Callback] = [StepReport(step, last), StopAfterStep(last)]
     replayed = replay_steps(history, made, (step, last), new_directory(history.directory), watchers)
-    replayed.comparison().conclude()
+    replayed.conclude()
     return replayed
 
 
@@ -210,14 +195,15 @@ def replay_steps(
     first, last = steps
     source = history.before(first)
     if source is None and trainer.replicas is None:
-        trainer.replicas = history.replicas_in(first)
-    tell_length(history, source, last)
+        trainer.replicas = int(history.start_of(first)[1]["replicas"])
+    begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
+    log.info("The replay begins at the %s; %s.", begin, counted(last - (source.step if source else 0), "step"))
     trainer.given_dir = directory
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
     trainer.max_restarts, trainer.requeue = 0, False
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
-    trainer.callbacks = [*without_recorders(trainer.callbacks), LeaveOutValidations(), *watchers]
+    trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers]
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
     if source is None:
@@ -229,17 +215,6 @@ def replay_steps(
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
 
 
-def tell_length(history: RunHistory, source: CheckpointRecord | None, last: int) -> None:
-    """Log where a replay begins, how many steps it takes, and about how long, as the run has logged them."""
-    times = [(step, float(point["time"])) for step, point in sorted(history.points.items()) if "time" in point]
-    steps, about = last - (source.step if source else 0), ""
-    if len(times) > 1:
-        seconds = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0]) * steps
-        about = f", for which the run took about {time_taken(seconds)}"
-    begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
-    log.info("The replay begins at the %s; %s%s.", begin, counted(steps, "step"), about)
-
-
 def without_recorders(callbacks: Any) -> list[Callback]:
     """Return the callbacks that may have a part in what a step comes to."""
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
@@ -248,7 +223,7 @@ def without_recorders(callbacks: Any) -> list[Callback]:
 
 def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
     """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
-    starts: list[Mapping[str, Any]] = [history.start_of(step) for step in steps]
+    starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = max(start.get("processes") or 0 for start in starts)
     after = trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes

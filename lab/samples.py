@@ -1,14 +1,11 @@
 """Which samples made up a step of a run, and in which steps a sample was seen; nothing is run."""
 
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import torch
+from pprint import pformat
+from typing import Any
 
 from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted
@@ -22,31 +19,7 @@ from ..trainer.data.streams import StreamData
 from ..trainer.hooks import counter_of
 from .history import RunHistory
 
-if TYPE_CHECKING:
-    from ..tasks.data_module import DataModule
-    from ..tasks.task import Task
-
 COLUMNS = 118
-SEARCHED_AT_ONCE = 1 << 20
-"""Positions that a search evaluates in one call."""
-
-
-class Unstarted(Protocol):
-    """A run that was built and not started."""
-
-    processes: int
-    seed: int
-
-    @property
-    def task(self) -> "Task":
-        """The task, attached to a trainer with the arguments of the run."""
-
-    @property
-    def data(self) -> "DataModule | None":
-        """The data module, attached to a trainer, too."""
-
-    def load_loader(self) -> Any:
-        """Return the training loader."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +35,11 @@ class StepPlace:
 class SampleLookup:
     """The samples of each step of a run, from its history and its training loader.
 
-    build: builds the run as it was configured in a step, and the same object where nothing has changed.
+    build: returns the run as it was configured in a step, built and not started (`cli.unstarted`); the same object
+        where nothing has changed.
     """
 
-    def __init__(self, history: RunHistory, build: Callable[[int], Unstarted]) -> None:
+    def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:
         self.history, self.build = history, build
         self._data: dict[tuple[int, int, int], DealtData | StreamData] = {}
 
@@ -90,41 +64,34 @@ class SampleLookup:
 
     def data(self, step: int, epoch: int) -> DealtData | StreamData:
         """Return the training data in a step, dealt out to all replicas in this process."""
-        run = self.build(step)
+        run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
-        if not trainer.use_distributed_sampler and self.history.start_of(step).get("processes", 1) > 1:
+        if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
                 "Each process of the run read its own share of the data, so only those processes know which samples "
                 "they had."
             )
         every, accumulate = trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches
-        loaded = epoch - epoch % every if every else 0
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 accumulate = callback.scheduling[max(first for first in callback.scheduling if first <= epoch)]
-        key = id(run), loaded, accumulate
-        if key not in self._data:
-            trainer.state.epoch = loaded
-            if run.data is not None and run.data.trainer is not None:
-                run.data.trainer.state.epoch = loaded
-            self._data[key] = self._dealt(run, step, accumulate)
+        # loaders may be made anew from `current_epoch`, which is that of the epoch in which the run asked for them
+        loaded = epoch - epoch % every if every else 0
+        if (key := (id(run), loaded, accumulate)) not in self._data:
+            record = self.history.near(step)
+            dealing = Dealing(
+                Layout(int(start["replicas"]), 1),
+                0,
+                accumulate,
+                record.state.seed if record else run.seed,  # a resume keeps the run's seed, whatever its config says
+                not run.task.automatic_optimization or trainer.sync_batchnorm,
+                trainer.reproducible != "off",
+                left_out=frozenset(trainer.leave_out_samples or ()),
+            )
+            overfit, count = trainer.overfit_batches, counter_of(run.task)
+            limit, loader = overfit or trainer.limit_train_batches, combined(run.load_loader(loaded))
+            self._data[key] = training_data(loader, dealing, limit, bool(overfit), count=count)
         return self._data[key]
-
-    def _dealt(self, run: Unstarted, step: int, accumulate: int) -> DealtData | StreamData:
-        trainer, record = run.task.trainer, self.history.near(step)
-        dealing = Dealing(
-            Layout(self.history.replicas_in(step), 1),
-            0,
-            accumulate,
-            record.state.seed if record else run.seed,  # a resume keeps the seed of the run, whatever its config says
-            not run.task.automatic_optimization or trainer.sync_batchnorm,
-            trainer.reproducible != "off",
-            left_out=frozenset(trainer.leave_out_samples or ()),
-        )
-        overfit = trainer.overfit_batches
-        limit = overfit or trainer.limit_train_batches
-        count = counter_of(run.task)
-        return training_data(combined(run.load_loader()), dealing, limit, bool(overfit), count=count)
 
     def at(self, step: int) -> StepInput:
         """Return a step without its data: which samples each replica has; of a stream, the numbers of its batches.
@@ -156,23 +123,6 @@ class SampleLookup:
         finally:
             close_loaders(opened)
 
-    def steps_with(self, index: Any, until: int) -> Iterator[StepPlace]:
-        """Yield the steps up to `until` in which a sample was seen. Raises DataError for a stream."""
-        step = 1
-        while step <= until:
-            place = self.place(step)
-            data = self.data(step, place.epoch)
-            if isinstance(data, StreamData):
-                raise DataError(
-                    f"The training loader ({type(data.loader).__name__}) is a stream: its samples have no indices. "
-                    f"step=N tells which of its batches a step had."
-                )
-            end = step + (place.steps_of_epoch or 1)
-            for number in steps_with(data, place.epoch, index):
-                if step + number < min(end, until + 1):
-                    yield StepPlace(step + number, place.epoch, number, place.steps_of_epoch)
-            step = end
-
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
     """Return a step of an epoch without loading its data: each `batch` is None."""
@@ -182,27 +132,6 @@ def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
         for replica, round, start, stop in deal.spans(step, data.dealing.replicas)
     ]
     return StepInput(items, order.samples(*deal.step_positions(step)), len(deal.rounds_of(step)))
-
-
-def steps_with(data: DealtData, epoch: int, index: Any) -> list[int]:
-    """Return the steps of an epoch in which a replica has the sample of an index, in O(length) time and O(1) memory."""
-    order, deal = data.order_and_deal(epoch)
-    in_step, steps = deal.accumulate * deal.replicas * deal.batch_size, set[int]()
-    for own in order.by_loader().values():
-        for start in range(0, min(own.length, deal.samples), SEARCHED_AT_ONCE) if index not in own.left_out else ():
-            entries = own.order(np.arange(start, min(start + SEARCHED_AT_ONCE, own.length), dtype=np.int64))
-            if isinstance(entries, np.ndarray):
-                positions = (np.flatnonzero(entries == index) + start).tolist()
-            else:
-                batches = own.size_of is not None
-                positions = [
-                    start + number
-                    for number, entry in enumerate(entries)
-                    if (index in (entry or ()) if batches else entry == index)
-                ]
-            for position in positions:  # those from the length on repeat the first ones
-                steps.update(repeated // in_step for repeated in range(position, deal.samples, order.length))
-    return sorted(steps)
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
@@ -219,54 +148,43 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     yield f"Step {place.step:,} of {directory}: epoch {place.epoch:,}, its step {place.number + 1:,}{of}{samples}"
+    replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):
         head = f"  replica {item.replica}, batch {item.batch_idx:,}"
-        found = item.indices_by_loader
-        if found is None:
-            number = item.batch_idx * (1 + max(one.replica for one in step.batches)) + item.replica
+        if item.indices_by_loader is None:
+            number = item.batch_idx * replicas + item.replica
             yield f"{head}: batch {number:,} of the stream, whose samples have no indices"
-            continue
-        for name, indices in found.items():
+        for name, indices in (item.indices_by_loader or {}).items():
             text = f"{head}{f', loader {name}' if name else ''}: {' '.join(map(shown_sample, indices))}"
             yield textwrap.fill(text, COLUMNS, subsequent_indent="    ")
 
 
 def shown_sample(index: Any) -> str:
-    """Return an index as one word."""
-    if isinstance(index, Iterable) and not isinstance(index, str):
-        return f"[{','.join(map(str, index))}]"
-    return str(index)
+    """Return an index as one word; a sampler of the user's own may give tuples."""
+    return str(index).replace(" ", "")
 
 
 def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: int | None) -> Iterator[str]:
-    """Yield the lines that tell in which steps a sample was seen."""
-    until, count = min(until or sys.maxsize, lookup.history.last_step), 0
-    for place in lookup.steps_with(index, until):
-        for item in lookup.at(place.step).batches:
-            names = [name for name, found in (item.indices_by_loader or {}).items() if index in found]
+    """Yield the lines that tell in which steps a sample was seen. Raises DataError for a stream."""
+    last, count = lookup.history.last_step, 0
+    until = min(until or last, last)
+    for step in range(1, until + 1):
+        place = lookup.place(step)
+        for item in lookup.at(step).batches:
+            if item.indices_by_loader is None:
+                raise DataError("The training loader is a stream, whose samples have no indices: step=N tells batches.")
+            names = [name for name, indices in item.indices_by_loader.items() if index in indices]
             if names and replica in (None, item.replica):
                 count += 1
                 where = f", loader {', '.join(names)}" if names != [""] else ""
                 which = f"replica {item.replica}, batch {item.batch_idx:,}{where}"
-                yield f"step {place.step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
+                yield f"step {step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
     yield f"Sample {shown_sample(index)} was seen {counted(count, 'time')} in {counted(until, 'step')}."
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:
-    """Yield each batch as the task describes it, or by the shapes of its tensors."""
+    """Yield each batch as the task describes it, or as Python prints it."""
     for item in items:
-        told = task.describe_batch(item.batch)
+        described = task.describe_batch(item.batch)
         yield f"  replica {item.replica}, batch {item.batch_idx:,}:"
-        yield textwrap.indent(described_shapes(item.batch) if told is None else str(told), "    ")
-
-
-def described_shapes(batch: Any, name: str = "batch") -> str:
-    """Return a batch's tensors: path, shape, dtype and the range of their values."""
-    if isinstance(batch, torch.Tensor):
-        spread = f", {batch.min().item():.6g} to {batch.max().item():.6g}" if batch.numel() else ""
-        return f"{name}: {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}{spread}"
-    if isinstance(batch, Mapping):
-        return "\n".join(described_shapes(value, f"{name}[{key!r}]") for key, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return "\n".join(described_shapes(value, f"{name}[{index}]") for index, value in enumerate(batch))
-    return f"{name}: {batch!r:.100}"
+        yield textwrap.indent(pformat(item.batch) if described is None else str(described), "    ")

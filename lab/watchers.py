@@ -90,19 +90,6 @@ class StopAfterStep(Callback):
         trainer.should_stop = True
 
 
-class LeaveOutValidations(Callback):
-    """Leaves out validations that have no part in what a step comes to: no schedule goes by them, no hook sees them."""
-
-    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget the validation data."""
-        run = trainer.current_run
-        hooks = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-        is_seen = any(run.hooks[f"on_validation_{hook}"] for hook in hooks)
-        if not is_seen and not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            run.data.evaluations.pop("validation", None)
-            run.data.validation_rounds = run.data.validation_seconds = None
-
-
 class DebugStep(Callback):
     """Opens the debugger at the first line of training_step, in each batch of a step, or of one replica in it."""
 

@@ -62,4 +62,4 @@ def bits(runs: Sequence[RunDirectory]) -> str:
     if len(runs) != 2:
         raise ConfigError(f"--bits compares two runs, got {len(runs)}.")
     one, other = (ConfigHistory(run.path) for run in runs)
-    return "\n".join(first_difference(one, other, (one.make, other.make)).describe())
+    return "\n".join(first_difference(one, other, (one.make, other.make)))

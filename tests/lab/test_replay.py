@@ -89,7 +89,7 @@ def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> No
     run = trained("resume=auto", "trainer.max_epochs=4", "trainer.gradient_clip_val=0.1")
     done = legato("replay", str(run), "step=9", "until=12", fails=True)
     assert "resumed with another config after step 10" in done.stderr
-    assert "until=10, and step=11" in done.stderr
+    assert "(until=10)" in done.stderr
     for words in (("step=9", "until=10"), ("step=11", "until=12")):
         assert "equal to the bit" in legato("replay", str(run), *words).stdout
 
@@ -99,7 +99,7 @@ def test_further_callbacks_see_a_run_afterwards() -> None:
     run = trained(*TWO, "trainer.reproducible=bitwise")
     before = tree(run)
     extra = ("callbacks.extra._target_=legato.lab.Microscope", "callbacks.extra.every_n_steps=2")
-    assert "equal to the bit" in legato("replay", str(run), "steps=6..20", *extra).stdout
+    assert "equal to the bit" in legato("replay", str(run), "step=6", "until=20", *extra).stdout
     replay = run.with_name("version_0.replay-0")
     points = {point["step"]: point for point in json_lines(replay / "metrics.jsonl")}
     name = "gradients/net.0"
@@ -131,9 +131,9 @@ def test_mistakes_are_named() -> None:
     for words, said in (
         (("step=0",), "Steps count from 1"),
         (("stpe=3",), "Did you mean 'step='?"),
-        (("step=3", "jobs=2"), "a replay runs in one process"),
-        (("steps=3",), "steps=1000..2000"),
-        ((), "one of step=N and steps=A..B"),
+        (("step=3", "jobs=2"), "'jobs=2' is neither one of"),
+        (("steps=3",), "Did you mean 'step='?"),
+        ((), "a run directory and a step"),
         (("step=9",), "The replay ended after step 5"),
     ):
         assert said in legato("replay", run, *words, fails=True).stderr
@@ -154,8 +154,8 @@ def test_a_replay_writes_into_no_run() -> None:
 
 def test_steps_beyond_the_end_of_a_run_are_refused() -> None:
     run = trained("trainer.max_epochs=1")
-    for words in (("step=5", "until=9"), ("steps=4..9",)):
-        assert "The replay ended after step 5, before step 9" in legato("replay", str(run), *words, fails=True).stderr
+    said = legato("replay", str(run), "step=5", "until=9", fails=True).stderr
+    assert "The replay ended after step 5, before step 9" in said
 
 
 def test_a_damaged_checkpoint_is_named_by_the_replay_that_begins_earlier() -> None:
@@ -237,17 +237,15 @@ def test_a_replay_crosses_a_resume_on_other_processes() -> None:
     assert 5 < step < 20
     done = legato("replay", str(run), f"step={step}", f"until={step + 2}")
     assert "equal to the bit" in done.stdout
-    done = legato("replay", str(run), f"steps={step - 1}..{step + 2}")
-    assert "equal to the bit" in done.stdout
 
 
-def test_a_replay_tells_where_it_begins_and_how_long_it_takes() -> None:
+def test_a_replay_tells_where_it_begins_and_how_many_steps_it_takes() -> None:
     run = trained()
     for path in (run / "checkpoints").glob("step-*"):
         if path.name < "step-00000016":
             shutil.rmtree(path)
     done = legato("replay", str(run), "step=7")
-    assert "The replay begins at the start of the run: no checkpoint before is left; 7 steps, for which" in done.stderr
+    assert "The replay begins at the start of the run: no checkpoint before is left; 7 steps." in done.stderr
     done = legato("replay", str(run), "step=18")
     assert "The replay begins at the checkpoint of step 16; 2 steps" in done.stderr
 
@@ -274,12 +272,3 @@ def test_pieces_of_batches_on_several_devices_are_replayed_to_the_bit() -> None:
     for step in ("2", "7"):
         assert "equal to the bit" in legato("replay", str(run), f"step={step}").stdout
     assert "equal to the bit" in legato("replay", str(run), "step=7", pieces, "trainer.devices=2").stdout
-
-
-def test_a_replay_leaves_out_validations_that_no_schedule_goes_by() -> None:
-    text = Path("points.py").read_text()
-    text = text.replace('{"scheduler": plateau, "monitor": "val/loss"},', "")
-    text = text.replace('self.log("val/loss"', 'print("validated")\n        self.log("val/loss"')
-    Path("points.py").write_text(text)
-    run = trained("callbacks.checkpoint.every_n_train_steps=100", "trainer.val_check_interval=2")
-    assert "validated" not in legato("replay", str(run), "step=7").stdout

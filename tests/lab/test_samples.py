@@ -136,7 +136,7 @@ def recorded(folder: Path) -> dict[int, list[tuple[int, int, object]]]:
 
 
 def looked_up(run: Path, steps: int) -> dict[int, list[tuple[int, int, object]]]:
-    history, found = ConfigHistory.at(str(run)), {}
+    history, found = ConfigHistory(str(run)), {}
     lookup = SampleLookup(history, history.unstarted)
     for step in range(1, steps + 1):
         rows = [(item.replica, item.batch_idx, item.indices_by_loader) for item in lookup.at(step).batches]
@@ -197,7 +197,7 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
 
 def test_what_cannot_be_known_is_said(folder: Path) -> None:
     run = trained("task.kind=moody")
-    history = ConfigHistory.at(str(run))
+    history = ConfigHistory(str(run))
     with pytest.raises(DataError, match="Moody draws another order each time"):
         SampleLookup(history, history.unstarted).at(3)
     done = legato("samples", str(run), "step=0")

@@ -119,12 +119,6 @@ def is_stored(directory: Path, config: str) -> bool:
         return False
 
 
-def start_before(directory: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """Return number and record of the start of a run that did a step; (-1, {}) where that is not recorded."""
-    fits = [(number, one) for number, one in enumerate(read_starts(directory)) if one.get("stage", "fit") == "fit"]
-    return next(((number, one) for number, one in reversed(fits) if one.get("step", 0) < step), (-1, {}))
-
-
 def note_epoch(directory: Path, epoch: int, step: int) -> None:
     """Record that an epoch begins after a step, in a run directory."""
     if not identity_of(directory):
