@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu demo test quick others lint size bench matrix versions cluster docs docs-serve clean
+.PHONY: gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -16,6 +16,10 @@ test: $(STAMP)  ## run all tests
 
 quick: $(STAMP)  ## run the tests that take less than half a second each
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
+
+coverage: $(STAMP)  ## run all tests, and print by room which share of the lines they run
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt coverage
+	$(BIN)/python .ci/coverage
 
 others: $(VENV)/.others  ## run the tests on models, loaders and optimizers that others wrote, and install those
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/with_others
