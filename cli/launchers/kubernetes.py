@@ -1,16 +1,15 @@
 """KubernetesLauncher: runs a command as an Indexed Job, with one pod per node that starts the node's processes."""
 
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...base.errors import ConfigError, WorkerError
+from ...base.errors import ConfigError
 from ...trainer.processes.signals import GRACE, RESUME_ME
-from .launcher import Launcher, Machines, machines_of, without_launcher
+from .launcher import Launcher, Machines, call_tool, machines_of, without_launcher
 
 if TYPE_CHECKING:
     from ..config.check import Config
@@ -67,14 +66,9 @@ class KubernetesLauncher(Launcher):
     """Print the manifests instead of applying them."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers out of range, and without an image."""
+        """Raise ConfigError without an image."""
         if not self.image:
             raise ConfigError("launcher=kubernetes needs an image with torch, Legato and the task: set launcher.image.")
-        if self.cpus_per_process < 1 or self.retries < 0 or not 0 < self.port < 65536:
-            raise ConfigError(
-                f"launcher.cpus_per_process={self.cpus_per_process}, launcher.retries={self.retries}, launcher.port="
-                f"{self.port}: expected at least 1 CPU, 0 retries and a port below 65536."
-            )
 
     def launch(self, command: str, config: "Config") -> int:
         """Apply the manifests, or print them; return 0. Raises WorkerError if kubectl fails."""
@@ -82,16 +76,7 @@ class KubernetesLauncher(Launcher):
         if self.dry_run:
             print(manifests, end="")
             return 0
-        try:
-            words = ["kubectl", "apply", "--filename=-"]
-            done = subprocess.run(words, input=manifests, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise WorkerError(
-                f"launcher=kubernetes cannot run kubectl ({error.strerror}); launcher.dry_run=true shows what it gets."
-            ) from error
-        if done.returncode != 0:
-            raise WorkerError(f"kubectl refused the manifests: {done.stderr.strip()}")
-        print(done.stdout, end="")
+        print(call_tool(self.name, "kubectl", "apply", "--filename=-", text=manifests), end="")
         return 0
 
     def manifests(self, command: str, config: "Config") -> list[dict[str, Any]]:

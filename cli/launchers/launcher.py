@@ -1,10 +1,12 @@
 """Launcher: the interface between the command line and a cluster's way to start a run."""
 
+import shlex
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from ..config.check import Config
@@ -38,14 +40,14 @@ class Machines:
 
 def make_launcher(config: "Config") -> Launcher | None:
     """Return the launcher named in a config, or None."""
-    from .. import launchers
+    from ..config.check import class_path, options_of
+    from ..config.classes import load_class
 
-    wanted = config.values.get("launcher")
-    if wanted is None:
+    if config.values.get("launcher") is None:
         return None
-    options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
-    found: Launcher = getattr(launchers, launchers.LAUNCHERS[options.pop("name")].split(":")[1])(**options)
-    return found
+    name, options = options_of(config.values["launcher"])
+    launcher: Launcher = load_class(class_path("launcher", name))(**options)
+    return launcher
 
 
 def without_launcher(config: "Config", **changes: Any) -> str:
@@ -57,44 +59,43 @@ def without_launcher(config: "Config", **changes: Any) -> str:
 
 def machines_of(values: Mapping[str, Any], name: str) -> Machines:
     """Return the machines that the config `values` need. Raises ConfigError if they depend on the current machine."""
-    import torch
+    # here: what builds a trainer imports torch, which a misspelt launcher is told without
+    from ...base.targets import TARGET, call_target
+    from ..config.classes import load
+    from ..unstarted import processes_of
 
     trainer = values["trainer"]
-    devices, accelerator = trainer["devices"], trainer["accelerator"]
-    if isinstance(devices, list):
-        count = len(devices)
-    elif str(devices).isdecimal() and int(devices) > 0:
-        count = int(devices)
-    else:
+    devices, accelerator, strategy = trainer["devices"], trainer["accelerator"], trainer["strategy"]
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
+    if not count or accelerator == "auto":
         raise ConfigError(
-            f"launcher={name} needs a fixed number of devices, but trainer.devices={devices!r} depends on the machine: "
-            f"set it to the number of devices of each node."
+            f"launcher={name} starts the run on other machines than this one: set trainer.devices to the number of "
+            f"devices of each node, and trainer.accelerator to gpu or cpu, instead of devices={devices!r} and "
+            f"accelerator={accelerator!r}."
         )
-    if accelerator == "auto":
+    options = strategy if isinstance(strategy, Mapping) else {}
+    if options.get("elastic"):
         raise ConfigError(
-            f"launcher={name} needs a fixed kind of device, but trainer.accelerator='auto' depends on the machine: add "
-            f"trainer.accelerator=gpu, or cpu."
+            f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
+            f"each machine by `legato fit` itself. Remove one of the two."
         )
-    strategy = _strategy_of(trainer, count)
-    strategy.elastic.refuse(
-        f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
-        f"each machine by `legato fit` itself. Remove one of the two."
-    )
-    # only their number counts: this machine may have none of that kind
-    processes = strategy.local_processes([torch.device("cpu")] * count)
-    return Machines(trainer["num_nodes"], count, processes, 0 if accelerator == "cpu" else count)
-
-
-def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
-    from ...base.targets import TARGET
-    from ...trainer import strategies
-    from ..config.classes import load_class
-
-    wanted = trainer["strategy"]
-    options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     if TARGET in options:
-        return load_class(options.pop(TARGET))(**options)
-    name = options.pop("name")
-    if name == "auto":
-        name = "ddp" if devices * trainer["num_nodes"] > 1 else "single"
-    return getattr(strategies, strategies.STRATEGIES[name].split(":")[1])(**options)
+        strategy = call_target(load(options[TARGET]), {key: options[key] for key in options if key != TARGET}, False)
+    # only their number counts: this machine may have none of that kind
+    processes, _ = processes_of({**trainer, "strategy": strategy, "devices": count})
+    nodes = trainer["num_nodes"]
+    return Machines(nodes, count, processes // nodes, 0 if accelerator == "cpu" else count)
+
+
+def call_tool(launcher: str, *words: str, text: str = "") -> str:
+    """Return what a cluster's command prints for this input. Raises WorkerError if it is missing or fails."""
+    try:
+        done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise WorkerError(
+            f"launcher={launcher} cannot run {words[0]} ({error.strerror}). Run it on a machine of the cluster; "
+            f"launcher.dry_run=true only shows what it gets."
+        ) from error
+    if done.returncode != 0:
+        raise WorkerError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}.")
+    return done.stdout

@@ -53,24 +53,20 @@ class RayLauncher(Launcher):
     python: str | None = None
     """Python interpreter on the nodes. None: the current one."""
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for numbers out of range."""
-        if self.cpus_per_process < 1 or self.placement_timeout <= 0:
-            raise ConfigError(
-                f"launcher.cpus_per_process={self.cpus_per_process}, launcher.placement_timeout="
-                f"{self.placement_timeout}: expected at least 1 CPU and a positive number of seconds."
-            )
-
     def launch(self, command: str, config: "Config") -> int:
         """Run the command on the cluster, wait for it, and return its exit code.
 
-        Raises ConfigError if Ray is missing or the cluster is too small, WorkerError if a node fails.
+        Raises ConfigError if Ray is missing, WorkerError if the cluster is too small or a node fails.
         """
+        machines = machines_of(config.values, self.name)
+        if self.address is None and machines.nodes > 1:  # it would wait for nodes that cannot come
+            raise ConfigError(
+                "Without launcher.address Ray runs on this machine alone: set it, or trainer.num_nodes=1."
+            )
         try:
             import ray
         except ImportError as error:
             raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
-        machines = machines_of(config.values, self.name)
         self._connect(ray)
         signals: list[int] = []
         try:
@@ -100,31 +96,20 @@ class RayLauncher(Launcher):
 
     def _reserve(self, machines: Machines) -> Any:
         """Return a placement group with one bundle per node, once it is scheduled."""
+        import ray
         from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         bundle: dict[str, float] = {"CPU": machines.processes * self.cpus_per_process, **self.resources}
         if machines.gpus:
             bundle["GPU"] = machines.gpus
-        import ray
-
-        fitting = [
-            node
-            for node in ray.nodes()
-            if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
-        ]
-        if len(fitting) < machines.nodes and self.address is None:  # an existing cluster may have an autoscaler
-            raise ConfigError(
-                f"The run needs {machines.nodes} nodes with {bundle} each (trainer.num_nodes, trainer.devices, "
-                f"launcher.cpus_per_process); {len(fitting)} of the Ray cluster's {len(ray.nodes())} have that."
-            )
         group = placement_group([bundle] * machines.nodes, strategy="STRICT_SPREAD")
         try:
             ray.get(group.ready(), timeout=self.placement_timeout)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"The Ray cluster had no {machines.nodes} nodes with {bundle} free within "
-                f"{self.placement_timeout:g} s; {len(fitting)} have as much at all."
+                f"The Ray cluster had no {machines.nodes} nodes with {bundle} free within {self.placement_timeout:g} s "
+                f"(trainer.num_nodes, trainer.devices, launcher.cpus_per_process): see `ray status`."
             ) from error
         return group
 

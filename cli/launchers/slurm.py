@@ -2,23 +2,21 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import ConfigError, WorkerError
+from ...base.errors import ConfigError
 from ...base.run_names import require_local
 from ...trainer.processes.signals import RESUME_ME
 from ...trainer.runs.record import RECORD
-from .launcher import Launcher, Machines, machines_of, without_launcher
+from .launcher import Launcher, Machines, call_tool, machines_of, without_launcher
 
 if TYPE_CHECKING:
     from ..config.check import Config
 
-_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
 _WAIT = 60
 """Seconds that srun gives the other ranks to end after one has; ranks left by a failed one end in seconds."""
 _OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
@@ -61,26 +59,13 @@ class SlurmLauncher(Launcher):
     """Print the script instead of submitting it."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that sbatch would reject or that would break the script."""
+        """Raise ConfigError for options that would break the script; sbatch refuses the rest."""
         require_local(self.folder, "launcher.folder")
-        if self.signal_seconds < 1:
-            raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
-        if self.cpus_per_process is not None and self.cpus_per_process < 1:
-            raise ConfigError(f"launcher.cpus_per_process={self.cpus_per_process}: expected at least 1.")
-        if self.time is not None and not 0 <= self.signal_seconds < seconds_of(str(self.time)):
-            raise ConfigError(
-                f"launcher.signal_seconds={self.signal_seconds} is not before the time limit launcher.time={self.time}."
-            )
-        for option, value in self.options.items():
-            if option in _OWN:
+        for option in self.options:
+            if option in _OWN or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
-                    f"launcher.options.{option} is set by the launcher: see trainer.num_nodes, trainer.devices, "
-                    f"trainer.accelerator, launcher.folder, launcher.requeue and launcher.signal_seconds."
-                )
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
-                raise ConfigError(
-                    f"launcher.options.{option}={value!r}: expected a long option of sbatch without its dashes, such "
-                    f"as constraint, and a value of one line."
+                    f"launcher.options.{option}: expected a long option of sbatch without its dashes, such as "
+                    f"constraint, but none of {', '.join(_OWN)}, which follow from the trainer and the launcher."
                 )
 
     def launch(self, command: str, config: "Config") -> int:
@@ -101,7 +86,7 @@ class SlurmLauncher(Launcher):
         stem.with_suffix(".yaml").write_text(without_launcher(config, requeue=False), encoding="utf-8")
         path = stem.with_suffix(".sh")
         path.write_text(script, encoding="utf-8")
-        job = _submit(path)
+        job = call_tool(self.name, "sbatch", "--parsable", str(path)).strip().partition(";")[0]
         print(f"Job     {job}, {machines.nodes} x {machines.processes} processes\nScript  {path}")
         print(f"Output  {folder / f'{job}.out'}")
         return 0
@@ -131,7 +116,7 @@ class SlurmLauncher(Launcher):
         return "\n".join(lines) + "\n"
 
     def _options(self, machines: Machines, name: str, folder: Path) -> Iterator[str]:
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "job-name": self.job_name or name.replace("/", "-"),
             "nodes": machines.nodes,
             "ntasks-per-node": machines.processes,
@@ -149,7 +134,7 @@ class SlurmLauncher(Launcher):
             "signal": f"USR1@{self.signal_seconds}",
             **self.options,
         }
-        for option, value in found.items():
+        for option, value in options.items():
             if value is True:
                 yield f"--{option}"
             elif value is not None and value is not False:
@@ -164,30 +149,3 @@ class SlurmLauncher(Launcher):
             "  resume=(resume=auto)",
             "fi",
         ]
-
-
-def seconds_of(text: str) -> int:
-    """Return the seconds of a time limit. Raises ConfigError for another format."""
-    found = _SLURM_TIME.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"launcher.time={text!r}: expected minutes, 'HH:MM:SS' or 'D-HH:MM:SS'.")
-    parts = [int(part) for part in found["rest"].split(":")]
-    if found["days"] is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-        return int(found["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if len(parts) == 3:
-        return parts[0] * 3600 + parts[1] * 60 + parts[2]
-    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
-
-
-def _submit(path: Path) -> str:
-    try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise WorkerError(
-            f"launcher=slurm cannot run sbatch ({error.strerror}). Run it on a machine of the cluster, or submit "
-            f"{path} there; launcher.dry_run=true only shows it."
-        ) from error
-    if done.returncode != 0:
-        raise WorkerError(f"sbatch refused {path}: {done.stderr.strip() or f'exit code {done.returncode}'}.")
-    return done.stdout.strip().partition(";")[0]
