@@ -9,16 +9,18 @@ import faulthandler
 import json
 import logging
 import os
+import queue
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import distributed
+from torch.distributed import DistNetworkError
 
 from ...base.errors import DisagreementError, HangError, LegatoError, WorkerError
 from ...base.torch_private import default_store
@@ -29,13 +31,15 @@ from .place import Place
 from .rendezvous import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME
 from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks
-from .timed_store import TimedStore
 from .transport import is_communication
 
 log = logging.getLogger("legato")
+T = TypeVar("T")
 
 ANSWER_SECONDS = 3.0
 """Seconds that ranks have to write on the board, and that rank 0, which has the store, stays after a failure."""
+STORE_SECONDS = 10.0
+"""Seconds in which the store must answer."""
 REPORT_SECONDS = 120.0
 """Seconds without progress after which a report is due, if no step takes long."""
 LONGEST_STEPS = 20
@@ -45,6 +49,8 @@ STALLED = 1.0
 DEADLOCKED = 30.0
 """Seconds after which a report is due where all ranks wait, one of them in a collective of the script."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
+SAVED = "What the run has saved is whole: resume=auto continues."
+KILLED = "it may have been killed (out of memory: see `dmesg`)"
 
 Position = dict[str, Any]
 """Where a rank is; whether it waits for others; for how many seconds it has been there; at which step."""
@@ -62,35 +68,70 @@ class Watched(Protocol):
 class Board:
     """Notes of the ranks in their store. All methods raise RuntimeError where the store is gone or does not answer."""
 
-    def __init__(self, store: TimedStore, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
+        self._idle = threading.Lock()
 
     def write(self, topic: str, note: Any) -> None:
         """Write this rank's note on a topic; None wipes it."""
-        self.store.set(f"{topic}/{self.rank}", json.dumps(note))
+        self._ask("set", f"{topic}/{self.rank}", json.dumps(note))
 
     def read(self, topic: str) -> dict[int, Any]:
         """Return the notes on a topic, by rank."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
-        notes = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        notes = {rank: json.loads(self._ask("get", key)) for rank, key in keys.items() if self.has(key)}
         return {rank: note for rank, note in notes.items() if note is not None}
 
     def read_all(self, *topics: str) -> dict[int, Any]:
         """Return the notes of all ranks, each on one of the topics; after ANSWER_SECONDS those that there are."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            notes = {rank: note for topic in reversed(topics) for rank, note in self.read(topic).items()}
-            if len(notes) == self.size or time.monotonic() > deadline:
-                return notes
-            time.sleep(0.05)
+        notes: dict[int, Any] = {}
+
+        def is_complete() -> bool:
+            notes.update((rank, note) for topic in reversed(topics) for rank, note in self.read(topic).items())
+            return len(notes) == self.size
+
+        _await(is_complete)
+        return notes
 
     def is_first(self, alarm: str) -> bool:
         """Give an alarm; return whether no rank has given it before."""
-        return self.store.add(alarm, 1) == 1
+        return bool(self._ask("add", alarm, 1) == 1)
 
     def has(self, alarm: str) -> bool:
         """Return whether an alarm was given."""
-        return self.store.check([alarm])
+        return bool(self._ask("check", [alarm]))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        # torch waits for the answer without a limit, as long as a network is gone, so this has to happen in a thread
+        # that may be left behind
+        answers = queue.SimpleQueue[Any]()
+
+        def call() -> None:
+            try:
+                answers.put(getattr(self.store, method)(*arguments))
+            except RuntimeError as error:
+                answers.put(error)
+            finally:
+                self._idle.release()
+
+        try:
+            if not self._idle.acquire(timeout=STORE_SECONDS):  # a connection serves one call at a time
+                raise queue.Empty
+            threading.Thread(target=call, name="legato-store", daemon=True).start()
+            answer = answers.get(timeout=STORE_SECONDS)
+        except queue.Empty:
+            raise DistNetworkError(f"The ranks' store has not answered for {STORE_SECONDS:g} s.") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+
+def _await(read: Callable[[], T]) -> T:
+    """Return what `read` returns once that is true; after ANSWER_SECONDS what it returned last."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not (value := read()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
 
 
 class Watchdog:
@@ -162,11 +203,10 @@ class Watchdog:
                 self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
-            stalled = moment - since
+            stalled, reports = moment - since, self.reports
             # before the store is asked, which may not answer
             if self.begun and self.end_after is not None and stalled >= self.end_after:
                 self._end(stalled)
-            reports = self.reports
             if stalled >= report_at:
                 self._report(stalled)
             with suppress(RuntimeError):  # the store is gone, and with it the run: another rank says why
@@ -203,17 +243,17 @@ class Watchdog:
 
     def _end(self, stalled: float) -> None:
         """Write the stacks, and end the process with the positions of all ranks."""
-        own = self._position(stalled, writes_stacks=True)
+        position = self._position(stalled, writes_stacks=True)
         head = f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
-        message, is_first = self._message_of_all("end", own, head)
+        message, is_first = self._message_of_all("end", position, head)
         end_process(HangError(message), tell=is_first)
 
     def _report(self, stalled: float) -> None:
         """Write the stacks; log the positions of all ranks on the first one to report. The run goes on."""
-        alarm, own = f"report {self.reports}", self._position(stalled, writes_stacks=True)
+        alarm, position = f"report {self.reports}", self._position(stalled, writes_stacks=True)
         self.reports += 1
         head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
-        message, is_first = self._message_of_all(alarm, own, head, reads=False)
+        message, is_first = self._message_of_all(alarm, position, head, reads=False)
         if is_first:
             log.warning("%s", message)
 
@@ -236,12 +276,16 @@ class Watchdog:
                     # a connection serves one call at a time
                     prefix = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
                     place = self.trainer.strategy.place
-                    self.board = Board(TimedStore(prefix), place.rank, place.world_size)
+                    self.board = Board(prefix, place.rank, place.world_size)
             return self.board
 
     @property
     def _rank(self) -> int:
         return self.place.rank if self.board is None else self.board.rank
+
+    @property
+    def _size(self) -> int:
+        return self.place.world_size if self.board is None else self.board.size
 
     # --- what the main thread asks ----------------------------------------------------------------------------------
     def require_all_leave(self, batch_idx: int) -> None:
@@ -299,40 +343,39 @@ class Watchdog:
         """Return the error to raise for one on this rank: it names each rank's position, or who failed first."""
         if self.place.world_size == 1:
             return error
-        explained = self._explain_collective(error)
         with suppress(RuntimeError):  # the store is gone
             self._connect()
-        if self.board is None or self.board.size == 1 or self.place.origin in ("alone", "legato", "script"):
-            return explained
-        return first_failure(explained, self.board)
+        if self.board is None or self.board.size == 1:
+            return error
+        error = self._explain_collective(error, self.board)
+        # launchers of Legato collect the failures of their workers, those of a script's own group are the script's
+        is_told = self.place.origin in ("alone", "legato", "script")
+        return error if is_told else first_failure(error, self.board)
 
-    def _explain_collective(self, error: BaseException) -> BaseException:
+    def _explain_collective(self, error: BaseException, board: Board) -> BaseException:
         """Return the error to raise for a failed collective: one that names each rank's position, if known."""
-        late = "Timed out waiting" in str(error) or "Wait timeout" in str(error)
         if not isinstance(error, RuntimeError) or isinstance(error, LegatoError):
             return error
-        left = False
+        is_late, has_left = "Timed out waiting" in str(error) or "Wait timeout" in str(error), False
         with suppress(RuntimeError):  # the store is gone
-            board = self._connect()
-            left = board is not None and bool(board.read("done"))
-        if self.board is None or not (late or (left and is_communication(error))):
+            has_left = bool(board.read("done"))
+        if is_late:
+            timeouts = self.trainer.strategy.timeouts
+            limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
+            head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+        elif has_left and is_communication(error):
+            head = "The ranks called different collectives: each must call the same ones in the same order."
+        else:
             return error
         self.failed_stack = stack_of_error(error)
-        own = self._position(0.0)
-        if not late:
-            head = "The ranks called different collectives: each must call the same ones in the same order."
-            return DisagreementError(self._message_of_all("failed", own, head)[0])
-        timeouts = self.trainer.strategy.timeouts
-        limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
-        head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
-        return HangError(self._message_of_all("failed", own, head)[0])
+        kind = HangError if is_late else DisagreementError
+        return kind(self._message_of_all("failed", self._position(0.0), head)[0])
 
     # --- words ------------------------------------------------------------------------------------------------------
     def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
         """Return where this rank is. `writes_stacks`: those of this process and its loader workers, to a file."""
-        alone = self.place.world_size == 1 if self.board is None else self.board.size == 1
         stack = self.failed_stack or stack_of(self.watched)
-        where, waits = describe_stack(stack, alone=alone)
+        where, waits = describe_stack(stack, alone=self._size == 1)
         at = self._describe_progress(stack)
         if writes_stacks:
             workers = worker_stacks(self.stacks)
@@ -372,70 +415,65 @@ class Watchdog:
     def _folder(self) -> Path | None:
         return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
-    def _message_of_all(self, alarm: str, own: Position, head: str, reads: bool = True) -> tuple[str, bool]:
+    def _message_of_all(self, alarm: str, position: Position, head: str, reads: bool = True) -> tuple[str, bool]:
         """Give an alarm with this rank's position; return a message of all positions, and whether it is the first.
 
         Without a store that answers the message has this rank's position alone. `reads`: whether a rank that is not the
         first reads the others' positions, too.
         """
-        board, first = self.board, True
+        board, is_first = self.board, True
         if board is None:
-            return self._message({self._rank: own}, [self._rank], head), first
+            return self._message({self._rank: position}, head), True
         try:
-            first = board.is_first(alarm)
-            board.write(alarm, own)
-            if not first and not reads:
-                return "", first
-            message = self._message(board.read_all(alarm, "done"), range(board.size), head)
+            is_first = board.is_first(alarm)
+            board.write(alarm, position)
+            if not is_first and not reads:
+                return "", False
+            positions = board.read_all(alarm, "done")
+            message = self._message({rank: positions.get(rank) for rank in range(board.size)}, head)
             # the store goes with rank 0, which therefore ends after the one that tells
-            if first:
+            if is_first:
                 board.is_first(f"{alarm} read")
-            deadline = time.monotonic() + ANSWER_SECONDS
-            while not board.has(f"{alarm} read") and time.monotonic() < deadline:
-                time.sleep(0.05)
+            _await(lambda: board.has(f"{alarm} read"))
         except RuntimeError as error:
             lost = f"The other ranks' positions are not known: {error}"
             network = "The network to the machine of rank 0, or that machine, may be down."
-            message = self._message({self._rank: own}, [self._rank], f"{head}\n{lost} {network}")
-        return message, first
+            message = self._message({self._rank: position}, f"{head}\n{lost} {network}")
+        return message, is_first
 
-    def _message(self, positions: Mapping[int, Position], asked: Sequence[int], head: str) -> str:
-        """Return a message: the position of each rank in `asked`, the ranks waited for, and the file of the stacks."""
-        lines = [head]
+    def _message(self, positions: Mapping[int, Position | None], head: str) -> str:
+        """Return a message: the position of each rank, the ranks waited for, and the file of the stacks."""
         alike: dict[str, list[int]] = {}
-        for rank in asked:
-            position = positions.get(rank)
+        for rank, position in positions.items():
             words = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
             if position is not None:
                 seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
-                since = f"{seconds}, at {position['at']}" if position["at"] else ""
-                words = f"{position['where']}{since}"
+                words = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
             alike.setdefault(words, []).append(rank)
-        size = self.place.world_size if self.board is None else self.board.size
-        process, alone = "The process" if size == 1 else "", len(asked) == 1
-        lines += [f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items()]
-        to_blame = [rank for rank in asked if not positions.get(rank, {}).get("waits")]
-        if not alone and 0 < len(to_blame) < len(asked):
-            lines.append(f"The others wait for {name_ranks(to_blame)}.")
-        elif not alone and not to_blame:
+        process = "The process" if self._size == 1 else ""
+        lines = [head, *(f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items())]
+        to_blame = [rank for rank, position in positions.items() if position is None or not position["waits"]]
+        if len(positions) > 1 and not to_blame:
             lines.append("All wait, for each other: they must call the same collectives in the same order.")
-            lines += _why_unlike(positions)
+            lines.append(_why_unlike({rank: position for rank, position in positions.items() if position is not None}))
+        elif len(to_blame) < len(positions) > 1:
+            lines.append(f"The others wait for {name_ranks(to_blame)}.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
-        lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto continues.")
+        lines.append(f"The stacks of all threads are {where}. {SAVED}")
         return "\n".join(lines)
 
 
-def _why_unlike(positions: Mapping[int, Position]) -> list[str]:
-    """Return what helps ranks that wait for each other, where their data tell it."""
+def _why_unlike(positions: Mapping[int, Position]) -> str:
+    """Return what helps ranks that wait for each other."""
     idle = sorted(rank for rank, position in positions.items() if position["idle"])
     if idle:
-        return [
+        return (
             f"The data do not go evenly into the batches of all ranks: this step has none for {name_ranks(idle)}, "
             f"where training_step is not called. What helps: drop_last=True, or gathering when the epoch ends."
-        ]
+        )
     if len({position["at"] for position in positions.values()}) > 1:
-        return ["They are at different steps: their loaders may have different lengths."]
-    return ["To have each collective compared between ranks, start with TORCH_DISTRIBUTED_DEBUG=DETAIL."]
+        return "They are at different steps: their loaders may have different lengths."
+    return "To have each collective compared between ranks, start with TORCH_DISTRIBUTED_DEBUG=DETAIL."
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -449,45 +487,30 @@ def first_failure(error: BaseException, board: Board) -> BaseException:
 
     It is the rank's own, of which the others are told, or one that names the first rank to fail.
     """
-    if isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED):
+    is_end = isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED)
+    if is_end or not isinstance(error, (Exception, SystemExit)):
         return error
-    if not isinstance(error, (Exception, SystemExit)):
-        return error
-    rank = f"Rank {board.rank} of {board.size}"
+    told: dict[int, str] = {}
+    suspect = f"and none has told of an error: {KILLED}, or its machine"
     try:
         if board.rank == 0:
             atexit.register(_stay, board)  # runs before what was registered earlier closes the store
         if is_communication(error):
-            return WorkerError(_name_first(board, rank), board.rank)
-        if board.is_first("failure"):
-            board.store.set("first failure", json.dumps([board.rank, _sentence(error)]))
+            told = _await(lambda: board.read("first failure"))
+        elif board.is_first("failure"):
+            board.write("first failure", _sentence(error))
         board.write("knows", True)
-    except RuntimeError:  # the store is gone
-        if is_communication(error):
-            return WorkerError(
-                f"{rank} lost its connections, and rank 0, which has the ranks' store, has ended without a word: it "
-                f"may have been killed (out of memory: see `dmesg`).",
-                board.rank,
-            )
-    return error
-
-
-def _name_first(board: Board, rank: str) -> str:
-    """Return a message that names the rank that failed first."""
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while not board.has("first failure") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    board.write("knows", True)
-    if not board.has("first failure"):
-        return (
-            f"{rank} lost its connection to another rank, and none has told of an error: one may have been killed (out "
-            f"of memory: see `dmesg`), or its machine."
+    except RuntimeError:
+        suspect = f"and rank 0, which has the ranks' store, has ended without a word: {KILLED}"
+    if not is_communication(error):
+        return error
+    for first, text in told.items():  # one, at most
+        return WorkerError(
+            f"Rank {first} of {board.size} failed first: {text} Its traceback is in its own output; rank {board.rank} "
+            f"only lost the connection to it.",
+            board.rank,
         )
-    first, text = json.loads(board.store.get("first failure"))
-    return (
-        f"Rank {first} of {board.size} failed first: {text} Its traceback is in its own output; rank {board.rank} only "
-        f"lost the connection to it."
-    )
+    return WorkerError(f"Rank {board.rank} of {board.size} lost its connection to another rank, {suspect}.", board.rank)
 
 
 def _sentence(error: BaseException) -> str:
@@ -500,15 +523,11 @@ def _sentence(error: BaseException) -> str:
 
 def _stay(board: Board) -> None:
     """Leave the group, by which the others notice, and keep the store until they know why, or for ANSWER_SECONDS."""
-    # leaving closes them only where nothing refers to a group any more
-    connections.shut_down(keep_port=_port(board.store))
+    store = board.store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    # leaving closes them only where nothing refers to a group any more; a store of files has no port
+    connections.shut_down(keep_port=getattr(store, "port", None))
     leave_process_group()
     with suppress(RuntimeError):
         board.read_all("knows")
-
-
-def _port(store: Any) -> int | None:
-    """Return the port of a TCP store; None for one of files or of this process alone."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "port", None)

@@ -135,33 +135,44 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
-    threading.Thread(target=_end_with_others, args=(connection, connected), daemon=True).start()
+    threading.Thread(target=_end_with_others, args=(connection, connected, rank, world_size), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
         if not is_communication(error):
             raise
         connected.set()
-        reason = " ".join(str(error).split())
-        said = (
-            f"Rank {rank} of {world_size} cannot connect to the others ({reason}). Ranks reach each other at the "
-            f"address of the interface in GLOO_SOCKET_IFNAME, or else of the machine's name: set that variable and "
-            f"NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to the others. See to firewalls, too."
-        )
-        store.set("failed", json.dumps([rank, said, False]))
-        _leave_failed(store, rank, world_size)
-        raise WorkerError(said, rank) from error
+        failure = _unconnected(rank, world_size, str(error))
+        with suppress(RuntimeError):  # the store is gone
+            store.set("failed", json.dumps([rank, str(failure), False]))
+            _leave_failed(store, rank, world_size)
+        raise failure from error
     finally:
         connected.set()
 
 
-def _end_with_others(store: "Store", connected: threading.Event) -> None:
-    """End this process once a rank has told that it cannot connect."""
+def _end_with_others(store: "Store", connected: threading.Event, rank: int, world_size: int) -> None:
+    """End this process once a rank has told that it cannot connect, or has ended with the store."""
     while not connected.wait(0.5):
-        with suppress(RuntimeError):  # the store is gone
-            if store.check(["failed"]) and not connected.is_set():
-                store.add("know", 1)
-                end_process(WorkerError(json.loads(store.get("failed"))[1]))
+        try:
+            if not store.check(["failed"]):
+                continue
+            store.add("know", 1)
+            failure = WorkerError(json.loads(store.get("failed"))[1])
+        except RuntimeError:
+            failure = _unconnected(rank, world_size, "the store, where the ranks met, has gone")
+        if not connected.is_set():
+            end_process(failure)
+
+
+def _unconnected(rank: int, world_size: int, reason: str) -> WorkerError:
+    return WorkerError(
+        f"Rank {rank} of {world_size} cannot connect to the others ({' '.join(reason.split())}). Ranks reach each "
+        f"other at the address of the interface in GLOO_SOCKET_IFNAME, or else of the machine's name: set that "
+        f"variable and NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to the others. See to "
+        f"firewalls, too.",
+        rank,
+    )
 
 
 def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
