@@ -19,14 +19,10 @@ class CSVLogger(Logger):
     * Each row reaches the operating system at once, so a killed process loses nothing.
     * A new metric is a new column, for which the file is replaced by a rename.
     * A resume removes the rows of later steps, and writes no value twice.
-
-    Args:
-        flush_logs_every_n_steps: how often the file is synced to the disk.
     """
 
-    def __init__(self, *, flush_logs_every_n_steps: int = 100) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.hparams: dict[str, Any] = {}
         self._path: Path | None = None
         self.columns: list[str] = []
@@ -51,7 +47,7 @@ class CSVLogger(Logger):
         """Write a row. Does nothing before `open`."""
         if self._path is None:
             return
-        row = {name: _number(value) for name, value in metrics.items()}
+        row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         if step == self._resume_step:
             row = {name: value for name, value in row.items() if name not in self._recorded}
             if not row:
@@ -63,8 +59,6 @@ class CSVLogger(Logger):
             self._write_anew(rows)
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
-            if (step + 1) % self.flush_logs_every_n_steps == 0:
-                os.fsync(file.fileno())
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Write `hparams.yaml`."""
@@ -81,8 +75,8 @@ class CSVLogger(Logger):
     def finalize(self, status: str) -> None:
         """Sync the file, and write `hparams.yaml` with what was recorded before `open`."""
         self.save()
-        if self._path is not None and self.hparams:
-            write_hyperparameters(self._path.parent, self.hparams)
+        if self.hparams:
+            self.log_hyperparams({})
 
     def _write_anew(self, rows: list[dict[str, str]]) -> None:
         assert self._path is not None
@@ -104,7 +98,3 @@ def _read(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     reader = csv.DictReader(io.StringIO(whole.decode(errors="replace"), newline=""))
     rows = [row for row in reader if None not in row and None not in row.values() and row.get("step", "").isdigit()]
     return rows, list(reader.fieldnames or [])
-
-
-def _number(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value

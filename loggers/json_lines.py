@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,32 +34,28 @@ class JSONLinesLogger(Logger):
         require_local(path, "JSONLinesLogger's path")
         self.path = None if path is None else Path(os.path.abspath(path))
         """Path of the file; by default in the run directory."""
-        self._own_path = path is not None
-        self.file: BinaryIO | None = None
+        self._in_run_dir = path is None
+        # The last line of the file, which has no newline yet, and where it begins
         self._line: dict[str, Any] = {}
         self._line_start = 0
-        self._recorded: set[str] = set()
         self._resume_step: int | None = None
+        self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Open the file, without lines that a resume voids."""
         super().open(run_dir, resume_step)
-        if not self._own_path:
+        if self._in_run_dir:
             self.path = Path(run_dir) / POINTS_FILE
         assert self.path is not None
-        self._close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._line, self._line_start = keep_lines(self.path, resume_step)
         self._resume_step = resume_step
-        self._line, self._line_start, size = keep_lines(self.path, resume_step)
         self._recorded = set(self._line) if self._line.get("step") == resume_step else set()
-        self.file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
-        self.file.seek(size)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the line of this step, or add `metrics` to it. Does nothing before `open`."""
-        if self.file is None:
+        if not self._is_open:
             return
-        self._follow_path()
         values = {
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
@@ -68,81 +63,66 @@ class JSONLinesLogger(Logger):
             values = {name: value for name, value in values.items() if name not in self._recorded}
             if not values:
                 return
-        opening = b""
-        if self._line.get("step") != step:
-            if self._line:
-                opening = b"\n"
-                self._line_start = self.file.seek(0, os.SEEK_END) + 1
-            self._line = {"step": int(step), "time": round(time.time(), 3)}
-        self._line |= values
-        self.file.seek(self._line_start - len(opening))
-        # a single write, so that a kill leaves either the old or the new line
-        self.file.write(opening + json.dumps(self._line, allow_nan=False).encode())
-        self.file.truncate()
+        with self._append() as file:
+            start, opening = self._line_start, b""
+            if self._line.get("step") != step:
+                if self._line:
+                    start, opening = file.seek(0, os.SEEK_END), b"\n"
+                self._line, self._line_start = {"step": int(step), "time": round(time.time(), 3)}, start + len(opening)
+            self._line |= values
+            file.seek(start)
+            # a single write, so that a kill leaves either the old or the new line
+            file.write(opening + json.dumps(self._line, allow_nan=False).encode())
+            file.truncate()
 
-    def _follow_path(self) -> None:
-        """Start a new file, with a warning, if it was deleted or moved; raise if its folder is run_directory_gone."""
+    def _append(self) -> BinaryIO:
+        """Open the file; a new one, with a warning, if it was deleted or moved. Raises ConfigError without a folder."""
         assert self.path is not None
-        assert self.file is not None
-        with suppress(FileNotFoundError):
-            if os.path.samestat(self.path.stat(), os.fstat(self.file.fileno())):
-                return
-        self._close()
-        if not self.path.parent.is_dir():
-            raise run_directory_gone(self.path.parent)
-        self.file = self.path.open("w+b", buffering=0)
-        self._resume_step = None
-        log.warning("%s was deleted or moved while the run was writing it. A new file begins here.", self.path)
+        # opened for each point, since a file that stays open is written to after it was deleted, too
+        try:
+            file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
+        except FileNotFoundError as error:
+            raise run_directory_gone(self.path.parent) from error
+        if self._line and not os.fstat(file.fileno()).st_size:
+            self._line, self._line_start, self._resume_step = {}, 0, None
+            log.warning("%s was deleted or moved while the run was writing it. A new file begins here.", self.path)
+        return file
 
     def save(self) -> None:
         """Sync the file to disk."""
-        if self.file is not None:
-            os.fsync(self.file.fileno())
+        if self._is_open:
+            with self._append() as file:
+                os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """End the last line and close the file."""
-        self._close()
-
-    def _close(self) -> None:
-        if self.file is not None:
-            if self._line:
-                self.file.seek(0, os.SEEK_END)
-                self.file.write(b"\n")
-            self.save()
-            self.file.close()
-        self.file, self._line, self._line_start = None, {}, 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the open file when the logger is pickled to another process."""
-        return {**self.__dict__, "file": None, "_line": {}, "_line_start": 0}
+        """End the last line."""
+        if self._is_open and self._line:
+            with self._append() as file:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+                os.fsync(file.fileno())
+        self._is_open, self._line = False, {}
 
 
-def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int, int]:
+def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
     """Remove the lines after `resume_step` and invalid lines, and the newline of the last line.
 
-    Returns the last line, its offset, and the file's size. The file is replaced atomically.
+    Returns the last line and its offset. The file is replaced atomically.
     """
     if not path.exists():
-        return {}, 0, 0
+        return {}, 0
+    points = [parse_point(line) for line in path.read_bytes().splitlines()]
+    kept = [point for point in points if point is not None and (resume_step is None or point["step"] <= resume_step)]
+    lines = [json.dumps(point).encode() for point in kept]
     partial = path.with_name(f"{path.name}.partial")
-    last: dict[str, Any] = {}
-    start = size = dropped = 0
-    with path.open("rb") as old, partial.open("wb") as new:
-        for raw in old:
-            content = raw.rstrip(b"\n")
-            record = parse_point(content)
-            if record is None:
-                dropped += 1
-            elif resume_step is None or record["step"] <= resume_step:
-                ending = b"\n" if last else b""
-                new.write(ending + content)
-                last, start, size = record, size + len(ending), size + len(ending) + len(content)
-        new.flush()
-        os.fsync(new.fileno())
+    with partial.open("wb") as file:
+        file.write(b"\n".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
-    if dropped:
-        log.warning("%s: dropped %d invalid line(s).", path, dropped)
-    return last, start, size
+    if None in points:
+        log.warning("%s: dropped %d invalid line(s).", path, points.count(None))
+    return (kept[-1], sum(map(len, lines[:-1])) + len(lines) - 1) if kept else ({}, 0)
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:

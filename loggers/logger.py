@@ -1,12 +1,11 @@
 """Logger: the interface of loggers."""
 
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("legato")
+PICTURES = " Call its experiment's: TensorBoard's add_image, add_figure and add_histogram, or log of Weights & Biases."
 
 
 class NoExperiment:
@@ -37,8 +36,6 @@ class Logger:
 
     _directory: Path | None = None
     _is_open = False
-    _said: tuple[str, ...] = ()
-    """Methods of which it was said that this logger has none."""
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Start writing, to `run_dir` or to the logger's own location.
@@ -99,26 +96,7 @@ class Logger:
         """Record, at the end of a run, the best value of the metric by which checkpoints are kept."""
 
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text, which is shown as Markdown where the logger can."""
-        self._say_unable("log_text")
-
-    def log_image(self, tag: str, image: Any, step: int) -> None:
-        """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
-        self._say_unable("log_image")
-
-    def log_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure of matplotlib's, and leave it open."""
-        self._say_unable("log_figure")
-
-    def log_histogram(self, tag: str, values: Any, step: int) -> None:
-        """Write how the numbers in a tensor or array are distributed."""
-        self._say_unable("log_histogram")
-
-    def _say_unable(self, method: str) -> None:
-        """Say, once, that this logger writes nothing of the kind; not on ranks on which it is not open."""
-        if self._is_open and method not in self._said:
-            self._said = (*self._said, method)
-            log.info("%s has no %s: nothing is written. TensorBoardLogger has it.", type(self).__name__, method)
+        """Write a text, such as the config, which is shown as Markdown where the logger can."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of a model, where the logger was asked to."""
@@ -131,3 +109,12 @@ class Logger:
 
     def finalize(self, status: str) -> None:
         """Close the log; `status` is "success" or one word for how the run ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; for a method of one service alone it says where that is."""
+        instead = PICTURES if name in ("log_image", "log_figure", "log_histogram") else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel closed: the process that becomes rank 0 opens the logger itself."""
+        return {**vars(self), "_is_open": False}

@@ -12,7 +12,6 @@ from ..base.errors import ConfigError
 from ..base.run_names import not_writable, run_directory_gone
 from .hyperparameters import flat_params
 from .logger import Logger, NoExperiment
-from .pixels import finite_values, to_pixels
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +40,7 @@ class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
 
     Event files go to the run directory, whose name TensorBoard shows. `experiment` is torch's SummaryWriter, for
-    graphs, videos and the rest. TensorBoard is imported when the logger is opened.
+    pictures, histograms, graphs and the rest. TensorBoard is imported when the logger is opened.
 
     Args:
         own_metrics_last: show `epoch`, `lr-...`, `throughput/...`, `straggler/...` in a group `~run` below all others.
@@ -55,8 +54,8 @@ class TensorBoardLogger(Logger):
         for name in writer_options.keys() & INSTEAD.keys():
             raise ConfigError(f"TensorBoardLogger has no argument {name}. {INSTEAD[name]}")
         self.own_metrics_last, self._writer_options = own_metrics_last, writer_options
+        # The directory of the event files, once it was opened
         self._events: Path | None = None
-        """The directory of the event files, once it was opened."""
         self._writer: Any = None
         self._params: dict[str, Any] = {}
         self._final: dict[str, float] = {}
@@ -122,22 +121,6 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.add_text(tag, text, step)
 
-    def log_image(self, tag: str, image: Any, step: int) -> None:
-        """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
-        if self._writer is not None:
-            self._writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
-
-    def log_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure of matplotlib's, and leave it open."""
-        if self._writer is not None:
-            self._writer.add_figure(tag, figure, step, close=False)
-
-    def log_histogram(self, tag: str, values: Any, step: int) -> None:
-        """Write how the finite numbers in a tensor or array are distributed."""
-        found = finite_values(values)
-        if found.size and self._writer is not None:
-            self._writer.add_histogram(tag, found, step)
-
     def log_best(self, name: str, value: float) -> None:
         """Record a value that the HPARAMS tab shows beside the newest ones, as `~best/name`."""
         self._best[f"{BEST}{name}"] = value
@@ -150,9 +133,9 @@ class TensorBoardLogger(Logger):
 
     def finalize(self, status: str) -> None:
         """Write hyperparameters with final metrics and close the file; later use of `experiment` opens a new one."""
-        if self._writer is None or self._writer.file_writer is None:
+        if self._writer is None or self._events is None:
             return
-        if self._events is not None and not os.access(self._events, os.W_OK):
+        if self._writer.file_writer is None or not os.access(self._events, os.W_OK):
             return
         self._start_session()
         absent = {name: value for name, value in self._final.items() if name not in self._points}
@@ -162,10 +145,9 @@ class TensorBoardLogger(Logger):
         if self._params:
             names = self._final or [name for name in self._points if not name.startswith(LAST)]
             experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*self._best, *names], 0.0))
-            if status != "success":
-                _mark_failed(end)
             self._add(experiment.value)
-            self._add(end.value)
+            if status == "success":  # the end that torch makes says that it was one
+                self._add(end.value)
         self._writer.close()
 
     def _require_folder(self) -> None:
@@ -191,7 +173,7 @@ class TensorBoardLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer when the logger is pickled to another process."""
-        return {**self.__dict__, "_writer": None}
+        return {**super().__getstate__(), "_writer": None}
 
 
 def wait_for_next_name(folder: Path) -> None:
@@ -216,13 +198,3 @@ def _hyperparameter_summaries(params: Mapping[str, Any], metrics: Mapping[str, f
 
     build: Any = summary.hparams
     return build(dict(params), dict(metrics))
-
-
-def _mark_failed(end: Any) -> None:
-    from tensorboard.plugins.hparams.api_pb2 import Status
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    stored = end.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(stored.content)
-    content.session_end_info.status = Status.Value("STATUS_FAILURE")
-    stored.content = content.SerializeToString()

@@ -22,7 +22,6 @@ from ...base.run_names import require_local
 from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
-from ...loggers.remote import with_prefix
 from ...tasks.hyperparameters import plain_containers
 from ...trainer.data.transfer import to_device
 from ...trainer.hooks import loop_part
@@ -46,6 +45,20 @@ class WithoutFiles:
 
     def make_version(self) -> None:
         """Let `version` be known before the run begins."""
+
+
+def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
+    """Return metrics named `prefix-name`, or as they are with an empty prefix."""
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
+
+
+def refuse_uploads(logger: str, log_model: object) -> None:
+    """Raise UnsupportedError for an upload of checkpoints."""
+    if log_model:
+        raise UnsupportedError(
+            f"{logger}(log_model={log_model!r}): upload checkpoints by logger.experiment in Callback.on_fit_end, or in "
+            f"after_save_checkpoint of a subclass; trainer.checkpoint_callback.best_model_path names the best."
+        )
 
 
 class PlacesPoints:
@@ -480,8 +493,8 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        super().__init__(flush_logs_every_n_steps=flush_logs_every_n_steps)
-        self.prefix = prefix
+        super().__init__()
+        self.prefix, self.flush_logs_every_n_steps = prefix, flush_logs_every_n_steps
         if save_dir is not None:
             self.own_folder = FolderOfLogger(self, CSVLogger, save_dir, name, version)
         self._experiment: ExperimentWriter | None = None
@@ -518,8 +531,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         """Write a row."""
         self.experiment.log_metrics(with_prefix(self.prefix, metrics), step)
         if step is not None and (step + 1) % self.flush_logs_every_n_steps == 0:
-            if self._has_own_writer():
-                self.save()
+            self.save()
             self.experiment.metrics = []
 
     def _has_own_writer(self) -> bool:
@@ -552,8 +564,9 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
     # private in Lightning, and read by subclasses
     _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(alias, ("prefix", "_uri", "_client", "_options"))
-    _initialized, _log_model = property(lambda logger: logger._client is not None), alias("_uploads.wanted")
+    _initialized = property(lambda logger: logger._client is not None)
     _checkpoint_callback: Any = None
+    _log_model = False
 
     def __init__(
         self,
@@ -568,13 +581,38 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        where = {"artifact_location": artifact_location, "run_id": run_id, "synchronous": synchronous}
-        super().__init__(experiment_name, run_name, tracking_uri, tags, save_dir, log_model, prefix, **where)  # type: ignore[arg-type]
+        refuse_uploads("MLFlowLogger", log_model)
+        super().__init__(
+            experiment_name, run_name, tracking_uri, tags, save_dir, artifact_location, run_id, synchronous
+        )
+        self.prefix = prefix
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of a local store; None for a server."""
+        if self._folder is not None:
+            return str(self._folder)
+        return self._uri.removeprefix(LOCAL_FILE_URI_PREFIX) if self._uri.startswith(LOCAL_FILE_URI_PREFIX) else None
+
+    @property
+    def name(self) -> str | None:
+        """The id of the experiment."""
+        return self.experiment_id
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run."""
+        return self.run_id
+
+    @property
+    def log_dir(self) -> str | None:
+        """None: where the run's files are is MLflow's."""
+        return None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, on rank 0."""
         if rank_zero_only.rank == 0:
-            super().log_metrics(metrics, step)
+            super().log_metrics(with_prefix(self.prefix, metrics), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
         """Record hyperparameters, on rank 0."""
@@ -589,7 +627,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
     # private in Lightning, and read by subclasses
     _prefix, _wandb_init = alias("prefix"), alias("_init")
     _project, _id, _name, _save_dir = (item("_init", key) for key in ("project", "id", "name", "dir"))
-    _experiment, _checkpoint_name, _log_model = map(alias, ("_run", "checkpoint_name", "_uploads.wanted"))
+    _experiment, _log_model = alias("_run"), False
     _offline = property(lambda logger: logger._init.get("mode") == "offline")
 
     def __init__(  # noqa: PLR0913
@@ -609,17 +647,40 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: Any,
     ) -> None:
-        folder, project = save_dir or dir or ".", project or get_variable("WANDB_PROJECT") or "lightning_logs"
-        super().__init__(
-            name, folder, version or id, offline, project, log_model, experiment, prefix, checkpoint_name, **kwargs
-        )
+        refuse_uploads("WandbLogger", log_model)
+        project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
+        super().__init__(experiment=experiment, **kwargs)
+        # what the caller gives for wandb.init counts
+        mode = {"mode": "offline"} if offline else {}
+        where = {
+            "name": name,
+            "project": project,
+            "id": version or id,
+            "dir": os.fspath(save_dir or dir or "."),
+            **mode,
+        }
+        self._init = {**where, **self._init}
         if anonymous:
             self._init.setdefault("anonymous", "allow")
-        if log_model and add_file_policy != "mutable":
-            raise UnsupportedError(
-                "WandbLogger(add_file_policy=): checkpoints are copied before they are sent. Leave it out, or send "
-                "files by logger.experiment.log_artifact in after_save_checkpoint."
-            )
+        self.prefix = prefix
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of the files."""
+        folder: str | None = self._init["dir"]
+        return folder
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        project: str | None = self._init["project"]
+        return project
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run; None before there is one, unless given."""
+        identity: str | None = self._init["id"]
+        return identity
 
     @property
     def log_dir(self) -> str | None:
@@ -636,8 +697,12 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, on rank 0."""
-        if rank_zero_only.rank == 0:
-            super().log_metrics(metrics, step)
+        if rank_zero_only.rank != 0:
+            return
+        if step is None:
+            self.experiment.log(with_prefix(self.prefix, metrics))
+        else:
+            super().log_metrics(with_prefix(self.prefix, metrics), step)
 
     def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
         """Record hyperparameters, on rank 0."""
@@ -659,9 +724,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         if not isinstance(columns, str):  # which is a text of Legato's, such as the config
             self.log_table(key, columns, data, dataframe, step)
 
-    def log_image(  # type: ignore[override]
-        self, key: str, images: list[Any], step: int | None = None, **kwargs: Any
-    ) -> None:
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images; further arguments are lists with one value for each, such as `caption`."""
         self._log_media("Image", key, images, step, kwargs)
 

@@ -34,7 +34,8 @@ def runs(tmp_path_factory):
             self.log("val/loss", self.loss(batch))
 
         def on_train_end(self):
-            self.logger.log_image("example", self.model[0].weight.detach().abs(), self.global_step)
+            weight = self.model[0].weight.detach().abs()
+            self.logger.experiment.add_image("example", weight, self.global_step, dataformats="HW")
 
     class Configured(lg.Callback):
         def setup(self, trainer, task, stage):

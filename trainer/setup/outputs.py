@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ...base.environment import slurm_job
-from ...loggers.logger import Logger
 from ..accelerators import name_of
 from ..hooks import loop_part
 from ..run import Call, JoinedCall, Run
@@ -76,7 +75,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     for logger in trainer.loggers:
         loop_part(logger, "open")(trainer.run_dir, resume_step)
         log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
-        if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
+        if trainer.config_text is not None:
             logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
         if logged:
             logger.log_hyperparams({name: value for values in logged for name, value in values.items()})
