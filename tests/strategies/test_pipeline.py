@@ -49,9 +49,6 @@ def piped(**options):
     return {"name": "mesh", "pipeline": 2, **options}
 
 
-GPIPE, INTERLEAVED = {"schedule": "gpipe"}, {"schedule": "interleaved"}
-
-
 class Freezes(Chain):
     """Freezes the parameters of its first blocks, or of its last, after the second step."""
 
@@ -74,14 +71,13 @@ def freezes_last():
 
 OF_TWO = [
     *((make, 1e-6, {}, {}) for make in (Chain, digits, sgd_text)),
-    *((make, 1e-6, {**GPIPE, "micro_batches": 1}, {}) for make in (with_norm, sgd_text)),
-    *((make, 1e-6, INTERLEAVED, {}) for make in (Chain, sgd_text)),
+    *((make, 1e-6, {"micro_batches": 1}, {}) for make in (with_norm, sgd_text)),
     (Chain, 1e-6, {"split": [2, 5], "micro_batches": 2}, {"replicas": 3}),
-    (Chain, 1e-6, {**GPIPE, "micro_batches": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    (Chain, 1e-6, {"micro_batches": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     (Chain, 1e-6, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     (freezes_first, 1e-6, {}, {"gradient_clip_val": 0.05}),
     (freezes_last, 1e-6, {}, {"gradient_clip_val": 0.05}),
-    (sgd_text, 1e-6, GPIPE, {"activation_checkpointing": ["Block"]}),
+    (sgd_text, 1e-6, {}, {"activation_checkpointing": ["Block"]}),
     (Chain, 1e-3, {}, {"precision": "bf16-mixed"}),
     (Chain, 1e-3, {}, {"precision": "16-mixed", "gradient_clip_val": 0.5}),
     (Chain, 1e-9, {}, {"precision": "64-true"}),
@@ -89,12 +85,12 @@ OF_TWO = [
 OF_FOUR = [
     *((make, 1e-6, {"data": 2}, {"replicas": 2}) for make in (Chain, digits, sgd_text)),
     (with_norm, 1e-6, {"data": 2, "micro_batches": 1}, {"replicas": 2}),
-    (Chain, 1e-6, {"data": "auto", **INTERLEAVED}, {"replicas": 3, "gradient_clip_val": 0.05}),
-    (Deep, 1e-6, {"pipeline": 4, **GPIPE}, {"accumulate_grad_batches": 2}),
+    (Chain, 1e-6, {"data": "auto"}, {"replicas": 3, "gradient_clip_val": 0.05}),
+    (Deep, 1e-6, {"pipeline": 4}, {"accumulate_grad_batches": 2}),
     (sgd_text, 1e-6, {"pipeline": 4}, {"gradient_clip_val": 0.05}),
     (sgd_text, 1e-6, {"shard": 2, "shard_blocks": ["Block"]}, {"replicas": 3, "gradient_clip_val": 0.05}),
-    (digits, 1e-6, {"shard": 2, "shard_blocks": 1000, **INTERLEAVED}, {"replicas": 2, "accumulate_grad_batches": 2}),
-    *((sgd_text, 1e-6, {"tensor": 2, **schedule}, {"gradient_clip_val": 0.05}) for schedule in (GPIPE, INTERLEAVED)),
+    (digits, 1e-6, {"shard": 2, "shard_blocks": 1000}, {"replicas": 2, "accumulate_grad_batches": 2}),
+    (sgd_text, 1e-6, {"tensor": 2}, {"gradient_clip_val": 0.05}),
 ]
 """What makes the task, how far its weights may be from those of one process, the strategy's options, the trainer's."""
 
@@ -232,7 +228,7 @@ def test_pieces_that_are_left_out_count_as_zero():
 
 def evaluations():
     task, loader = Chain().requires_grad_(False), DataLoader(Subset(DATA, range(10)), 4)
-    trainer = lg.Trainer(**QUIET, devices=2, strategy=piped(**INTERLEAVED))
+    trainer = lg.Trainer(**QUIET, devices=2, strategy=piped())
     found = [trainer.validate(task, loader, verbose=False), trainer.test(task, loader, verbose=False)]
     return found, torch.cat(trainer.predict(task, loader)), flat(task)
 
@@ -267,7 +263,7 @@ def test_metrics_of_a_validation_and_text_of_a_model_in_stages(tmp_path):
     assert any(trainer.run_dir.rglob("events*"))  # with a sample that all processes made together
 
 
-LEGS = [{"data": 2}, {"shard": 2, "shard_blocks": ["Block"]}, {"tensor": 2, **INTERLEAVED}, {"data": 2, **GPIPE}]
+LEGS = [{"data": 2}, {"shard": 2, "shard_blocks": ["Block"]}, {"tensor": 2}, {"data": 2, "micro_batches": 1}]
 
 
 def go_on(folder, path, steps, **arguments):
@@ -391,12 +387,11 @@ class Nothing(Chain):
 REFUSED = [
     (Several, {}, {}, "one optimizer, got 2"),
     (Own, {}, {}, "runs backward itself"),
-    (Nothing, {}, {}, r"Place 1 of the pipeline \(net.1\) has nothing to train"),
+    (Nothing, {}, {}, r"Stage 1 of the pipeline \(net.1\) has nothing to train"),
     (Unsaid, {}, {}, "does not say how its model can be cut"),
-    (Chain, {"schedule": "2f2b"}, {}, "schedule='2f2b'; there are gpipe, 1f1b, interleaved"),
     (Chain, {"micro_batches": 0}, {}, "micro_batches=0; expected a positive count"),
     (Chain, {"split": [3, 5]}, {}, r"3 \+ 5 = 8 blocks, but the task has 7"),
-    (Chain, {"split": [3, 4], **INTERLEAVED}, {}, "has 2 counts, but there are 4 parts"),
+    (Chain, {"split": [3, 2, 2]}, {}, "has 3 counts, but there are 2 parts"),
     (Chain, {}, {"reproducible": "off"}, "reproducible: order"),
     (Chain, {}, {"reproducible": "bitwise", "replicas": 2}, "bitwise"),
     (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
@@ -429,7 +424,7 @@ def test_what_a_pipeline_cannot_do_is_refused_on_every_rank():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("options", [GPIPE, {}, INTERLEAVED])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 1}])
 def test_stages_on_two_gpus(options):
     ours, alone = sgd_text(), sgd_text()
     run(ours, accelerator="cuda", devices=2, strategy=piped(**options), gradient_clip_val=0.05)

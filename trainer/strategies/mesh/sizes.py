@@ -4,20 +4,17 @@ Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last a
 processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Literal, NamedTuple
 
-from ....base.errors import ConfigError, did_you_mean
+from ....base.errors import ConfigError
 
 Size = int | Literal["auto"]
 AXES = ("data", "shard", "tensor", "pipeline")
 """Names of the axes, in the order of messages."""
 PLACES = ("pipeline", "data", "shard", "tensor")
 """The axes in the order of the mesh's dimensions."""
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
-STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""Stages of each process of a pipeline, by its schedule."""
 
 
 class Sizes(NamedTuple):
@@ -45,27 +42,6 @@ class Sizes(NamedTuple):
         """Return a rank's coordinate on the axes data and shard together; ranks with the same one share batches."""
         place = self.place_of(rank)
         return place["data"] * self.shard + place["shard"]
-
-
-def stages_each(schedule: str) -> int:
-    """Return how many stages each process of a pipeline has; raises ConfigError for a schedule that there is not."""
-    if schedule not in STAGES_EACH:
-        hint = did_you_mean(str(schedule), STAGES_EACH)
-        raise ConfigError(f"strategy mesh: schedule={schedule!r}; there are {', '.join(STAGES_EACH)}.{hint}")
-    return STAGES_EACH[schedule]
-
-
-def count_pieces(samples: Sequence[int], wanted: int, schedule: Schedule, places: int) -> int:
-    """Return into how many equal pieces, at most `wanted`, batches can be cut so that torch's schedule takes them.
-
-    samples: of each batch. places: processes of the pipeline.
-    """
-    # torch's interleaved schedule works in rounds of as many pieces as processes, and pieces must be equal in size
-    for pieces in range(min(wanted, *samples), 1, -1):
-        rounds = max(1, pieces // places) if schedule == "interleaved" else 1
-        if pieces % rounds == 0 and not any(count % pieces for count in samples):
-            return pieces
-    return 1
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:

@@ -115,23 +115,12 @@ def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartB
     return found
 
 
-def stage_places(stages: Sequence[Sequence[PartBlock]], places: int) -> dict[int, int]:
-    """Return, for each tensor (by id) of some stages, its place in a pipeline: stages are dealt out in turn."""
-    return {
-        id(tensor): index % places
-        for index, stage in enumerate(stages)
-        for block in stage
-        for tensor in tensors_of(block.module)
-    }
-
-
-def refuse_idle(stages: Sequence[Sequence[PartBlock]], places: int) -> None:
-    """Raise ConfigError where a place of a pipeline has nothing to train."""
-    for place in range(places):
-        own = [block for stage in stages[place::places] for block in stage]
-        if not any(parameter.requires_grad for block in own for parameter in block.module.parameters()):
-            names = ", ".join(block.name for block in own)
-            raise ConfigError(f"Place {place} of the pipeline ({names}) has nothing to train; take another split.")
+def refuse_idle(stages: Sequence[Sequence[PartBlock]]) -> None:
+    """Raise ConfigError where a stage of a pipeline has nothing to train."""
+    for place, stage in enumerate(stages):
+        if not any(parameter.requires_grad for block in stage for parameter in block.module.parameters()):
+            names = ", ".join(block.name for block in stage)
+            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train; take another split.")
 
 
 def check_counts(split: Any, parts: int) -> None:

@@ -24,7 +24,6 @@ from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
 from ..data_parallel.copies import LogRecorder
-from ..mesh.sizes import count_pieces
 from ..pieces import split
 
 if TYPE_CHECKING:
@@ -39,16 +38,14 @@ class BatchRun:
     """The pieces of a batch, and what training_step makes of them."""
 
     def __init__(self, strategy: "PipelineMeshStrategy", task: "Task", arguments: Sequence[Any]) -> None:
-        assert strategy.stages is not None
-        assert strategy.interceptor is not None
-        self.strategy, self.task, self.stages, self.interceptor = strategy, task, strategy.stages, strategy.interceptor
+        assert strategy.schedules is not None
+        self.strategy, self.task, self.schedules = strategy, task, strategy.schedules
+        self.interceptor = strategy.schedules.interceptor
         batch, *self.others = arguments
         run = task.trainer.current_run
         assert run.loop.step is not None
         samples = count_samples(batch)
-        places = strategy.sizes.pipeline
-        wanted = strategy.pieces_wanted or 2 * places
-        count = count_pieces(self._of_all(samples), wanted, strategy.schedule, places)
+        count = count_pieces(self._of_all(samples), strategy.pieces_wanted or 2 * strategy.sizes.pipeline)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
         self.step, self.is_masked = run.loop.step, run.metrics.muted
@@ -56,7 +53,7 @@ class BatchRun:
         self.kind = (count, tuple(map_shapes(batch)))
         # processes of one pipeline have the same batch; pipelines that shard together must agree, or one would look at
         # shapes (with collectives of its own) while the others train
-        self.known = all(self._of_all(int(self.kind in self.stages.ready)))
+        self.known = all(self._of_all(int(self.kind in self.schedules.made)))
         # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
@@ -70,9 +67,9 @@ class BatchRun:
         numbers: list[int] = self.strategy.data_ranks.all_gather(torch.tensor([number])).flatten().tolist()
         return numbers
 
-    def given(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
         """Return the input of the pipeline, on its first stage."""
-        if not self.stages.has_first:
+        if not self.schedules.is_first:
             return ()
         found = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
         # pieces are cut by the schedule again after they have been joined, so each must have its share of rows
@@ -123,6 +120,14 @@ class BatchRun:
             (name, value, args, {"batch_size": size} | options)
             for value, (size, (name, _, _, args, options)) in zip(values, entries, strict=True)
         ]
+
+
+def count_pieces(samples: Sequence[int], wanted: int) -> int:
+    """Return into how many equal pieces, at most `wanted`, batches of so many samples can all be cut."""
+    for pieces in range(min(wanted, *samples), 1, -1):
+        if not any(count % pieces for count in samples):
+            return pieces
+    return 1
 
 
 def map_shapes(batch: Any) -> Iterable[tuple[int, ...]]:

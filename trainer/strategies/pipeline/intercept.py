@@ -11,7 +11,7 @@ So training_step is the task's own, whole: it needs no loss apart from its forwa
 computed between two blocks, since a process has no value there; the interceptor sees that and says so.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,13 +30,11 @@ BlockRelay = Callable[[int, Tensor | None], Tensor]
 class BlockInterceptor:
     """Intercepts the calls of a task's blocks, until `close`."""
 
-    def __init__(
-        self, stages: Sequence[Sequence[PartBlock]], own_stages: Mapping[int, nn.Module], relay: BlockRelay
-    ) -> None:
-        """`own_stages`: what runs the stages of this process, by number."""
+    def __init__(self, stages: Sequence[Sequence[PartBlock]], place: int, stage: nn.Module, relay: BlockRelay) -> None:
+        """`stage`: what runs the stage of this process, which is the one at `place`."""
         self.blocks = [block for stage in stages for block in stage]
         self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]
-        self.own_stages, self.relay = own_stages, relay
+        self.place, self.stage, self.relay = place, stage, relay
         self.result: Any = None
         """The output of a stage whose last block has not been called yet."""
         self.call = self._relayed
@@ -136,8 +134,8 @@ class BlockInterceptor:
         stage = self.stage_of[index]
         if index and self.stage_of[index - 1] == stage:
             self._require_chain(index, args, kwargs)
-        elif stage in self.own_stages:
-            self.result = self._compute(stage, args, kwargs)
+        elif stage == self.place:
+            self.result = self._compute(args, kwargs)
         # on every process alike, whether it computes or not, so that the order is checked everywhere
         self.next, self.token = index + 1, torch.empty(0)
         if self.next < len(self.blocks) and self.stage_of[self.next] == stage:
@@ -145,13 +143,13 @@ class BlockInterceptor:
         result, self.result = self.result, None
         return self.relay(stage, result)
 
-    def _compute(self, stage: int, args: Any, kwargs: Any) -> Tensor:
+    def _compute(self, args: Any, kwargs: Any) -> Tensor:
         if kwargs:
             raise TaskError(f"The blocks of a pipeline take what they are given by position, not {', '.join(kwargs)}.")
         with self.computing():
-            result = self.own_stages[stage](*args)
+            result = self.stage(*args)
         if not isinstance(result, Tensor):
-            first = self.blocks[self.stage_of.index(stage)].name
+            first = self.blocks[self.stage_of.index(self.place)].name
             raise TaskError(
                 f"A stage of a pipeline must end with one tensor; that of {first!r} ended with a "
                 f"{type(result).__name__}."

@@ -11,7 +11,7 @@ others.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,14 @@ from ...processes.place import Place
 from ..mesh import dtensors, weight_broadcast
 from ..mesh.mesh import MeshStrategy
 from ..mesh.sharding import sharded
-from ..mesh.sizes import Schedule, Sizes, stages_each
+from ..mesh.sizes import Sizes
 from ..mesh.tensor_plan import apply_plan
 from ..mesh.unwrap import Wrapping
-from ..model_parallel.parts import check_counts, cut_task, refuse_idle, tensors_of
+from ..model_parallel.parts import Split, check_counts, cut_task, refuse_idle, tensors_of
 from ..pieces import combine_losses
 from .batch_run import BatchRun
 from .intercept import BlockInterceptor
-from .stages import Stage, StageOwners, Stages
+from .stages import Schedules, Stage, StageOwners
 from .state_dicts import PipelineStateDicts
 
 if TYPE_CHECKING:
@@ -55,27 +55,23 @@ class PipelineMeshStrategy(MeshStrategy):
     def __init__(
         self,
         *,
-        schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
         micro_batches: int | None = None,
-        split: Literal["auto"] | list[int] = "auto",
+        split: Split = "auto",
         **options: Any,
     ) -> None:
-        """`schedule`: in which order a pipeline works on the pieces of a batch. `micro_batches`: how many pieces, at
-        most; None: two for each process of the pipeline. `split`: how many of the task's blocks each stage takes;
-        "auto" goes by parameter bytes.
+        """`micro_batches`: how many pieces a pipeline cuts a batch into, at most; None: two for each of its processes.
+        `split`: how many of the task's blocks each stage takes; "auto" goes by parameter bytes.
         """
         super().__init__(**options)
-        stages_each(schedule)
         if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
             raise ConfigError(f"strategy mesh: micro_batches={micro_batches!r}; expected a positive count, or null.")
-        if self.asked["pipeline"] == 1 and (schedule, micro_batches, split) != ("1f1b", None, "auto"):
-            raise ConfigError("strategy mesh: schedule, micro_batches and split are for a pipeline; set pipeline, too.")
-        self.schedule: Schedule = schedule
+        if self.asked["pipeline"] == 1 and (micro_batches, split) != (None, "auto"):
+            raise ConfigError("strategy mesh: micro_batches and split are for a pipeline; set pipeline, too.")
         self.pieces_wanted, self.split = micro_batches, split
-        self.owners = StageOwners([], [], 1, 0)
+        self.owners = StageOwners([], [], 0)
         self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.asked)
-        self.stages: Stages | None = None
-        self.interceptor: BlockInterceptor | None = None
+        self.schedules: Schedules | None = None
+        """What runs this process's stage; None without a pipeline."""
         self.line: dist.ProcessGroup | None = None
         """The processes of one pipeline."""
 
@@ -83,7 +79,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def _check_sizes(self, sizes: Sizes) -> None:
         if sizes.pipeline == 1:
             return
-        check_counts(self.split, sizes.pipeline * stages_each(self.schedule))
+        check_counts(self.split, sizes.pipeline)
         if self.meta_init:
             raise ConfigError("strategy mesh: meta_init hands out parts of tensors, of which a pipeline has none.")
 
@@ -96,7 +92,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Give this process its stages of the task, whose weights are those of rank 0."""
+        """Give this process its stage of the task, whose weights are those of rank 0."""
         if self.sizes.pipeline == 1:
             super().place_task(task)
             return
@@ -104,26 +100,24 @@ class PipelineMeshStrategy(MeshStrategy):
         self.task, self.line = task, self.mesh["pipeline"].get_group()
         self._sync_batch_norm(task)
         self.precision.place(task)
-        stages = cut_task(task, self.sizes.pipeline * stages_each(self.schedule), self.split)
+        stages = cut_task(task, self.sizes.pipeline, self.split)
         if task.trainer.stage == "fit":
-            refuse_idle(stages, self.sizes.pipeline)
+            refuse_idle(stages)
         weight_broadcast.share(task, self.collectives.broadcast_tensors)
         self.wrapping = Wrapping(task)
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
-        own_place = self.sizes.place_of(self.place.rank)["pipeline"]
-        places = {index: stage for index, stage in enumerate(stages) if index % self.sizes.pipeline == own_place}
-        modules = {index: Stage(stage) for index, stage in places.items()}
+        place = self.sizes.place_of(self.place.rank)["pipeline"]
+        stage = Stage(stages[place])
         if self.sizes.shard > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
-            for module in modules.values():
-                self.sharding.apply(module, module, self.mesh[axes], self.precision)
+            self.sharding.apply(stage, stage, self.mesh[axes], self.precision)
         self.wrapping.done()
-        self.owners = StageOwners(tensors_of(task), stages, self.sizes.pipeline, own_place)
+        self.owners = StageOwners(tensors_of(task), stages, place)
         self.state_dicts.open_stages(self.owners, self.line)
         self._keep_own()
-        self.interceptor = BlockInterceptor(stages, modules, self._relay)
-        self.stages = Stages(self.schedule, modules, len(stages), self.interceptor, self.device, self.line)
+        interceptor = BlockInterceptor(stages, place, stage, self._relay)
+        self.schedules = Schedules(stage, interceptor, self.device, self.line)
 
     def _keep_own(self) -> None:
         """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
@@ -140,7 +134,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
     ) -> list[Optimizer]:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
-        if self.stages is not None and optimizers:
+        if self.schedules is not None and optimizers:
             from ....tasks.task import Task
 
             if len(optimizers) > 1:
@@ -156,12 +150,11 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host; every rank calls it."""
-        if self.stages is None or self.task is None:
+        if self.schedules is None or self.task is None:
             super().finish()
             return
-        for stage in self.stages.modules.values():
-            for module in sharded(stage):
-                module.reshard()
+        for module in sharded(self.schedules.stage):
+            module.reshard()
 
         def change(tensor: Tensor) -> Tensor:
             place = self.owners.place_of(tensor)
@@ -175,34 +168,28 @@ class PipelineMeshStrategy(MeshStrategy):
 
         with torch.no_grad():
             dtensors.replace(self.task, change)
-        self._close()
+        self.schedules.interceptor.close()  # what still calls the task before `teardown` computes all of it here
 
     def teardown(self) -> None:
         """Restore the task's blocks."""
-        self._close()
-        self.stages = self.interceptor = None
-        self.owners = StageOwners([], [], 1, 0)
+        if self.schedules is not None:
+            self.schedules.interceptor.close()
+        self.schedules, self.owners = None, StageOwners([], [], 0)
         self.state_dicts.open_stages(None, None)
         super().teardown()
 
-    def _close(self) -> None:
-        if self.interceptor is not None:
-            self.interceptor.close()
-            self.interceptor = None
-
     def _relay(self, stage: int, output: Tensor | None) -> Tensor:
         """Give every process of the pipeline the output of a stage."""
-        source = stage % self.sizes.pipeline
-        if self.stages is not None and stage in self.stages.modules:
-            for module in sharded(self.stages.modules[stage]):
+        if self.schedules is not None and stage == self.owners.own:
+            for module in sharded(self.schedules.stage):
                 module.reshard()  # no backward will drop what was gathered
         # outside of training shapes are not fixed, so they are told first
         header: list[Any] = [None if output is None else (output.shape, output.dtype)]
-        dist.broadcast_object_list(header, group=self.line, group_src=source, device=torch.device("cpu"))
+        dist.broadcast_object_list(header, group=self.line, group_src=stage, device=torch.device("cpu"))
         if output is None:
             output = torch.empty(header[0][0], dtype=header[0][1], device=self.device)
         output = output.detach().contiguous()
-        dist.broadcast(output, group=self.line, group_src=source)
+        dist.broadcast(output, group=self.line, group_src=stage)
         return output
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -211,7 +198,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
         Returns what it returned on the last stage, and its loss on the others.
         """
-        if self.stages is None:
+        if self.schedules is None:
             return super().training_step(arguments, replica, last)
         assert self.task is not None
         if self.by_replica:
@@ -221,7 +208,9 @@ class PipelineMeshStrategy(MeshStrategy):
         # with zeros momentum and weight decay would still move the weights.
         fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
         with self.precision.forward_context():
-            self.stages.run(batch_run.given(), len(batch_run.sizes), batch_run.kind, batch_run.loss, batch_run.known)
+            self.schedules.run(
+                batch_run.inputs(), len(batch_run.sizes), batch_run.kind, batch_run.loss, batch_run.known
+            )
         output = self._told(batch_run)
         if output is None and not self.lockstep:
             for parameter in fresh:
@@ -230,11 +219,12 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def _told(self, batch_run: BatchRun) -> Any:
         """Let every process of the pipeline log what the last stage has, and return the turn's loss."""
-        assert self.stages is not None
+        assert self.schedules is not None
         assert self.task is not None
-        output = combine_losses(batch_run.outputs, batch_run.sizes, self.device) if self.stages.has_last else None
+        output: Any = None
         message: list[Any] = [None]
-        if self.stages.has_last:
+        if self.schedules.is_last:
+            output = combine_losses(batch_run.outputs, batch_run.sizes, self.device)
             losses = losses_of(output, 1)
             weight = weight_of(output)
             numbers = [loss.detach() for loss in losses] + ([] if weight is None else [weight])
@@ -255,12 +245,12 @@ class PipelineMeshStrategy(MeshStrategy):
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
         """Do nothing in a pipeline: training_step has left the gradients."""
-        if self.stages is None:
+        if self.schedules is None:
             super().backward(loss, last, inputs, retain_graph)
 
     def end_step(self) -> None:
         """Add up the gradients of all pipelines, and give all of them the buffers of the first one."""
-        if self.stages is not None:
+        if self.schedules is not None:
             self._reduce()
         super().end_step()
 
@@ -286,7 +276,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def align_buffers(self) -> None:
         """Give every pipeline the buffers of the first one."""
-        if self.stages is None:
+        if self.schedules is None:
             super().align_buffers()
             return
         own = [one for one in self.owners.own_tensors() if not isinstance(one, nn.Parameter)]
@@ -296,6 +286,6 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients of `optimizer`'s parameters by the norm over all stages, or by value."""
-        if self.stages is None or algorithm == "value":
+        if self.schedules is None or algorithm == "value":
             return super().clip(optimizer, limit, algorithm)
         return dtensors.clip_norm(optimizer, limit, self.place.world_size // self.sizes.pipeline)

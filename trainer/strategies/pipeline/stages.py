@@ -1,9 +1,8 @@
 """Stages: the parts of a pipeline on their processes, and the order of their work: torch.distributed.pipelining.
 
-    gpipe          all pieces forward, then all backward (Huang et al., 2019, https://arxiv.org/abs/1811.06965)
-    1f1b           one forward, one backward in turn, so that fewer pieces wait (PipeDream: Narayanan et al., 2019)
-    interleaved    the same with two stages a process, which idle less (Narayanan et al., 2021,
-                   https://arxiv.org/abs/2104.04473)
+A process does one forward and one backward in turn, so that few pieces wait ("1F1B", PipeDream: Narayanan et al., 2019,
+https://arxiv.org/abs/1806.03377). A batch of fewer pieces than stages goes forward whole, then backward (GPipe: Huang
+et al., 2019, https://arxiv.org/abs/1811.06965).
 
 torch fixes the shapes that travel when a schedule first runs. There is a schedule for each shape of batch, so that a
 short last batch goes through one of its own.
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ..mesh.sizes import Schedule
-from ..model_parallel.parts import PartBlock, stage_places
+from ..model_parallel.parts import PartBlock, tensors_of
 from .intercept import BlockInterceptor
 
 KEPT_SHAPES = 8
@@ -58,10 +56,15 @@ class Stage(nn.Module):
 class StageOwners:
     """Owner of each parameter and buffer of a task: its place on the axis `pipeline`."""
 
-    def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], places: int, own: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], own: int) -> None:
         """`own`: this process's place."""
-        self.tensors, self.own, self.last = tensors, own, places - 1  # kept alive, so that no id is used twice
-        self.by_id = stage_places(stages, places)
+        self.tensors, self.own, self.last = tensors, own, len(stages) - 1  # kept alive, so that no id is used twice
+        self.by_id = {
+            id(tensor): place
+            for place, blocks in enumerate(stages)
+            for block in blocks
+            for tensor in tensors_of(block.module)
+        }
 
     def place_of(self, tensor: Tensor) -> int:
         """Return the owner's place; what is in no block is owned by the last stage, where the loss is computed."""
@@ -72,102 +75,82 @@ class StageOwners:
         return [tensor for tensor in self.tensors if self.place_of(tensor) == self.own]
 
     def is_foreign(self, tensor: Tensor) -> bool:
-        """Return whether this is a parameter of another process's stages."""
+        """Return whether this is a parameter of another process's stage."""
         return isinstance(tensor, nn.Parameter) and self.place_of(tensor) != self.own
 
 
-class Stages:
-    """The stages of this process, and the schedules that run them."""
+class Schedules:
+    """The schedules that run this process's stage, one for each shape of batch."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        modules: dict[int, Stage],
-        count: int,
-        interceptor: BlockInterceptor,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """`modules`: the stages of this process, by number; `count`: how many the pipeline has."""
-        self.schedule, self.modules, self.count = schedule, modules, count
-        self.interceptor, self.device, self.group = interceptor, device, group
-        self.ready: dict[Any, _Ready] = {}
+        """`group`: the processes of the pipeline, each with the stage of its rank there."""
+        self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, group
+        self.place, self.places = group.rank(), group.size()
+        self.made: dict[Any, Any] = {}
+        self.loss: PieceLoss | None = None
+        """Computes the loss of the batch under way."""
 
     @property
-    def has_first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether the input comes in here."""
-        return 0 in self.modules
+        return self.place == 0
 
     @property
-    def has_last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether the output comes out here."""
-        return self.count - 1 in self.modules
+        return self.place == self.places - 1
 
-    def run(self, given: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, known: bool) -> None:
-        """Run forward and backward of a batch; gradients are added to the parameters of this process's stages.
+    def run(self, inputs: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, known: bool) -> None:
+        """Run forward and backward of a batch; gradients are added to the parameters of this process's stage.
 
-        `given`: the input, on the first stage. `kind`: the same on all processes, and other for batches of other
+        `inputs`: of the pipeline, on the first stage. `kind`: the same on all processes, and other for batches of other
         shapes. `known`: whether there is a schedule for this kind.
         """
         # Both must hold: another process may have dropped its schedule for this kind, and making one is collective
-        old = self.ready.pop(kind, None)
-        ready = self.ready[kind] = old if known and old is not None else self._make_ready(pieces)  # the newest last
-        if len(self.ready) > KEPT_SHAPES:
-            del self.ready[next(iter(self.ready))]
+        old = self.made.pop(kind, None)
+        schedule = self.made[kind] = (
+            old if known and old is not None else self._make_schedule(pieces)
+        )  # the newest last
+        if len(self.made) > KEPT_SHAPES:
+            del self.made[next(iter(self.made))]
         before = [] if known else self._put_gradients_aside()
-        for module in self.modules.values():
-            module.calls = 1 if known else 0
-        ready.loss = loss
+        self.stage.calls, self.loss = int(known), loss
         # the loss gets the piece's number for a target, and fetches what belongs to it (BatchRun.loss)
-        target = torch.arange(pieces) if self.has_last else None
+        target = torch.arange(pieces) if self.is_last else None
         with self.interceptor.computing():
-            ready.schedule.step(*given, target=target, **LEAN)
-        ready.loss = None
+            schedule.step(*inputs, target=target, **LEAN)
+        self.loss = None
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Take away gradients of earlier batches: torch drops those of sharded parameters when it looks at shapes."""
-        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-        found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in found:
-            parameter.grad = None
-        return found
+        gradients = []
+        for parameter in self.stage.parameters():
+            if parameter.grad is not None:
+                gradients.append((parameter, parameter.grad))
+                parameter.grad = None
+        return gradients
 
-    def _make_ready(self, pieces: int) -> "_Ready":
-        stages: list[Any] = [
-            PipelineStage(module, index, self.count, self.device, group=self.group)
-            for index, module in self.modules.items()
-        ]
-        ready = _Ready(self.modules.get(self.count - 1))
-        options: dict[str, Any] = {"n_microbatches": pieces, "loss_fn": ready.compute_loss, "scale_grads": False}
-        if self.schedule == "interleaved":
-            ready.schedule = ScheduleInterleaved1F1B(stages, **options)
-        elif self.schedule == "1f1b" and pieces >= self.count:  # torch wants as many pieces as stages
-            ready.schedule = Schedule1F1B(stages[0], **options)
-        else:
-            # torch 2.10 and 2.11 want as many pieces as stages here too, which this schedule has no need of
-            stages[0].num_stages = min(pieces, self.count)
-            ready.schedule = ScheduleGPipe(stages[0], **options)
-            stages[0].num_stages = self.count
-        return ready
+    def _make_schedule(self, pieces: int) -> Any:
+        stage: Any = PipelineStage(self.stage, self.place, self.places, self.device, group=self.group)
+        options: dict[str, Any] = {"n_microbatches": pieces, "loss_fn": self._compute_loss, "scale_grads": False}
+        if pieces >= self.places:  # torch wants as many pieces as stages
+            return Schedule1F1B(stage, **options)
+        # torch 2.10 and 2.11 want as many pieces as stages here too, which this schedule has no need of
+        stage.num_stages = pieces
+        schedule = ScheduleGPipe(stage, **options)
+        stage.num_stages = self.places
+        return schedule
+
+    def _compute_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.stage.calls == 1:  # torch only looks at shapes yet, and the task's step must not see that
+            return output.float().sum()
+        assert self.loss is not None
+        return self.loss(output, int(target))
 
 
 LEAN = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
 """The outputs of all pieces are not needed."""
-
-
-class _Ready:
-    """A schedule, and what computes its losses."""
-
-    def __init__(self, last: Stage | None) -> None:
-        self.last = last
-        self.loss: PieceLoss | None = None
-        self.schedule: Any = None
-
-    def compute_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        assert self.loss is not None
-        assert self.last is not None
-        if self.last.calls == 1:  # torch only looks at shapes yet, and the task's step must not see that
-            return output.float().sum()
-        return self.loss(output, int(target))
