@@ -107,7 +107,4 @@ def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
     if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
         return settings
     # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
-    count, devices = options.get("devices_per_replica"), options.get("part_devices")
-    if devices:
-        options["part_devices"] = devices[:count]
-    return {**settings, "devices": count or 2, "strategy": {"name": name, **options}}
+    return {**settings, "devices": options.get("devices_per_replica", 2), "strategy": {"name": name, **options}}

@@ -39,16 +39,6 @@ class GPT(CharacterGPT):
         return OPTIMIZERS[self.optimizer](self.parameters())
 
 
-class SequenceGPT(GPT):
-    """Its stream is cut along the sequence between the layers that are cut."""
-
-    def tensor_plan(self):
-        return super().tensor_plan() | {"blocks.*.*_norm": "sequence", "embedding": "split", "head": "gather"}
-
-    def on_validation_end(self):
-        """Write nothing: a text that begins with one character cannot be cut."""
-
-
 class LateGPT(GPT):
     """Builds its modules in configure_model, and remembers what they were made of."""
 
@@ -171,7 +161,6 @@ FEATURES = {
     "parts on the host": (GPT, {"strategy": mesh(shard=2, cpu_offload=True)}),
     "built on rank 0": (LateGPT, {"strategy": mesh(shard=2, meta_init=True), "gradient_clip_val": 0.2}),
     "built on rank 0 and cut": (LateGPT, {"strategy": mesh(tensor=2, meta_init=True), "replicas": 2}),
-    "along the sequence": (SequenceGPT, {"strategy": mesh(tensor=2), "gradient_clip_val": 0.2, "replicas": 2}),
     "bf16-mixed": (GPT, {"strategy": SHARD, "precision": "bf16-mixed"}),
     "16-mixed": (CNN, {"strategy": SHARD, "precision": "16-mixed", "gradient_clip_val": 0.1}),
     "16-mixed, cut": (CNN, {"strategy": mesh(tensor=2), "precision": "16-mixed", "gradient_clip_val": 0.1}),

@@ -55,9 +55,9 @@ class LeavingGPT(GPT):
 
 
 def left_epochs():
-    """Return the outcome of runs that leave an epoch within a step, in full and in half precision."""
+    """Return the outcome of runs that leave an epoch within a step, in full and in mixed precision."""
     kind, options = FEATURES["an epoch that is left"]
-    half = {**options, "strategy": mesh(shard=2, half_traffic=True), "precision": "bf16-mixed", "devices": 2}
+    half = {**options, "strategy": mesh(shard=2), "precision": "bf16-mixed", "devices": 2}
     return [outcome(kind(), devices=2, **options), outcome(LeavingGPT(), **half)]
 
 

@@ -294,7 +294,6 @@ def refusals(root, processes):
     cases = {
         "fused": (partial(bitwise_cases.Convolutions, "fused adamw"), FSDP, {}),
         "own": (Owned, FSDP, {}),
-        "half": (bitwise_cases.Convolutions, {**FSDP, "half_traffic": True}, {"precision": "bf16-mixed"}),
         "axis": (bitwise_cases.Convolutions, {"name": "mesh", "data": 2}, {}),
         "seldom": (Seldom, {**FSDP, "shard_blocks": 10_000}, {"accumulate_grad_batches": 2}),
         "seldom block": (Seldom, FSDP, {"accumulate_grad_batches": 2}),
@@ -314,7 +313,6 @@ def test_what_would_change_the_bits_of_parts_is_refused(tmp_path):
     patterns = {
         "fused": "fused optimizers round",
         "own": "OwnOptimizer may compute with more than one number",
-        "half": "half_traffic computes with rounded weights",
         "axis": "along the axis data torch adds up",
         "seldom": "left parameters out",
         "seldom block": "left parameters out",

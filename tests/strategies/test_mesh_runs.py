@@ -275,7 +275,6 @@ REFUSED = {
     r"takes one optimizer, got 2": (TwoOptimizers, SHARD, {}),
     r"cannot be compiled. The blocks between them can": (CNN, SHARD, {"compile": True}),
     r"compiler fails on layers that are cut": (CNN, TENSOR, {"compile": {"blocks": ["Linear"]}}),
-    r"half_traffic .*precision is 32-true": (CNN, mesh(shard=2, half_traffic=True), {}),
     r"its own share of the data, .* equally many batches": (CNN, SHARD, {"use_distributed_sampler": False}),
     r"no module of CNN is a 'Conv3d'. Did you mean 'Conv2d'": (CNN, mesh(shard=2, shard_blocks=["Conv3d"]), {}),
     r"a Embedding shares a parameter": (Tied, mesh(shard=2, shard_blocks=["Embedding"]), {}),

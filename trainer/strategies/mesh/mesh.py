@@ -140,7 +140,6 @@ class MeshStrategy(GroupStrategy):
         shard_blocks: list[str] | int = 1_000_000,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
-        half_traffic: bool = False,
         meta_init: bool = False,
         whole_at_end: bool = True,
         process_group_backend: str | None = None,
@@ -150,15 +149,15 @@ class MeshStrategy(GroupStrategy):
         """`data`, `shard`, `tensor`, `pipeline`: processes on each axis; one may be "auto" and takes what is left.
         `shard_blocks`: the classes whose modules are gathered as one, or how many parameters make such a block.
         `reshard_after_forward`: drop a block's gathered parameters after its forward; None: all but the outermost's.
-        `cpu_offload`: keep parts, gradients and optimizer states on the host. `half_traffic`: gather in the type of a
-        mixed precision. `meta_init`: only rank 0 builds what configure_model makes, and hands the parts out.
-        `whole_at_end`: give every process the whole task back when a run ends; False: the weights are in the
-        checkpoints only. `timeout`: in seconds, or those of each phase.
+        `cpu_offload`: keep parts, gradients and optimizer states on the host. `meta_init`: only rank 0
+        builds what configure_model makes, and hands the parts out. `whole_at_end`: give every process the whole task
+        back when a run ends; False: the weights are in the checkpoints only. `timeout`: in seconds, or those of each
+        phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": pipeline}
         read_sizes(self.asked)
-        self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward, half_traffic)
+        self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward)
         self.meta_init, self.whole_at_end = meta_init, whole_at_end
         self.sizes = Sizes(1, 1, 1, 1)
         self.mesh: DeviceMesh | None = None
@@ -257,7 +256,7 @@ class MeshStrategy(GroupStrategy):
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
-            self.sharding.apply(self.steps, task, self.mesh[axes], self.precision)
+            self.sharding.apply(self.steps, task, self.mesh[axes])
             # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
@@ -295,7 +294,6 @@ class MeshStrategy(GroupStrategy):
         axes = [axis for axis in ("data", "tensor", "pipeline") if getattr(self.sizes, axis) > 1]
         reasons = {
             f"along the axis {' and '.join(axes)} torch adds up in an order of its own, unlike along shard": axes,
-            "half_traffic computes with rounded weights, which one process does not": self.sharding.half_traffic,
             "cpu_offload updates weights on the host, one process on its device": (
                 self.sharding.cpu_offload and self.device.type != "cpu"
             ),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,7 +17,6 @@ from ....base.errors import ConfigError
 from ....base.tensors import map_tensors
 from ....base.torch_private import is_view
 from ...optimization.kernels import modules_named
-from ...optimization.precision import Precision
 from .dtensors import tensor_slots
 
 Blocks = Sequence[str] | int
@@ -33,11 +31,11 @@ class Sharding:
     blocks: Blocks
     cpu_offload: bool
     reshard_after_forward: bool | int | None
-    half_traffic: bool
 
-    def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
+    def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> None:
         """Shard the blocks of `task`, and what is left as one more block with `root`, whose forward calls the task."""
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy(precision)}
+        # no dtypes: a mixed precision is autocast's, as in one process, which computes with weights of full precision
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         pinned = mesh.device_type != "cpu"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
         for block in find_sharded_blocks(task, self.blocks):
@@ -52,17 +50,6 @@ class Sharding:
             # would else take ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-    def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
-        if not self.half_traffic:
-            return MixedPrecisionPolicy(cast_forward_inputs=False)
-        if precision.autocast_dtype is None:
-            raise ConfigError(
-                f"half_traffic gathers weights in the type of a mixed precision, but trainer.precision is "
-                f"{precision.name}. Set precision to bf16-mixed or 16-mixed, or leave half_traffic out."
-            )
-        # gradients are reduced in float32: a sum over many ranks in bf16 loses what small shards add
-        return MixedPrecisionPolicy(precision.autocast_dtype, torch.float32, cast_forward_inputs=False)
 
 
 def as_sharded(module: Any) -> FSDPModule | None:

@@ -29,7 +29,7 @@ class TensorGradients:
     """
 
     def __init__(self, task: nn.Module, plan: Mapping[str, str], group: dist.ProcessGroup) -> None:
-        self.group, self.task = group, task
+        self.group = group
         words = read_plan(task, plan, dist.get_world_size(group))
         modules = [task.get_submodule(name) for name, word in words.items() if word == REPLICATED]
         summed = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
@@ -44,14 +44,6 @@ class TensorGradients:
 
     def complete(self) -> None:
         """Sum the gradients that are partial. Raises TaskError where others differ between the processes."""
-        for parameter in self.task.parameters():
-            gradient = parameter.grad
-            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-                continue
-            # with "sequence" in a plan a norm's weight sees a part of the sequence: torch leaves its gradient a partial
-            # sum
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.uncompared and self.steps:
             self._compare()
             self.steps -= 1

@@ -1,19 +1,13 @@
 """Tensor parallelism: layers cut over the processes of the tensor axis by a plan of the task.
 
-After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and, for what is cut along the sequence,
-Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), as torch.distributed.tensor.parallel has them.
+After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053), by torch.distributed.tensor.parallel.
 
     "column"     a Linear whose outputs are cut: its input is whole
     "row"        a Linear whose inputs are cut: its output is the sum over the processes, and whole
     "replicated" a module between a column and its row, such as a norm of heads: all of it is on each process, which
                  computes with its part of the activations, and its gradients are summed over the processes
-    "sequence"   a LayerNorm, RMSNorm or Dropout that works on its part of the sequence (dimension 1)
-    "split"      a module whose output is dealt out along the sequence: where that part of the model begins
-    "gather"     a module whose input is put together along the sequence again: where it ends
 
 Adapters of LoRA, as peft puts them around a Linear, are cut with it.
-
-With "sequence" in a plan, columns take their input from, and rows hand their output to, parts of the sequence.
 """
 
 from collections.abc import Mapping
@@ -21,51 +15,24 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ....base.errors import ConfigError, did_you_mean
 
 AXIS = "tensor"
 REPLICATED = "replicated"
-PLAN_WORDS = ("column", "row", REPLICATED, "sequence", "split", "gather")
-CUT = {"column": (nn.Linear,), "row": (nn.Linear,), "sequence": (nn.LayerNorm, nn.Dropout, nn.RMSNorm)}
-SEQUENCE = 1
-"""The dimension of the sequence, after that of the samples."""
+STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
+PLAN_WORDS = (*STYLES, REPLICATED)
 
 
 def apply_plan(task: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> None:
     """Cut the task's layers over a mesh of one axis. Raises ConfigError where the plan does not fit the task."""
     # read before anything is cut: a mistake in the last pattern must not leave half of the task cut
     found = read_plan(task, plan, mesh.size())
-    along_sequence = "sequence" in found.values()
     frozen = [name for name, parameter in task.named_parameters() if not parameter.requires_grad]
-    styles = {name: style_of(word, along_sequence) for name, word in found.items() if word != REPLICATED}
-    parallelize_module(task, mesh, styles)
+    parallelize_module(task, mesh, {name: STYLES[word]() for name, word in found.items() if word in STYLES})
     for name in frozen:  # torch 2.10 makes new parameters that are all trained
         task.get_parameter(name).requires_grad_(False)
-
-
-def style_of(word: str, along_sequence: bool) -> ParallelStyle:
-    """Return torch's name for a word of the plan."""
-    stream = Shard(SEQUENCE) if along_sequence else Replicate()
-    if word == "column":
-        return ColwiseParallel(input_layouts=stream)
-    if word == "row":
-        return RowwiseParallel(output_layouts=stream)
-    if word == "sequence":
-        return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
-    if word == "split":
-        return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(SEQUENCE))
-    return PrepareModuleInput(input_layouts=Shard(SEQUENCE), desired_input_layouts=Replicate(), use_local_output=True)
 
 
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
@@ -107,7 +74,7 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
     """
     name = name.removesuffix(".base_layer")
     base = getattr(modules[name], "base_layer", None)
-    if word not in ("column", "row") or not isinstance(base, nn.Linear):
+    if word not in STYLES or not isinstance(base, nn.Linear):
         return [name]
     outer, inner = ("lora_B", "lora_A") if word == "column" else ("lora_A", "lora_B")
     prefixes = tuple(f"{name}.{part}." for part in ("base_layer", outer, inner))
@@ -125,16 +92,12 @@ def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> lis
 
 def require_cuttable(name: str, module: nn.Module, word: str, parts: int) -> None:
     """Raise ConfigError where a module cannot be what the plan says."""
-    kinds = CUT.get(word)
-    if word == REPLICATED and not any(True for _ in module.parameters()):
-        raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters whose gradients could be summed.")
-    if kinds is None:
+    if word == REPLICATED:
+        if not any(True for _ in module.parameters()):
+            raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters with gradients to sum.")
         return
-    if not isinstance(module, kinds):
-        known = ", ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"tensor_plan: {name} is a {type(module).__name__}; {word!r} is for {known}.")
     if not isinstance(module, nn.Linear):
-        return
+        raise ConfigError(f"tensor_plan: {name} is a {type(module).__name__}; {word!r} is for Linear.")
     size = module.out_features if word == "column" else module.in_features
     if size % parts:  # torch would cut uneven parts, but heads and gates within a layer are equal ones
         raise ConfigError(

@@ -1,10 +1,9 @@
 """DDP over model-parallel processes: each process drives several devices, with a part of the model on each."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
 from ....base.torch_private import own_buffers
-from ...accelerators import find_kinds
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
-from ...optimization.precision import Precision
 from ...processes.place import Place
 from ..ddp import DDPSteps, DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
-from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared
+from .parts import Split, check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -75,30 +72,22 @@ class DDPModelParallelStrategy(DDPStrategy):
     def __init__(
         self,
         *,
-        devices_per_replica: int | None = None,
-        part_devices: list[str] | None = None,
-        split: Literal["auto"] | list[int] = "auto",
+        devices_per_replica: int = 2,
+        split: Split = "auto",
         micro_batches: int = 1,
         **options: Any,
     ) -> None:
-        """`devices_per_replica`: how many devices a process drives, 2 if nothing says otherwise. `part_devices`: these
-        devices instead of trainer.devices, process by process, of any kinds: ["cuda:0", "cpu"]. `split`: how many of
-        the task's blocks each part takes; "auto" goes by parameter bytes. `micro_batches`: pieces of each batch. The
-        other options are those of ddp, but for elastic runs.
+        """`devices_per_replica`: how many devices a process drives. `split`: how many of the task's blocks each part
+        takes; "auto" goes by parameter bytes. `micro_batches`: pieces of each batch. The other options are those of
+        ddp, but for elastic runs.
         """
         super().__init__(**options)
         self.elastic.refuse("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
-        self.own_devices = None if part_devices is None else [read_device(name) for name in part_devices]
-        self.parts_wanted = devices_per_replica or (len(self.own_devices) if self.own_devices else 2)
-        if isinstance(self.parts_wanted, bool) or not isinstance(self.parts_wanted, int) or self.parts_wanted < 2:
-            raise ConfigError(
-                f"devices_per_replica={devices_per_replica!r}: expected 2 or more devices for each process; with one, "
-                f"use strategy ddp."
-            )
-        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-            raise ConfigError(
-                f"micro_batches={micro_batches!r}: expected how many pieces a batch is cut into, 1 or more."
-            )
+        self.parts_wanted = devices_per_replica
+        least = {"devices_per_replica": (devices_per_replica, 2), "micro_batches": (micro_batches, 1)}
+        for name, (number, smallest) in least.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < smallest:
+                raise ConfigError(f"strategy ddp_model_parallel: {name}={number!r}; expected {smallest} or more.")
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
@@ -110,46 +99,38 @@ class DDPModelParallelStrategy(DDPStrategy):
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return one process for every `devices_per_replica` devices. Raises ConfigError for a remainder."""
-        return len(self._share_out(self.own_devices or devices))
+        return len(self._share_out(devices))
 
     def _share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
         """Return the devices of each process of this machine, neighbours together."""
-        size, whose = self.parts_wanted, "trainer.devices" if self.own_devices is None else "part_devices"
+        size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
         if rest or not processes:
             near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
             raise ConfigError(
-                f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but {whose} has "
-                f"{len(devices)} = {processes} x {size} + {rest}. Take {near}; CPU devices are all the same one."
+                f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but "
+                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Take {near}; CPU devices are all "
+                f"the same one."
             )
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the devices of the local rank; the last is where the loss is made."""
-        given, size = list(self.own_devices or devices), self.parts_wanted
-        if {device.type for device in given} == {"cpu"}:  # CPU devices are all the same one, so there are enough
-            given = [torch.device("cpu")] * (size * place.local_world_size)
-        groups = self._share_out(given)
+        size = self.parts_wanted
+        if devices[0].type == "cpu":  # CPU devices are all the same one, so there are enough
+            devices = [torch.device("cpu")] * (size * place.local_world_size)
+        groups = self._share_out(devices)
         if place.local_world_size > len(groups):
             raise ConfigError(
                 f"{place.local_world_size} processes on this machine with devices_per_replica={size} need "
                 f"{place.local_world_size} x {size} = {place.local_world_size * size} devices, but there are "
-                f"{len(given)}."
+                f"{len(devices)}."
             )
         self.parts = groups[place.local_rank]
-        kinds = sorted({device.type for device in self.parts})
-        if len(kinds) > 1 and place.world_size > 1:
-            raise ConfigError(
-                f"Parts on devices of several kinds ({', '.join(kinds)}) work in one process only: torch's DDP takes "
-                f"modules whose devices are of one kind. Use devices of one kind, or one process."
-            )
         # The loss device is the last part's: logits are the largest activations of a language model, so the batch goes
         # there once instead. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
         self.devices = list(self.parts)
-        if self.precision.autocast_dtype is not None:
-            contexts = [Precision(precision, kind).forward_context for kind in kinds]
-            self.precision.forward_context = partial(_together, contexts)
 
     def _only_device(self) -> torch.device | None:
         """Return None: the parts are on several devices."""
@@ -272,30 +253,5 @@ class DDPModelParallelStrategy(DDPStrategy):
         return combine_losses(outputs, sizes, self.device)
 
 
-@contextmanager
-def _together(contexts: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
-
-
 def _first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
-def read_device(name: str) -> torch.device:
-    """Return the device of this name, which must be there. Raises ConfigError where it is not."""
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"part_devices: {name!r} is no device; expected names like 'cuda:0' and 'cpu'.") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type == "meta":
-        raise ConfigError(f"part_devices: {name!r} cannot train; expected names like 'cuda:0' and 'cpu'.")
-    there = torch.accelerator.device_count() if device.type in find_kinds() else 0
-    index = device.index or 0
-    if index >= there:
-        raise ConfigError(f"part_devices: {name!r}, but there are {there} {device.type} devices here.")
-    return torch.device(device.type, index)

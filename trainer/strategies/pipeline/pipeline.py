@@ -111,7 +111,7 @@ class PipelineMeshStrategy(MeshStrategy):
         stage = Stage(stages[place])
         if self.sizes.shard > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
-            self.sharding.apply(stage, stage, self.mesh[axes], self.precision)
+            self.sharding.apply(stage, stage, self.mesh[axes])
         self.wrapping.done()
         self.owners = StageOwners(tensors_of(task), stages, place)
         self.state_dicts.open_stages(self.owners, self.line)

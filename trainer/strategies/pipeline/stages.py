@@ -110,9 +110,8 @@ class Schedules:
         """
         # Both must hold: another process may have dropped its schedule for this kind, and making one is collective
         old = self.made.pop(kind, None)
-        schedule = self.made[kind] = (
-            old if known and old is not None else self._make_schedule(pieces)
-        )  # the newest last
+        schedule = old if known and old is not None else self._make_schedule(pieces)
+        self.made[kind] = schedule  # the newest last
         if len(self.made) > KEPT_SHAPES:
             del self.made[next(iter(self.made))]
         before = [] if known else self._put_gradients_aside()
