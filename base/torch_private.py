@@ -334,15 +334,6 @@ def count_graphs() -> int:
     return int(sys.modules[_DYNAMO].counters["stats"]["unique_graphs"]) if _DYNAMO in sys.modules else 0
 
 
-def graph_breaks() -> list[str]:
-    """Return where torch.compile has broken graphs in this process, and why, each place once."""
-    if _DYNAMO not in sys.modules:
-        return []
-    reasons = [reason for reason in sys.modules[_DYNAMO].graph_break_reasons if reason.user_stack]
-    places = [(reason.user_stack[-1], str(reason.reason).strip().partition("\n")[0]) for reason in reasons]
-    return list(dict.fromkeys(f"{at.filename}:{at.lineno} in {at.name} ({why})" for at, why in places))
-
-
 def _tell_compiler() -> list[Any]:
     """Return the methods that exclude themselves from compilation when they are first called."""
     optimizer, ddp = torch.optim.Optimizer, vars(nn.parallel.DistributedDataParallel)

@@ -7,7 +7,6 @@ same disk and network are used. A callback on every rank records what the run wi
 
 import logging
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -36,7 +35,6 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
-from ..trainer.optimization.kernels import NOTHING_COMPILED
 from ..trainer.processes.layout import describe_layout
 from ..trainer.processes.place import find_place
 from ..trainer.processes.rendezvous import leave_process_group
@@ -66,8 +64,6 @@ OVERLAY = {
 """Arguments of Trainer in a trial. `max_steps` stays: learning rate schedules see the length of the whole run."""
 WARM_STEPS = 6
 """Least number of steps for a typical step time; with fewer, even the later half may be slow."""
-SHOWN_RANKS = 8
-"""Number of ranks above which only the largest value is shown."""
 
 
 @dataclass
@@ -83,8 +79,8 @@ class Report:
     """Records of the ranks in training."""
     checkpoint_bytes: int | None = None
     weights_bytes: int = 0
-    disk: str = "their number is not known"
-    """Disk space for all checkpoints that the run keeps at once plus one in progress."""
+    disk: list[str] = field(default_factory=list)
+    """For each callback that saves: disk space for all checkpoints that it keeps at once plus one in progress."""
 
     @property
     def seconds(self) -> float | None:
@@ -112,11 +108,11 @@ class Report:
                 length += ", or less: only the first steps were tried"
             yield "Seconds a step", f"{self.seconds:.3g}{length}"
         if records:
-            yield "Memory", _by_rank([record.host_bytes for record in records])
+            yield "Memory", _largest([record.host_bytes for record in records])
             if records[0].device_bytes is not None:
-                yield "On the device", _by_rank([record.device_bytes or 0 for record in records])
+                yield "On the device", _largest([record.device_bytes or 0 for record in records])
         if self.checkpoint_bytes is not None:
-            yield "A checkpoint", f"{format_bytes(self.checkpoint_bytes)}; {self.disk}"
+            yield "A checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *self.disk])
         logged = next((record.logged for record in records if record.logged is not None), None)
         if logged is not None:
             yield "Logged", ", ".join(logged) or "nothing"
@@ -155,10 +151,6 @@ def check_config(config: "Config") -> Report:
     check_gradients(original, report)
     check_monitors(original, report)
     check_disk_space(original, report)
-    for place in dict.fromkeys(place for record in report.records for place in record.graph_breaks):
-        report.remarks.append(f"torch.compile breaks its graph at {place}.")
-    if any(record.compiled_nothing for record in report.records):
-        report.remarks.append(NOTHING_COMPILED)
     return report
 
 
@@ -195,30 +187,43 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
         report.remarks.append(f"{', '.join(skipped)} was not tried, since it may write elsewhere.")
+    trial = attempt("fit", config, original, folder, report).trainer
     is_launched = find_place(trainer.cluster) is not None
-    trial = trial_of(config, original, "fit", folder)
-    attempt(report, "fit", lambda: trial.trainer.fit(trial.task, datamodule=trial.data), is_launched)
     if is_launched:
-        trial.trainer.strategy.collectives.barrier()  # until all records are written
-    directory = trial.trainer.run_dir
-    if directory is not None:
-        report.records = read_records(directory)
-    saved = None if directory is None else find.newest_complete(directory / CHECKPOINTS)
+        trial.strategy.collectives.barrier()  # until all records are written
+    saved = None
+    if trial.run_dir is not None:
+        report.records, saved = read_records(trial.run_dir), find.newest_complete(trial.run_dir / CHECKPOINTS)
     if saved is not None:
         report.checkpoint_bytes = sum(path.stat().st_size for path in saved.iterdir())
         report.weights_bytes = (saved / manifest.MODEL_FILE).stat().st_size
     if "fit" in report.tried and trainer.checkpoint_callback is not None:
-        again = trial_of(config, original, "resume", folder)
-        attempt(
-            report, "resume", lambda: again.trainer.fit(again.task, datamodule=again.data, resume=saved), is_launched
-        )
-    for stage, options in (("test", {"verbose": False}), ("predict", {"return_predictions": False})):
-        if has_stage(original, stage):
-            last: Any = trial_of(config, original, stage, folder)
-            run = getattr(last.trainer, stage)
-            attempt(report, stage, lambda: run(last.task, datamodule=last.data, **options), is_launched)  # noqa: B023
+        attempt("resume", config, original, folder, report, resume=saved)
+    if has_stage(original, "test"):
+        attempt("test", config, original, folder, report, verbose=False)
+    if has_stage(original, "predict"):
+        attempt("predict", config, original, folder, report, return_predictions=False)
     if is_launched:
-        trial.trainer.strategy.collectives.barrier()  # keep the folder until every rank is done
+        trial.strategy.collectives.barrier()  # keep the folder until every rank is done
+
+
+def attempt(
+    name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
+) -> "ConfiguredRun":
+    """Run a stage and report its error, once. Under a launcher the error is raised: other ranks cannot go on."""
+    trial = trial_of(config, original, name, folder)
+    stage = getattr(trial.trainer, "fit" if name == "resume" else name)
+    try:
+        stage(trial.task, datamodule=trial.data, **options)
+    except Exception as error:
+        if find_place(trial.trainer.cluster) is not None:
+            raise
+        told = describe_error(error)
+        if not any(problem.endswith(told) for problem in report.problems):
+            report.problems.append(f"{name}: {told}")
+    else:
+        report.tried.append(name)
+    return trial
 
 
 def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Path) -> "ConfiguredRun":
@@ -250,20 +255,6 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
     return trial
 
 
-def attempt(report: Report, name: str, run: Any, is_launched: bool) -> None:
-    """Run a stage and report its error, once. Under a launcher the error is raised: other ranks cannot go on."""
-    try:
-        run()
-    except Exception as error:
-        if is_launched:
-            raise
-        told = describe_error(error)
-        if not any(problem.endswith(told) for problem in report.problems):
-            report.problems.append(f"{name}: {told}")
-    else:
-        report.tried.append(name)
-
-
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
     """Return whether the task has the step, and the task or data module the loader, of a stage."""
     loader = f"{stage}_dataloader"
@@ -275,39 +266,26 @@ def describe_error(error: Exception) -> str:
     """Return the message of a Legato error; of any other error also its rank and its place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
-    ours = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-    where, frames = "", traceback.format_tb(error.__traceback__)
-    if isinstance(error.__cause__, WorkerError):  # which has the traceback of a process that is gone
-        where = f" (rank {error.__cause__.rank})"
-        frames = re.findall(r'^  File ".*\n(?:    .*\n)*', f"{error.__cause__}\n", re.MULTILINE)
-    places = [frame for frame in frames if not frame.startswith(tuple(f'  File "{folder}' for folder in ours))]
+    worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None
+    where = f" (rank {worker.rank})" if worker else ""
+    # a worker's frames are gone with its process; the error has their text
+    text = f"{worker}\n" if worker else "".join(traceback.format_tb(error.__traceback__))
+    frames = re.findall(r'^  File ".*\n(?:    .*\n)*', text, re.MULTILINE)
+    ours = tuple(f'  File "{folder}' for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+    places = [frame for frame in frames if not frame.startswith(ours)]
     return f"{type(error).__name__}{where}: {error}\n{''.join(places or frames).rstrip()}"
 
 
 # --- what the records say of the run ----------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters without a gradient: in any step of any rank if that ends a run, else in all steps of all."""
-    records, trainer = [record for record in report.records if record.without_gradient], run.trainer
-    if not records or "fit" not in report.tried:  # a step that failed has named them itself
-        return
-    # these reductions take what gradients there are
-    own_reduction = trainer.reproducible == "bitwise" or trainer.strategy.elastic.changes
-    strict = trainer.strategy.needs_every_gradient and not own_reduction and run.task.automatic_optimization
-    strict = strict and len(records) > 1
-    ranks_of: dict[str, list[int]] = {}
-    for record in records:
-        steps = [set(names) for names in record.without_gradient]
-        for name in sorted(set.union(*steps) if strict else set.intersection(*steps)):
-            ranks_of.setdefault(name, []).append(record.rank)
-    everywhere = {name for name, ranks in ranks_of.items() if len(ranks) == len(records)}
-    shown = [name if name in everywhere else f"{name} (rank {', '.join(map(str, ranks))})"
-             for name, ranks in ranks_of.items() if strict or name in everywhere]  # fmt: skip
-    if shown:
-        remedy = "Freeze parameters that no loss uses (requires_grad_(False)) or remove them"
-        if strict:
-            remedy += "; if only some batches use them, set trainer.strategy.find_unused_parameters=true"
-        findings = report.remarks if trainer.strategy.finds_unused else report.problems
-        findings.append(f"No gradient reaches {', '.join(shown)}. {remedy}.")
+    """Report parameters that got no gradient in any step of any rank. Those that a run must not lack end its step."""
+    missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
+    if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
+        findings = report.remarks if run.trainer.strategy.finds_unused else report.problems
+        findings.append(
+            f"No gradient reaches {', '.join(names)}. Freeze parameters that no loss uses (requires_grad_(False)) or "
+            f"remove them."
+        )
 
 
 def check_monitors(run: "ConfiguredRun", report: Report) -> None:
@@ -315,20 +293,19 @@ def check_monitors(run: "ConfiguredRun", report: Report) -> None:
     record, trainer = next((record for record in report.records if record.logged is not None), None), run.trainer
     if record is None or record.logged is None:
         return
-    strict = [callback for callback in trainer.callbacks if getattr(callback, "strict", True)]
-    monitors = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
+    monitors = [(type(one).__name__, getattr(one, "monitor", None)) for one in trainer.callbacks
+                if getattr(one, "strict", True)]  # fmt: skip
     wanted = [(user, name) for user, name in monitors if isinstance(name, str)]
     epoch, total = record.steps_per_epoch, record.total_steps
     every, accumulate = trainer.check_val_every_n_epoch, trainer.accumulate_grad_batches
     first = first_validation(trainer.val_check_interval, every, accumulate, math.inf if epoch is None else epoch)
-    if first is not None and total is not None and total < first:
+    late = [f"{name!r} ({user})" for user, name in wanted if name in record.validated]
+    if late and first is not None and total is not None and total < first:
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
-        late = [f"{name!r} ({user})" for user, name in wanted if name in record.validated]
-        if late:
-            report.problems.append(
-                f"{limit} ends before the first validation, at step {first}, which logs {', '.join(late)}. Train "
-                f"longer, or validate earlier (val_check_interval)."
-            )
+        report.problems.append(
+            f"{limit} ends before the first validation, at step {first}, which logs {', '.join(late)}. Train longer, "
+            f"or validate earlier (val_check_interval)."
+        )
     for user, name in [*wanted, *(("A learning rate scheduler", name) for name in record.plateaus)]:
         if name not in record.logged:
             report.problems.append(
@@ -342,28 +319,21 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
     if report.checkpoint_bytes is None:
         return
     complete = next((record for record in report.records if record.logged is not None), Record())
-    counts: list[int | None] = []
-    asked_on: dict[int, tuple[Path, int]] = {}
-    required = 0
     for callback in run.trainer.callbacks:
-        if isinstance(callback, Checkpoint):
-            size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
-            count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
-            counts.append(count)
-            required += (count or 0) * size
-            folder = (callback.dirpath or Path(run.trainer.default_root_dir)).absolute()
-            folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-            disk = os.stat(folder).st_dev
-            asked_on[disk] = folder, asked_on.get(disk, (folder, 0))[1] + (count or 1) * size
-    for folder, asked in asked_on.values():
+        if not isinstance(callback, Checkpoint):
+            continue
+        size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
+        count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
+        asked = size * (1 if count is None else count)
+        folder = (callback.dirpath or Path(run.trainer.default_root_dir)).absolute()
+        folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
         free = shutil.disk_usage(folder).free
-        kept = report.disk if None in counts else f"{format_bytes(required)} at once"
-        report.disk = f"{kept}, {format_bytes(free)} free"
+        kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
+        report.disk.append(f"{kept}, {format_bytes(free)} free")
         if asked > free:
             report.problems.append(
                 f"Checkpoints will take {format_bytes(asked)} in {folder}, where {format_bytes(free)} are free: "
-                f"{format_bytes(report.checkpoint_bytes)} each. Free some space, keep fewer (save_top_k), or set "
-                f"run.root."
+                f"{format_bytes(size)} each. Free some space, keep fewer (save_top_k), or set run.root."
             )
 
 
@@ -385,7 +355,6 @@ def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: i
     return min(kept + 1, saves if saves is not None else kept + 1) if kept else 0
 
 
-def _by_rank(sizes: list[int]) -> str:
-    if len(sizes) > SHOWN_RANKS:
-        return f"at most {format_bytes(max(sizes))}, on rank {sizes.index(max(sizes))}"
-    return ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(sizes))
+def _largest(sizes: list[int]) -> str:
+    rank = f", on rank {sizes.index(max(sizes))}" if len(sizes) > 1 else ""
+    return f"{format_bytes(max(sizes))}{rank}"

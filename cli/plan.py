@@ -3,7 +3,7 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ..trainer.data.loaders import MapLoader, is_dealable
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
 from ..trainer.hooks import count_arguments, counter_of
-from ..trainer.optimization.kernels import Recomputing, modules_named
+from ..trainer.optimization.kernels import Recomputing
 from ..trainer.strategies.mesh.dtensors import replace
 from .config.check import load_config
 from .unstarted import UnstartedRun
@@ -36,22 +36,10 @@ if TYPE_CHECKING:
 RESERVED = 0.1
 """Share of a device's memory that CUDA itself and gaps of torch's allocator are expected to take."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
-GONE = {
-    "nodes": "trainer.num_nodes=N",
-    "devices": "trainer.devices=N",
-    "memory": "--memory 80GB",
-    **dict.fromkeys(("rank", "step", "epoch"), "`legato samples RUN step=N` for a run that has begun"),
-    **dict.fromkeys(("length", "batch_size", "drop_last", "shuffle"), "overrides of the config's data section"),
-    **dict.fromkeys(("parameters", "optimizer"), "overrides of the config's task section"),
-}
-"""Words that the command took once, and what to give instead."""
 
 
 def run_plan(options: Namespace) -> None:
     """Print the plan of a config. Raises DataError if an epoch has no step, as fit does."""
-    for word in options.words:
-        if (name := word.partition("=")[0]) in GONE and "=" in word:
-            raise ConfigError(f"{word}: legato plan takes no {name}= any more. Give {GONE[name]}.")
     memory = None if options.memory is None else parse_memory(options.memory)
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
@@ -148,72 +136,49 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mix
     Args:
         task: on the meta device.
         batch: any batch of the run's shapes.
-        recomputed: classes of blocks that backward computes again; the largest one's own activations are added.
+        recomputed: classes of blocks of which only the inputs are kept, since backward computes them again.
         mixed: in 16 bits, where autocast takes them.
 
     Raises ConfigError where training_step needs values, or a run.
     """
     with _fake_step(task, batch, mixed) as (step, tensors):
-        largest = 0
-        if recomputed:
-            largest = max(_saved_bytes(task, step, tensors, modules_named(task, tuple(recomputed), "blocks"))[1:])
+        # storages are kept alive, so that their ids stay unique; those of weights and batch are no activations
+        seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *tensors])}
+        kept = [storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)]
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if id(storage) not in seen:
+                seen[id(storage)] = storage
+                kept.append(storage.nbytes())
+            return tensor
+
         recomputing = Recomputing(task, tuple(recomputed))
         try:
-            kept = _saved_bytes(task, step, tensors)[0]
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                output = step()
+            del output
+        except Exception as error:  # it may need values, or a run
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
         finally:
             recomputing.undo()
-        return kept + largest + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _saved_bytes(
-    task: nn.Module, step: Callable[[], Any], batch: list[Tensor], blocks: Sequence[nn.Module] = ()
-) -> list[int]:
-    """Return the bytes that a step saves for backward, each memory once, and those saved within each block."""
-    # storages are kept alive, so that their ids stay unique
-    seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *batch])}
-    saved, started = [0], list[int]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in seen:
-            seen[id(storage)] = storage
-            saved[0] += storage.nbytes()
-        return tensor
-
-    def enter(_: nn.Module, inputs: Any) -> None:
-        started.append(saved[0])
-        # recomputing keeps a block's inputs, too, so they are no part of what it spares
-        map_tensors(inputs, lambda one: seen.setdefault(id(one.untyped_storage()), one.untyped_storage()) and one)
-
-    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
-    hooks += [block.register_forward_hook(lambda *_: saved.append(saved[0] - started.pop())) for block in blocks]
-    try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = step()
-        del output
-    except Exception as error:  # it may need values, or a run
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return saved
+        return sum(kept)
 
 
 @contextmanager
 def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
     """Give a task fake parameters and no log within this context; yield its step on a fake batch, and the latter."""
-    before: dict[int, Tensor] = {}
-    made: list[Tensor] = []
+    before: dict[Tensor, Tensor] = {}
     fake_tensors: list[Tensor] = []
     width = next((one.dtype for one in task.parameters() if one.is_floating_point()), torch.float32)
     with faking_tensors() as device:
 
         def change(tensor: Tensor) -> Tensor:
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            made.append(nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
-            before[id(made[-1])] = tensor
-            return made[-1]
+            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            before[new] = tensor
+            return new
 
         def fake(tensor: Tensor) -> Tensor:
             dtype = width if tensor.is_floating_point() else tensor.dtype
@@ -223,13 +188,12 @@ def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable
         arguments = (map_tensors(batch, fake), 0)[: count_arguments(task, "training_step")]
         replace(task, change)
         task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
-        half = mixed and device != "meta"
         try:
-            with torch.enable_grad(), torch.autocast(device, torch.bfloat16) if half else nullcontext():
+            with torch.enable_grad(), torch.autocast(device, torch.bfloat16, enabled=mixed):
                 yield lambda: task.training_step(*arguments), fake_tensors
         finally:
             del task.__dict__["log"], task.__dict__["log_dict"]
-            replace(task, lambda tensor: before[id(tensor)])
+            replace(task, before.__getitem__)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Recorder: the callback with which `legato check` measures a few steps on every rank."""
 
 import json
+import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.torch_private import graph_breaks
 from ..callbacks.callback import Callback
 from ..trainer.processes.layout import entry_of
 from ..trainer.strategies.strategy import trainable
@@ -29,18 +29,14 @@ class Record:
     rank: int = 0
     seconds: list[float] = field(default_factory=list)
     """Seconds of each step, including its data."""
-    without_gradient: list[list[str]] = field(default_factory=list)
-    """Trainable parameters without a gradient, for each step."""
+    without_gradient: list[str] | None = None
+    """Trainable parameters without a gradient in any step."""
     logged: list[str] | None = None
     """Names of all metrics at the end of an epoch; None if no epoch has ended."""
     validated: list[str] = field(default_factory=list)
     """Names of the metrics that validation has logged."""
     plateaus: list[str] = field(default_factory=list)
     """Metrics that learning rate schedulers monitor."""
-    graph_breaks: list[str] = field(default_factory=list)
-    """Places where torch.compile had to end its graph, with the reason."""
-    compiled_nothing: bool = False
-    """Whether torch.compile was asked for and has made no graph."""
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
@@ -64,8 +60,8 @@ class Recorder(Callback):
     def __init__(self, name: str) -> None:
         self.name = name
         self.record = Record()
-        self.hooks: dict[str, Any] = {}
-        self.reached: set[str] = set()
+        self.hooks: list[Any] = []
+        self.missing: set[str] = set()
         self.before: dict[str, Any] = {}
         self.step = -1
         self.since = self.began = 0.0
@@ -79,10 +75,12 @@ class Recorder(Callback):
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
         wanted = set(map(id, trainable(task)))
-        for name, parameter in task.named_parameters():
-            if id(parameter) in wanted:
-                hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.reached.add(name))
-                self.hooks[name] = hook
+        missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in wanted}
+        self.missing = set(missing)
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.missing.discard(name))
+            for name, parameter in missing.items()
+        ]
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock."""
@@ -90,10 +88,8 @@ class Recorder(Callback):
         self.began = self.began or self.since
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Clear the gradients seen at the beginning of a step."""
-        if trainer.global_step != self.step:
-            self.step = trainer.global_step
-            self.reached.clear()
+        """Note which step begins."""
+        self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record a completed step."""
@@ -105,7 +101,7 @@ class Recorder(Callback):
                 torch.cuda.synchronize(device)
         now = time.monotonic()
         self.record.seconds.append(now - self.since)
-        self.record.without_gradient.append([name for name in self.hooks if name not in self.reached])
+        self.record.without_gradient = sorted(self.missing)
         self.since = now
         self._write(trainer)
         steps, is_resume = len(self.record.seconds), self.name == "resume"
@@ -139,9 +135,9 @@ class Recorder(Callback):
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Remove the gradient hooks, and record the peak memory."""
-        for handle in self.hooks.values():
+        for handle in self.hooks:
             handle.remove()
-        self.hooks = {}
+        self.hooks = []
         if self.name == "fit":
             self._write(trainer)
 
@@ -149,9 +145,9 @@ class Recorder(Callback):
         if self.name != "fit" or trainer.run_dir is None:
             return
         record = self.record
-        record.host_bytes = peak_memory()
-        record.graph_breaks = graph_breaks() if trainer.compile else []
-        record.compiled_nothing = trainer.current_run.compiled_nothing
+        # ru_maxrss counts bytes on macOS and KiB elsewhere
+        unit = 1 if sys.platform == "darwin" else 1024
+        record.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         devices = trainer.strategy.parts or [trainer.strategy.device]
         peaks = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
         record.device_bytes = max(peaks, default=None)
@@ -166,14 +162,6 @@ def read_records(folder: Path) -> list[Record]:
     """Return the records of all ranks in fit, by rank."""
     records = (Record(**json.loads(path.read_text())) for path in folder.glob("check-*.json"))
     return sorted(records, key=lambda record: record.rank)
-
-
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes."""
-    import resource
-
-    # ru_maxrss counts bytes on macOS and KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _finite(count: int | float) -> int | None:

@@ -25,7 +25,7 @@ from ..base.environment import get_variable
 from ..base.errors import ConfigError, WorkerError
 from ..base.messages import STDOUT, tell
 from ..trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals, raise_for_signal
-from ..trainer.runs.directory import find_runs, read_points
+from ..trainer.runs.directory import find_runs
 from .config.check import Config, load_config
 from .config.read import is_override
 from .runs.text import shortened, table
@@ -53,37 +53,25 @@ class Axis:
     scale: str = ""
     """"uniform" or "log" for an interval."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether an interval has whole numbers only."""
-        return all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
-
     def draw(self, source: random.Random) -> str:
         """Return a random value."""
         if not self.scale:
             return source.choice(self.texts)
         low, high = map(float, self.texts)
-        if self.whole and self.scale == "uniform":
-            return str(source.randint(int(low), int(high)))
-        is_log = self.scale == "log"
-        return self._text(
-            math.exp(source.uniform(math.log(low), math.log(high))) if is_log else source.uniform(low, high)
-        )
+        if self.scale == "log":
+            return self._text(math.exp(source.uniform(math.log(low), math.log(high))))
+        return self._text(source.uniform(low, high))
 
     def suggest(self, trial: Any) -> str:
         """Return the value that Optuna chooses."""
         if not self.scale:
             return str(trial.suggest_categorical(self.key, self.texts))
-        low, high = map(float, self.texts)
-        if self.whole:
-            return str(trial.suggest_int(self.key, int(low), int(high), log=self.scale == "log"))
-        return self._text(trial.suggest_float(self.key, low, high, log=self.scale == "log"))
+        return self._text(trial.suggest_float(self.key, *map(float, self.texts), log=self.scale == "log"))
 
     def _text(self, number: float) -> str:
         """Return a number with four digits, which keep the names of trials short."""
-        low, high = map(float, self.texts)
-        kept = min(max(float(f"{number:.4g}"), low), high)
-        return str(round(kept)) if self.whole else repr(kept)
+        is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
+        return str(round(number)) if is_whole else repr(float(f"{number:.4g}"))
 
 
 def read_axis(word: str) -> Axis | None:
@@ -93,48 +81,30 @@ def read_axis(word: str) -> Axis | None:
     """
     key, _, text = word.partition("=")
     if call := re.fullmatch(r"(range|log|uniform)\(([^()]*)\)", text):
-        return _read_call(word, key, call[1], [number.strip() for number in call[2].split(",")])
+        return _read_call(word, key, call[1], call[2].split(","))
     try:  # YAML knows which commas separate
-        node = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
-        nodes = [] if node is None else node.value
-    except yaml.YAMLError:
-        nodes = []
-    texts = tuple(text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes)
-    if re.search(r",\s*(,|$)", text) and (not nodes or texts[-1] != text):
-        raise ConfigError(f"{word}: there is nothing between two commas, or after the last one.")
-    if len(texts) > 1 and any(re.match(r"(range|log|uniform)\(", choice) for choice in texts):
-        raise ConfigError(f"{word}: range, log and uniform stand alone, not among choices.")
+        node: Any = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        if "," in text:
+            raise ConfigError(
+                f"{word}: the values between the commas are not YAML. Quote those that are texts."
+            ) from error
+        return None
+    texts = tuple(text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in node.value)
     return Axis(key, tuple(dict.fromkeys(texts))) if len(texts) > 1 else None
 
 
 def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
-    wanted = {
-        "range": "range(FIRST, END) or range(FIRST, END, STEP) with whole numbers, END not included",
-        "log": "log(LOW, HIGH) with 0 < LOW < HIGH",
-        "uniform": "uniform(LOW, HIGH) with LOW < HIGH",
-    }
-    values, count = range(0), 0
     with suppress(TypeError, ValueError, OverflowError):
-        if kind == "range":
-            values = range(*map(int, numbers))
-            count = len(values)
-        else:
-            low, high = numbers
-            if (0 if kind == "log" else -math.inf) < float(low) < float(high) < math.inf:
-                return Axis(key, (low, high), kind)
-    if count:
-        _require_few(count, word)
-        return Axis(key, tuple(map(str, values)))
-    raise ConfigError(f"{word}: write {wanted[kind]}.")
-
-
-def _require_few(count: int, what: str) -> None:
-    """Raise ConfigError for more values than a sweep can list."""
-    if count > MOST_VALUES:
-        raise ConfigError(
-            f"{what}: {count:,} values, and a sweep lists {MOST_VALUES:,} at most. Take a step, as in "
-            f"range(0,1000000,50000), or an interval, uniform(LOW,HIGH) or log(LOW,HIGH), with --random N."
-        )
+        if kind == "range" and (values := range(*map(int, numbers))):
+            return Axis(key, tuple(map(str, values[: MOST_VALUES + 1])))
+        low, high = (number.strip() for number in numbers)
+        if kind != "range" and (0 if kind == "log" else -math.inf) < float(low) < float(high) < math.inf:
+            return Axis(key, (low, high), kind)
+    raise ConfigError(
+        f"{word}: write range(FIRST, END, STEP) with whole numbers, END not included; log(LOW, HIGH) with "
+        f"0 < LOW < HIGH; or uniform(LOW, HIGH) with LOW < HIGH."
+    )
 
 
 def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
@@ -148,9 +118,13 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
             )
         sources = (random.Random(f"{seed}/{index}") for index in range(count))
         return [{axis.key: axis.draw(source) for axis in axes} for source in sources]
-    _require_few(math.prod(len(axis.texts) for axis in axes), "All keys together")
-    keys = [axis.key for axis in axes]
-    grid = [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*(axis.texts for axis in axes))]
+    if math.prod(len(axis.texts) for axis in axes) > MOST_VALUES:
+        raise ConfigError(
+            f"A sweep lists at most {MOST_VALUES:,} combinations. Take fewer values, or an interval, uniform(LOW,HIGH) "
+            f"or log(LOW,HIGH), with --random N."
+        )
+    combinations = itertools.product(*(axis.texts for axis in axes))
+    grid = [{axis.key: text for axis, text in zip(axes, texts, strict=True)} for texts in combinations]
     if count is not None:
         random.Random(seed).shuffle(grid)
     return grid[:count]
@@ -178,40 +152,34 @@ def guided_values(
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
+@dataclass
 class Trial:
     """One trial: a folder of the sweep with its log and its run directory."""
 
-    def __init__(self, folder: Path, values: Values) -> None:
-        self.folder, self.values = folder, values
-        self.state = ""
-        """"done", "failed" with the reason in `error`, or "" as long as it is neither."""
-        self.error = ""
-        self.value: float | None = None
-        self.step: int | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def name(self) -> str:
-        """Text of the values, for messages."""
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+    folder: Path
+    values: Values
+    state: str = ""
+    """"done", "failed" with the reason in `error`, or "" as long as it is neither."""
+    error: str = ""
+    value: float | None = None
+    step: int | None = None
+    process: "subprocess.Popen[bytes] | None" = None
 
     def read(self, metric: str, mode: str) -> str:
         """Take the result from the run directory; return the state of the run, "" if it has not begun."""
         runs = find_runs(self.folder) if self.folder.is_dir() else []
         if not runs:
             return ""
-        points = read_points(runs[-1].path / "metrics.jsonl")
+        state, points = runs[-1].state, runs[-1].metrics
         pairs = zip(points.get(metric, ()), points.get("step", ()), strict=False)
         finite = [(float(value), int(step)) for value, step in pairs if math.isfinite(value)]
         if finite:
-            best = min if mode == "min" else max
-            self.value, self.step = best(finite, key=lambda pair: pair[0])
-        state = runs[-1].state
-        if state == "done":
+            self.value, self.step = (min if mode == "min" else max)(finite, key=lambda pair: pair[0])
+        if state == "failed":
+            self.state, self.value, self.error = "failed", None, runs[-1].error
+        elif state == "done":
             self.state = "done" if finite else "failed"
             self.error = "" if finite else f"{metric!r} was never logged as a finite number."
-        elif state == "failed":
-            self.state, self.value, self.error = "failed", None, runs[-1].error
         return state
 
     def start(self, words: Sequence[str], devices: str) -> None:
@@ -236,9 +204,9 @@ class Trial:
         code, self.process = self.process.returncode, None
         self.read(metric, mode)
         if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # before there was a run directory
-            said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
-            messages = re.findall(r"(?m)^(?:legato: |[\w.]+(?:Error|Exception)\b).*", said) or [said[-300:]]
-            self.state, self.error = "failed", messages[-1][:300]
+            lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+            messages = [line for line in lines if re.match(r"legato: |[\w.]+(Error|Exception)\b", line)]
+            self.state, self.error = "failed", messages[-1][:300] if messages else f"It ended with exit code {code}."
 
 
 def _die_with_parent() -> None:
@@ -252,56 +220,52 @@ class Sweep:
     """The trials of one command, and its folder."""
 
     def __init__(self, options: Namespace) -> None:
-        self.options = options
+        """Check the config with each value of each key, the others at their first. Raises ConfigError."""
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]
         self.fixed = [word for word, axis in zip(words, axes, strict=True) if axis is None]
+        self.optuna = bool(options.optuna)
         _check_keys([axis.key for axis in self.axes])
-        self.base = self._check_values()
+        first = {axis.key: axis.texts[0] for axis in self.axes}
+        others = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
+        self.base, *_ = [
+            load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
+            for values in [first, *others[:MOST_CHECKED]]
+        ]
+        if self.base.values.get("launcher") is not None:
+            raise ConfigError("legato sweep runs its trials on this machine: remove `launcher`, or say launcher=null.")
         self.metric, self.mode = _objective(options, self.base)
         self.trials: list[Trial] = []
         self.results: list[float | None] = []
         seed = self.base.values["seed"]
-        if options.optuna:
+        if self.optuna:
             self.count = options.optuna
             self.values = guided_values(self.axes, options.optuna, seed, self.mode, self.results)
         else:
             listed = list_values(self.axes, options.random, seed)
             self.count, self.values = len(listed), iter(listed)
-        names = visible_devices(self.base) if options.jobs > 1 else []
-        devices = str(self.base.values["trainer"]["devices"])
-        self.devices = share_devices(names, options.jobs, int(devices) if devices.isdecimal() else None)
+        self.devices = devices_of_jobs(self.base, options.jobs) if options.jobs > 1 else []
         self.jobs = len(self.devices) or options.jobs
-        self.folder = Path()
+        kind = "optuna" if options.optuna else "random" if options.random else "grid"
+        self.folder = self.open(kind)
         self.signal = 0
 
-    def _check_values(self) -> Config:
-        """Check the config with each value of each key, the others at their first; return it with the first of all."""
-        first = {axis.key: axis.texts[0] for axis in self.axes}
-        base = load_config([*self.fixed, *(f"{key}={text}" for key, text in first.items())])
-        if base.values.get("launcher") is not None:
-            raise ConfigError("legato sweep runs its trials on this machine: remove `launcher`, or say launcher=null.")
-        others = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
-        for values in others[:MOST_CHECKED]:
-            load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
-        return base
-
-    def open(self) -> None:
-        """Find the folder of this sweep, which an earlier start of the same command has made, or make one."""
-        run = self.base.values["run"]
-        kind = "optuna" if self.options.optuna else "random" if self.options.random else "grid"
-        space = {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
+    def open(self, kind: str) -> Path:
+        """Return the folder of this sweep, which an earlier start of the same command has made, or make one."""
+        run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
+        root = Path(run["root"]).absolute() / run["name"]
         wanted = {"kind": kind, "space": space, "metric": self.metric, "mode": self.mode, "config": self.base.text()}
         text = json.dumps(wanted, indent=1)
         for number in itertools.count():
-            self.folder = Path(run["root"]).absolute() / run["name"] / f"sweep_{number}"
-            file = self.folder / "sweep.json"
-            if not self.folder.exists():
-                self.folder.mkdir(parents=True)
+            folder: Path = root / f"sweep_{number}"
+            file = folder / "sweep.json"
+            if not folder.exists():
+                folder.mkdir(parents=True)
                 file.write_text(text, encoding="utf-8")
             if file.is_file() and file.read_text(encoding="utf-8") == text:
-                return
+                return folder
+        raise AssertionError
 
     def run(self) -> None:
         """Run what is not done, a few trials at a time."""
@@ -334,23 +298,21 @@ class Sweep:
     def next_trial(self) -> Trial | None:
         """Return the next trial to start; None where there is none, or none yet."""
         while len(self.trials) < self.count:
-            if self.options.optuna:
+            if self.optuna:
                 # Optuna is told of trials in their order, so it chooses the same when the command goes on
                 ended = self.trials[: max(0, len(self.trials) - AHEAD + 1)]
                 if not all(trial.state for trial in ended):
                     return None
-                self.results[:] = [None if trial.state == "failed" else trial.value for trial in ended]
+                self.results[:] = [trial.value for trial in ended]
             values = next(self.values)
-            last = {key: key.rpartition(".")[2] for key in values}
-            names = last if len(set(last.values())) == len(last) else {key: key for key in values}
-            text = ",".join(f"{names[key]}={value}" for key, value in values.items())
+            text = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
             name = f"{len(self.trials):03d}-" + re.sub(r"[^\w.+=,@-]+", "-", text)
             trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
             self.trials.append(trial)
             while trial.read(self.metric, self.mode) == "running" and not self.is_ending():
                 time.sleep(0.1)  # an earlier start was killed, and this trial still saves
             # a failed trial is tried again, but with Optuna, who has chosen later ones by its failure
-            if trial.state != "done" and not (trial.state == "failed" and self.options.optuna):
+            if trial.state != "done" and not (trial.state == "failed" and self.optuna):
                 return trial
         return None
 
@@ -358,23 +320,15 @@ class Sweep:
         """Write summary.csv, best first; return the same as a table."""
         order, sign = ("done", "failed", ""), 1 if self.mode == "min" else -1
         ranked = sorted(self.trials, key=lambda trial: (order.index(trial.state), sign * (trial.value or 0)))
-        heads = [*(axis.key for axis in self.axes), self.metric, "step", "state", "run", "error"]
-        rows = [
-            [
-                *trial.values.values(),
-                trial.value,
-                trial.step,
-                trial.state or "unfinished",
-                trial.folder.name,
-                trial.error,
-            ]
-            for trial in ranked
-        ]
+        rows: list[list[Any]] = [[*(axis.key for axis in self.axes), self.metric, "step", "state", "run", "error"]]
+        for trial in ranked:
+            state = trial.state or "unfinished"
+            rows.append([*trial.values.values(), trial.value, trial.step, state, trial.folder.name, trial.error])
         beside = self.folder / "summary.csv.tmp"
         with beside.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([heads, *rows])
+            csv.writer(file, lineterminator="\n").writerows(rows)
         beside.replace(self.folder / "summary.csv")
-        return table([heads[:-1], *([_cell(cell) for cell in row[:-1]] for row in rows)])
+        return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
         """Print the results; exit with 130 or 75 after a signal, 75 if trials are left, 1 if one failed."""
@@ -409,17 +363,13 @@ def run_sweep(options: Namespace) -> None:
     if options.random and options.optuna:
         raise ConfigError("legato sweep: --random and --optuna exclude each other. Keep one.")
     sweep = Sweep(options)
-    sweep.open()
     sweep.run()
     sweep.finish()
 
 
 def _check_keys(keys: Sequence[str]) -> None:
     if not keys:
-        raise ConfigError(
-            "legato sweep: nothing varies. Give a key several values: task.lr=1e-4,1e-3, "
-            "task.hidden=range(32,129,32), task.lr=log(1e-5,1e-2) or task.dropout=uniform(0,0.5)."
-        )
+        raise ConfigError("legato sweep: nothing varies. Give a key several values: task.lr=1e-4,1e-3.")
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigError(f"legato sweep: {key} is given twice. Give all its values at once.")
@@ -434,28 +384,31 @@ def _objective(options: Namespace, base: Config) -> tuple[str, str]:
     metric = options.metric or next(iter(monitored), None)
     mode = options.mode or monitored.get(metric)
     if metric is None or mode is None:
-        missing = "--metric NAME --mode min" if metric is None else "--mode min, or --mode max"
         raise ConfigError(
-            f"legato sweep: no callback of the config monitors a metric, so say what to compare: {missing}."
+            "legato sweep: no callback of the config monitors a metric, so say what to compare: --metric NAME --mode "
+            "min, or --mode max."
         )
     return metric, mode
 
 
-def visible_devices(config: Config) -> list[str]:
-    """Return the CUDA devices that this process sees, by number or name; none where the trials do not use them."""
+def devices_of_jobs(config: Config, jobs: int) -> list[str]:
+    """Return the CUDA devices of each of `jobs` trials at a time; none where the trials do not use them."""
     trainer = config.values["trainer"]
     if trainer["accelerator"] in ("cpu", "mps") or isinstance(trainer["devices"], list):
         return []
     names = get_variable("CUDA_VISIBLE_DEVICES")
-    if names is not None:
-        return [name.strip() for name in names.split(",") if name.strip()]
-    import torch
+    if names is None:
+        import torch
 
-    return list(map(str, range(torch.cuda.device_count())))
+        names = ",".join(map(str, range(torch.cuda.device_count())))
+    devices = str(trainer["devices"])
+    return share_devices(
+        names.replace(" ", "").split(",") if names else [], jobs, int(devices) if devices.isdecimal() else None
+    )
 
 
 def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
-    """Return the devices of each of `jobs` trials at a time, fewer if there are too few devices; [] if not for one.
+    """Return the devices of each of `jobs` trials at a time, fewer if there are too few; [] if not for one.
 
     each: devices of a trial; None: what there is, in equal parts.
     """

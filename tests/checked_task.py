@@ -8,14 +8,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import legato as lg
 
 
-class Breaks(nn.Module):
-    """Ends the graph of a compiled model."""
-
-    def forward(self, inputs):
-        torch._dynamo.graph_break()
-        return inputs
-
-
 class Line(lg.Task):
     """A line through points. `fault` says what is wrong with it."""
 
@@ -25,8 +17,6 @@ class Line(lg.Task):
         self.layer = nn.Sequential(nn.Linear(1, hidden), nn.Linear(hidden, 1))
         if fault in ("unused", "unused on rank 1"):
             self.head = nn.Linear(1, 1)
-        if fault == "breaks":
-            self.layer = nn.Sequential(Breaks(), self.layer)
         if fault == "values":
             self.rates = torch.linspace(0, 1, 3).tolist()
 

@@ -76,8 +76,8 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
     assert re.fullmatch(r" {16}  node 0 \S+: ranks 0-1 on cpu", node)
     for words in (
         "for 15 steps",
-        "Memory          rank 0 ",
-        ", rank 1 ",
+        "Memory  ",
+        ", on rank ",
         "at once, ",
         "Logged          loss, val/loss\n",
     ):
@@ -231,9 +231,9 @@ def test_the_report_of_many_ranks_is_short() -> None:
         "Processes       16 processes on 1 node, started by alone",
         "                  node 0 here: ranks 0-15 on cpu",
         "Seconds a step  17; 17 h 0 min for 3,600 steps",
-        "Memory          at most 1 GB, on rank 15",
-        "On the device   at most 15 B, on rank 15",
-        "A checkpoint    1 MB; their number is not known",
+        "Memory          1 GB, on rank 15",
+        "On the device   15 B, on rank 15",
+        "A checkpoint    1 MB",
         "Logged          loss",
         "Remark          A remark.",
     ]
@@ -260,20 +260,8 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("declared", [True, False])
 def test_parameters_without_gradient_are_a_remark_where_the_strategy_was_told_of_them(trainer, declared):
     made = trainer(strategy={"name": "ddp", "find_unused_parameters": declared}, devices=2)
-    report = Report(tried=["fit"], records=[Record(rank=0, without_gradient=[["head.bias"]])])
+    report = Report(tried=["fit"], records=[Record(rank=0, without_gradient=["head.bias"])])
     check_gradients(ConfiguredRun(made, lg.Task(), None, None, None), report)
     found, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
     assert nothing == []
     assert "No gradient reaches head.bias." in found[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "count"), [(["trainer.compile={backend: eager}"], 1), ([], 0)])
-def test_breaks_of_a_compiled_graph_are_named(folder: Path, words: list[str], count: int) -> None:
-    report = check(*ALONE, *words, "loggers={}", "task.fault=breaks")
-    assert report.problems == []
-    told = [one for one in report.remarks if one.startswith("torch.compile breaks its graph at ")]
-    assert len(told) == count
-    lines = (folder / "checked_task.py").read_text().splitlines()
-    line = next(number for number, text in enumerate(lines, 1) if "graph_break()" in text)
-    assert all(f"checked_task.py:{line} in forward (" in one for one in told)

@@ -81,15 +81,12 @@ def test_what_varies() -> None:
     assert read_axis("a=log(1e-5, 1e-2)") == Axis("a", ("1e-5", "1e-2"), "log")
     assert read_axis("a=uniform(1,8)") == Axis("a", ("1", "8"), "uniform")
     for text in (
-        "range(1,1000000000)",
         "range(3,1)",
         "range(a)",
         "log(0,1)",
         "uniform(2,1)",
         "uniform(1)",
-        "1,log(1,2)",
         "1,,2",
-        "1,",
     ):
         with pytest.raises(ConfigError, match=r"^a="):
             read_axis(f"a={text}")
@@ -310,10 +307,8 @@ def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytes
 
 
 def test_a_sweep_of_more_values_than_can_be_listed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a=range\(1,1000000000\): 999,999,999 values, and a sweep lists 100,000"):
-        read_axis("a=range(1,1000000000)")
     many = [Axis(key, tuple(map(str, range(1000)))) for key in "abc"]
-    with pytest.raises(ConfigError, match="All keys together: 1,000,000,000 values"):
-        list_values(many, None, 0)
-    with pytest.raises(ConfigError, match="All keys together"):
-        list_values(many, 20, 0)
+    for axes in ([read_axis("a=range(1,1000000000)")], many):
+        for count in (None, 20):
+            with pytest.raises(ConfigError, match="at most 100,000 combinations"):
+                list_values(axes, count, 0)
