@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
@@ -92,7 +92,8 @@ class TrainerArguments:
         limit_predict_batches: Prediction batches, counted over all replicas: a count (int) or a fraction (float).
         overfit_batches: Train and validate on this many batches only; those of training are in a fixed order.
         use_distributed_sampler: Deal samples out to replicas, but for loaders that are seen to yield each process its
-            own share. False: all training loaders do.
+            own share. False: all training loaders do. "even": deal out, and repeat an epoch's first samples until each
+            replica has equally many, as steps need that gather from all replicas.
         loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
         prefetch_to_device: Copy a batch to a CUDA device while it computes the one before; takes memory for one more
@@ -166,7 +167,7 @@ class TrainerArguments:
     limit_test_batches: Batches = 1.0
     limit_predict_batches: Batches = 1.0
     overfit_batches: Batches = 0.0
-    use_distributed_sampler: bool = True
+    use_distributed_sampler: bool | Literal["even"] = True
     loader: Mapping[str, Any] | None = None
     prefetch_to_device: bool = True
     reload_dataloaders_every_n_epochs: Annotated[int, Range(0)] = 0
@@ -273,18 +274,26 @@ def instead_of(name: object) -> str:
     return f" {INSTEAD[str(name)]}" if name in INSTEAD else did_you_mean(str(name), ARGUMENT_NAMES)
 
 
-def _with_named_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init` to name an unknown argument, with a suggestion."""
+def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable[[str], str]) -> Callable[..., Any]:
+    """Wrap a function to suggest what to write instead of an unknown argument, as Python does from 3.13 on."""
+    names = inspect.signature(function).parameters
 
-    @wraps(init)
-    def checked(self: TrainerArguments, **arguments: Any) -> None:
-        for name in arguments:
-            if name not in ARGUMENT_NAMES:
-                raise TypeError(f"Trainer has no argument {name!r}.{instead_of(name)}")
-        init(self, **arguments)
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        for name in options.keys() - names.keys():
+            raise TypeError(f"{owner} has no argument {name!r}.{instead(name)}")
+        return function(*arguments, **options)
 
     return checked
 
 
+def suggesting(cls: type, *methods: str) -> None:
+    """Let methods of a class suggest the name of a misspelt argument."""
+    for method in methods:
+        function = getattr(cls, method)
+        nearest = partial(did_you_mean, known=[*inspect.signature(function).parameters][1:])
+        setattr(cls, method, with_suggestions(function, method, nearest))
+
+
 # Here and not in the class, whose source config/classes.py reads as that of a plain dataclass.
-TrainerArguments.__init__ = _with_named_arguments(TrainerArguments.__init__)  # type: ignore[method-assign]
+TrainerArguments.__init__ = with_suggestions(TrainerArguments.__init__, "Trainer", instead_of)  # type: ignore[method-assign]

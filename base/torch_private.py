@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
@@ -39,21 +39,6 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
     """Set the timeout of a process group, by default the default group."""
     public = getattr(torch.distributed, "set_timeout", None)  # torch 2.15, which deprecates the private one
     (public or _c10d()._set_pg_timeout)(limit, group)
-
-
-def collectives_called() -> int:
-    """Return how many collectives, sends and receives this process has called on the default group; 0 without one."""
-    distributed = torch.distributed
-    if not distributed.is_initialized():
-        return 0
-    group: Any = distributed.group.WORLD
-    pairs = distributed.get_backend_config(group).split(",")
-    devices = dict(pair.split(":", 1)[::-1] for pair in pairs if ":" in pair)
-    count = 0
-    for device in [device for backend, device in devices.items() if backend in ("gloo", "nccl")]:
-        with suppress(RuntimeError):  # one that does not count
-            count += group._get_backend(torch.device(device))._get_sequence_number_for_group()
-    return count
 
 
 def reset_group_names() -> None:

@@ -39,7 +39,6 @@ from .preemption import Preemption
 from .processes.agreement import Agreement
 from .processes.hang import Watchdog
 from .processes.ranks import SINGLE
-from .processes.script_collectives import TrainingCollectives
 from .resume.contents import CallbackStates, PublishedMetrics
 from .runs.record import note_epoch
 from .runs.run_file import RunFile
@@ -309,35 +308,27 @@ class Call:
                 f"Use strategy ddp, whose processes have whole batches."
             )
         if doing == "train" and (self.local_replicas > 1 or self.members_change):
-            self.refuse_in_turn(f"all_gather {how}".strip())
+            raise TaskError(
+                f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
+                f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
+                f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
+                f"number."
+            )
         if size > 1 and not self._all_take_part():
             stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
-            instead = (
-                "drop_last=True or a limit on batches" if doing == "train" else f"gathering in on_{stage}_epoch_end"
-            )
+            instead = f"gathering in on_{stage}_epoch_end"
+            if doing == "train":
+                instead = "trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
             raise TaskError(
                 f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
                 f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
             )
-
-    def refuse_in_turn(self, call: str) -> None:
-        """Raise TaskError for a call in training_step that takes all replicas, which processes run one by one."""
-        replicas, processes = self.state.replicas, f"{self.strategy.data_ranks.size} processes"
-        raise TaskError(
-            f"training_step calls {call} over {replicas} replicas, which run on {processes}"
-            f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
-            f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
-            f"number."
-        )
 
     def _all_take_part(self) -> bool:
         """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
         if self.loop.doing == "train":
             return self.training_data.is_whole is not False and self.loop.step is not None and self.loop.step.whole
         data = self.data.evaluations["validation" if self.loop.doing == "sanity_check" else self.loop.doing]
-        if data.step_collectives is not None:
-            data.step_collectives.seen = True  # so that the last round is padded
-            return data.whole
         return data.is_whole is not False and data.whole and self.state.replicas % self.strategy.data_ranks.size == 0
 
     def restore_training_mode(self) -> None:
@@ -543,8 +534,6 @@ class Run(JoinedCall):
         if self.state.epoch_ended:
             self.schedule.count_epoch()
         self.tell_few_points()
-        if self.strategy.leaves_default_group and self.state.replicas > self.strategy.data_ranks.size:
-            TrainingCollectives(self.hooks, self.refuse_in_turn).start()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.agree_on_stop()

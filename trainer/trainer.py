@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import TrainerArguments
+from ..base.arguments import TrainerArguments, suggesting
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -18,7 +18,6 @@ from . import lifecycle, masked, remote_call
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import ReplicaBatch, StepInput
-from .defaults import TrainerDefaults
 from .hooks import check_names
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
@@ -28,6 +27,7 @@ from .setup.checks import check_arguments
 from .setup.data import make_loaders
 from .setup.parts import make_callbacks, make_loggers, make_strategy
 from .state import State
+from .view import TrainerView
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
 """Keep the random numbers of evaluations, and of what begins an epoch, apart from those of training."""
@@ -36,7 +36,7 @@ Source = str | Path | None
 """A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
 
 
-class Trainer(TrainerDefaults):  # noqa: D101 - inherited
+class Trainer(TrainerView):  # noqa: D101 - inherited
     # Its arguments, and its docstring, are those of `arguments.TrainerArguments`.
 
     def __post_init__(self) -> None:
@@ -324,4 +324,5 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.saver.remove(Path(path))
 
 
+suggesting(Trainer, "fit", "validate", "test", "predict")
 Trainer.__doc__ = TrainerArguments.__doc__  # the only text of the arguments

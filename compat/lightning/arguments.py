@@ -85,6 +85,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
         "run_name": "lightning_logs",
+        # as Lightning's sampler repeats samples, and steps may gather from all ranks
+        "use_distributed_sampler": "even" if given["use_distributed_sampler"] else False,
         "nan": "ignore",
     }
 

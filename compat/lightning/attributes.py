@@ -396,7 +396,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def _accelerator_connector(self) -> AcceleratorConnector:
         """The devices, under a private name that public packages read."""
         found = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
-        found.strategy, found.use_distributed_sampler = self.strategy, self.use_distributed_sampler
+        found.strategy, found.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
         found.cluster_environment = getattr(self.strategy, "cluster_environment", None)
         return found
 

@@ -443,11 +443,6 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         if self.ddp is not None and self._comm_hook is not None:
             self.ddp.register_comm_hook(self._comm_state, self._comm_hook)
 
-    @property
-    def leaves_default_group(self) -> bool:  # type: ignore[override]
-        """Whether the default group has no collectives but the program's; hooks without a state use it."""
-        return self._comm_hook is None and super().leaves_default_group
-
 
 def options_of_ddp(
     bucket_cap_mb: float | None = None,

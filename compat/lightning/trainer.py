@@ -182,8 +182,6 @@ def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
-    pads_shares = True
-    reads_streams_whole = True
     evaluation_points: EvaluationPoints | None = None
     """Values that the steps of an evaluation log with `on_step`."""
     has_data = True

@@ -4,22 +4,13 @@ from itertools import chain, product
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 import legato as lg
 from legato.lab.samples import step_at
 from legato.trainer.data.dealing import DealtData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.steps import Dealing
-from legato.trainer.data.streams import StreamData
-
-
-class Numbers(IterableDataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(torch.arange(self.length))
 
 
 class Pairs(Sampler):
@@ -35,11 +26,11 @@ class Pairs(Sampler):
         return iter([[5 * n, 5 * n + 1, *[5 * n + 2] * (n % 2)] for n in range(self.batches)])
 
 
-def steps_of(loader, replicas, processes=None, accumulate=1, start=0, limit=1.0, kind=DealtData):
+def steps_of(loader, replicas, processes=None, accumulate=1, start=0, limit=1.0):
     """Return the steps of an epoch on each process."""
     layout = Layout(replicas, processes or replicas)
     dealing = [Dealing(layout, rank, accumulate, seed=3, padded=True) for rank in range(layout.processes)]
-    return [list(kind(loader, one, limit).epoch(1, start)) for one in dealing]
+    return [list(DealtData(loader, one, limit).epoch(1, start)) for one in dealing]
 
 
 def batches(steps):
@@ -130,14 +121,3 @@ def test_a_combined_loader_gives_what_torchs_sampler_gives_of_each():
     seen = [batch.indices_by_loader for step in range(3) for batch in step_at(data, 0, step).batches]
     with_first = {number // 2 for number, batch in enumerate(seen) if any(0 in one for one in batch.values())}
     assert with_first == {0, 2}  # sample 0 of both loaders is repeated in the last step
-
-
-def test_a_stream_repeats_the_first_batch_of_its_last_round():
-    for processes in (1, 2, 3, 4):
-        loader = DataLoader(Numbers(13), 2)  # seven batches
-        found = sorted(chain(*map(batches, steps_of(loader, 4, processes, kind=StreamData))))
-        assert found[4:] == [(1, 0, [8, 9]), (1, 1, [10, 11]), (1, 2, [12]), (1, 3, [8, 9])]
-    for accumulate, totals in ((2, [15]), (3, [15])):
-        steps = steps_of(DataLoader(Numbers(13), 2), 4, 1, accumulate, kind=StreamData)[0]
-        assert [step.samples for step in steps] == totals
-        assert all(step.whole for step in steps)

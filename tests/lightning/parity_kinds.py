@@ -388,6 +388,7 @@ KINDS = {
 ALONE = {
     "skipped batches": "Lightning's processes wait for each other for ever.",
     "lbfgs": "Legato refuses it by name: it evaluates the loss several times a step.",
+    "streams, given whole to each process": "Legato refuses it by name: each sample would be trained on twice.",
 }
 """Kinds that run on one process only, with the reason."""
 LEAVE_PARTS_OUT = ("several optimizers", "frozen parts")

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato.compat.lightning.pytorch as pl
+from legato.base.errors import ConfigError
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.script_collectives import gathers
 
 pytestmark = pytest.mark.slow
 
@@ -85,27 +85,6 @@ class Own(Contrastive):
         return functional.mse_loss(self.first(batch[0]), self.second(batch[0]).tanh() + 1)
 
 
-class Evaluated(Contrastive):
-    """Calls a collective of some kind, or none, in the steps of its evaluations."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.call, self.running, self.sizes = call, torchmetrics.MeanMetric(), []
-
-    def validation_step(self, batch, batch_idx):
-        self.sizes.append(len(batch[0]))
-        if self.call == "all_gather":
-            self.all_gather(batch[0]).view(-1, 5)
-        elif self.call == "torch's":
-            dist.all_gather([torch.empty_like(batch[0]) for _ in range(3)], batch[0])
-        elif self.call == "compute":
-            self.running.update(batch[0])
-            self.running.compute()
-        self.log("mean", batch[0].mean(), batch_size=len(batch[0]))
-
-    test_step = validation_step
-
-
 def fit(module, processes, rows=14, path=None, **options):
     trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": processes, "max_epochs": 2, **options})
     trainer.fit(module, DataLoader(TensorDataset(ROWS[:rows]), 2), ckpt_path=path)
@@ -118,21 +97,6 @@ def trained(module, processes, rows=14, **options):
     every = [None] * processes
     dist.all_gather_object(every, (module.ended, getattr(module, "means", None)))
     return weights(module), [ended for ended, _ in every], every[0][1]
-
-
-def evaluated(call, stages, rows=14):
-    """Return the mean of the rows, and how many each rank had at a time."""
-    module = Evaluated(call)
-    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 3, "max_epochs": 1})
-    data = DataLoader(TensorDataset(ROWS[:rows]), 2)
-    for stage in stages:
-        if stage == "fit":
-            trainer.fit(module, data, data)
-        else:
-            getattr(trainer, stage)(module, data, verbose=False)
-    every = [None] * 3
-    dist.all_gather_object(every, module.sizes)
-    return float(trainer.callback_metrics["mean"]), every
 
 
 def weights(module):
@@ -159,15 +123,22 @@ def normalized(module, rows):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return iter(ROWS[:, None])
+        return zip(ROWS)
 
 
-def streamed(**options):
-    """Return the samples that rank 0 had of a stream."""
-    module = Contrastive()
-    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 3, "max_epochs": 1, **options})
-    trainer.fit(module, DataLoader(Stream(), 2))
-    return len(module.ended)
+class SplitStream(IterableDataset):
+    def __iter__(self):
+        return zip(ROWS[dist.get_rank() :: dist.get_world_size()])
+
+
+def fit_stream(data):
+    """Return what each rank has seen of a stream."""
+    module = Own()
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 2, "max_epochs": 1})
+    trainer.fit(module, DataLoader(data, 2))
+    every = [None] * 2
+    dist.all_gather_object(every, module.ended)
+    return every
 
 
 def three_ranks(folder):
@@ -179,12 +150,6 @@ def three_ranks(folder):
         "a metric": trained(Metered(), 3),
         "batch norm": trained(Normalized(), 3, sync_batchnorm=True),
     }
-    for call in ("none", "all_gather", "torch's", "compute"):
-        for stages in (("fit",), ("validate", "test")):
-            found[call, stages] = evaluated(call, stages)
-    found["a stream"] = streamed()
-    found["its own share"] = streamed(use_distributed_sampler=False)
-    found["few"] = evaluated("torch's", ("fit",), rows=2)
     whole = Own()
     fit(whole, 3)
     found["whole"] = weights(whole), None, None
@@ -231,56 +196,12 @@ def test_a_resume_on_fewer_processes_repeats_the_same_samples(three):
     torch.testing.assert_close(weights(module), found["whole"][0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("call", ["none", "all_gather", "torch's", "compute"])
-def test_an_evaluation_repeats_samples_where_its_steps_call_collectives(three, call):
-    """Else it counts each once; but for the sanity check, of which nothing is kept, and which shows what steps call."""
-    _, found = three
-    rows = [*range(14)] if call == "none" else [*range(14), 0]
-    for stages in (("fit",), ("validate", "test")):
-        mean, sizes = found[call, stages]
-        assert mean == pytest.approx(float(ROWS[rows].mean()), abs=1e-6)
-        each = [[2, 2, 2], [2, 2], [2, 2]] if call == "none" else [[2, 2, 1]] * 3
-        assert sizes == [[2, *one] if stages == ("fit",) else one * 2 for one in each]
-    mean, sizes = found["few"]
-    assert mean == pytest.approx(float(ROWS[[0, 1, 0]].mean()), abs=1e-6)
-    assert sizes == [[1, 1]] * 3
+def test_a_stream_that_does_not_split_itself_is_refused_by_name():
+    """Under Lightning each process would train on all of it."""
+    words = r"even'.* which DataLoader over Stream cannot. Let it yield each process its share"
+    with pytest.raises(ConfigError, match=words):
+        run_workers(lambda: fit_stream(Stream()), 2)
 
 
-def test_a_stream_is_read_whole_by_each_process(three):
-    """As under Lightning: one that takes the share of its process itself would lose most of it otherwise."""
-    _, found = three
-    assert found["a stream"] == found["its own share"] == 7
-
-
-class Keeps(pl.LightningModule):
-    """Gathers at an epoch's end what its steps have kept, as one tensor of all ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-
-    def test_step(self, batch, batch_idx):
-        self.kept.append(batch[0][:, 0])
-
-    @torch.no_grad()
-    def on_test_epoch_end(self):
-        self.log("rows", float(self.gathered().numel()))
-
-    def gathered(self):
-        return self.all_gather(torch.cat(self.kept)).view(-1)
-
-
-def gather_at_the_end(rows):
-    trainer = pl.Trainer(**QUIET, strategy="ddp_spawn", devices=2)
-    return trainer.test(Keeps(), DataLoader(TensorDataset(ROWS[:rows]), batch_size=2), verbose=False)
-
-
-@pytest.mark.parametrize(("rows", "gathered"), [(8, 8), (9, 10), (5, 6)])
-def test_what_a_hook_gathers_when_an_evaluation_ends_is_as_much_of_each_rank(rows, gathered):
-    assert run_workers(lambda: gather_at_the_end(rows), 2) == [{"rows": float(gathered)}]
-
-
-def test_a_hook_that_gathers_is_recognized_by_the_names_in_its_code():
-    assert gathers(Keeps(), ["on_test_epoch_end"])
-    assert not gathers(Keeps(), ["on_validation_epoch_end"])
-    assert not gathers(Contrastive(), ["on_train_batch_end", "missing"])
+def test_a_stream_that_splits_itself_is_trained_on_as_it_is():
+    assert run_workers(lambda: fit_stream(SplitStream()), 2) == [[(0, 2), (1, 2), (2, 2), (3, 1)]] * 2

@@ -134,7 +134,6 @@ def test_what_one_process_or_replicated_weights_can_take_is_trained(trainer):
     trainer(strategy="ddp", **TWO).fit(Scaled(), make_loader())
 
 
-@pytest.mark.xfail(sys.version_info < (3, 13), strict=True, reason="The house; Python 3.13 suggests it itself")
 def test_a_misspelt_argument_of_fit_is_suggested(trainer):
     with pytest.raises(TypeError, match="Did you mean 'train_dataloaders'"):
         trainer().fit(Tiny(), train_loader=make_loader())

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato as lg
-from legato.base.errors import DisagreementError, TaskError
+from legato.base.errors import ConfigError, DisagreementError, TaskError
 from legato.trainer.processes.launch import run_workers
 
 ROWS = torch.randn(18, 5, generator=torch.Generator().manual_seed(6))
@@ -245,12 +245,15 @@ def train(task, rows=16, **options):
     return torch.cat([parameter.detach().flatten() for parameter in task.parameters()]), task.first_gradient
 
 
-def by_hand(sizes=((4, 4), (4, 4))):
-    """Train on the batches of all ranks in one process: the mean over all rows, each against all columns."""
+def by_hand(sizes=((4, 4), (4, 4)), length=16):
+    """Train on the batches of all ranks in one process: the mean over all rows, each against all columns.
+
+    Rows from `length` on are the first ones again.
+    """
     task, start = Contrastive(), 0
     optimizer = task.configure_optimizers()
     for of_step in sizes:
-        rows = ROWS[start : start + sum(of_step)]
+        rows = ROWS[torch.arange(start, start + sum(of_step)) % length]
         start += sum(of_step)
         optimizer.zero_grad()
         functional.cross_entropy(task.first(rows) @ task.second(rows).T, torch.arange(len(rows))).backward()
@@ -310,35 +313,37 @@ def test_what_cannot_mean_the_same_is_refused_by_name(options, words, with_gradi
 
 
 class ByTorch(Contrastive):
-    """Gathers by torch's own function, without and with a gradient."""
+    """Gathers by torch's own function, which takes as many rows of each rank."""
 
     def training_step(self, batch, batch_idx):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.distributed.nn is deprecated
             import torch.distributed.nn as differentiable
 
-            theirs, every = self.second(batch[0]), [torch.empty(4, 4) for _ in range(2)]
-            if self.options["sync_grads"]:
-                every = list(differentiable.all_gather(theirs))
-            else:
-                dist.all_gather(every, theirs.detach())
-                every[self.global_rank] = theirs
-        own = torch.arange(4) + 4 * self.global_rank
-        return functional.cross_entropy(self.first(batch[0]) @ torch.cat(every).T, own)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_gradient", [True, False])
-@pytest.mark.parametrize("replicas", [3, 4])
-def test_torchs_own_collectives_in_a_step_are_refused_too(with_gradient, replicas):
-    words = f"calls a collective of torch.distributed over {replicas} replicas, which run on 2 processes, one after"
-    with pytest.raises(TaskError, match=words):
-        train(ByTorch(sync_grads=with_gradient), replicas=replicas)
+            every = torch.cat(differentiable.all_gather(self.second(batch[0])))
+        own = torch.arange(len(batch[0])) + len(batch[0]) * self.global_rank
+        return functional.cross_entropy(self.first(batch[0]) @ every.T, own)
 
 
 @pytest.mark.slow
 def test_a_replica_of_each_process_may_call_torchs_collectives():
     torch.testing.assert_close(train(ByTorch())[0], by_hand(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Contrastive, ByTorch])
+@pytest.mark.parametrize(("rows", "last"), [(13, (3, 3)), (14, (3, 3)), (9, (1, 1))])
+def test_even_shares_let_a_contrastive_step_gather_as_many_rows_of_each_rank(kind, rows, last):
+    found = train(kind(), rows, use_distributed_sampler="even")[0]
+    sizes = ((4, 4), last)
+    torch.testing.assert_close(found, by_hand(sizes, rows), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_stream_cannot_be_made_even():
+    trainer = lg.Trainer(**QUIET, strategy="ddp", devices=2, use_distributed_sampler="even")
+    with pytest.raises(ConfigError, match=r"use_distributed_sampler='even' .* DataLoader over Unsized cannot"):
+        trainer.fit(Contrastive(), DataLoader(Unsized(), 1))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import legato as lg
+from legato.base.arguments import ARGUMENT_NAMES
 
 PACKAGE = Path(lg.__file__).resolve().parent
 TESTS = Path(__file__).resolve().parents[1]
@@ -15,6 +16,12 @@ MODULES = [path for top in ROOMS for path in sorted((PACKAGE / top).rglob("*.py"
 
 def test_no_test_lies_outside_of_a_room():
     assert sorted(path.name for path in TESTS.glob("test_*.py")) == []
+
+
+def test_the_trainer_has_no_flag_for_a_subclass():
+    """What two users of a class need differently is a method, or an argument of a public function."""
+    values = {name: value for kind in lg.Trainer.__mro__ for name, value in vars(kind).items()}
+    assert [name for name, value in values.items() if isinstance(value, bool) and name not in ARGUMENT_NAMES] == []
 
 
 @pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])

@@ -3,7 +3,7 @@ loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from ...base.errors import ConfigError, DataError, did_you_mean
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of, read_loader, require_iterable
 from .sampling import CHUNK, Deal, Integers, KeyedIndices, keyed_batches, mix
 from .steps import Dealing
-from .transfer import count_samples, require_samples
+from .transfer import require_samples
 from .workers import prepared_workers
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -89,9 +89,9 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         """Return a combined batch: the nesting of the loaders with each loader replaced by its part."""
         return _fill(self.iterables, iter(pieces))
 
-    def count_samples(self, batch: Any, count: Callable[[Any], int] = require_samples) -> int:
-        """Return the samples of a combined batch, summed over all loaders; `count` counts those of one."""
-        return sum(count(piece) for piece in self.pieces(batch) if piece is not None)
+    def count_samples(self, batch: Any) -> int:
+        """Return the samples of a combined batch, summed over all loaders."""
+        return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
         """Return the pieces of a combined batch, one of each loader in mode other than "sequential"."""
@@ -144,15 +144,11 @@ def one_after_another(loaders: Any) -> list[Any]:
     return [] if loaders is None else [loaders]
 
 
-def sample_counter(loader: Any, by_task: Callable[[Any], int] | None, first_tensor: bool) -> Callable[[Any], int]:
-    """Return the function that counts the samples in a batch of `loader`.
-
-    by_task: the task's own. first_tensor: ask the first tensor, where tensors differ in length.
-    """
+def sample_counter(loader: Any, by_task: Callable[[Any], int] | None) -> Callable[[Any], int]:
+    """Return the function that counts the samples in a batch of `loader`: `by_task`, the task's own, if it has one."""
     if by_task is not None:
         return by_task
-    count = count_samples if first_tensor else require_samples
-    return partial(loader.count_samples, count=count) if isinstance(loader, CombinedLoader) else count
+    return loader.count_samples if isinstance(loader, CombinedLoader) else require_samples
 
 
 def loaders_in(loader: Any) -> list[Any]:

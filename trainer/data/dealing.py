@@ -9,7 +9,6 @@ import torch
 
 from ...base.errors import ConfigError, DataError
 from ..processes.ranks import SINGLE, Ranks
-from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout, ThinnedDeal
@@ -82,7 +81,6 @@ class DealtData:
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             # only the last round may lack batches, or any where samples are left out
             whole = (step < last and not self.dealing.left_out) or deal.is_whole(step)
-            even = step < last or deal.is_even
             samples_of_step = order.samples(*deal.step_positions(step))
             if self.dealing.whole_rounds and samples_of_step and not whole:
                 raise DataError(
@@ -90,7 +88,7 @@ class DealtData:
                     f"but manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch "
                     f"size or one replica."
                 )
-            yield StepInput(found, samples_of_step, rounds, whole, masked, even=even)
+            yield StepInput(found, samples_of_step, rounds, whole, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""
@@ -152,7 +150,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Loaders dealt out to replicas exactly once; nothing is dropped, or repeated unless steps call collectives."""
+    """Loaders dealt out to replicas exactly once; nothing is dropped or repeated."""
 
     def __init__(
         self,
@@ -160,7 +158,6 @@ class EvaluationData:
         dealing: Dealing,
         limit: int | float = 1.0,
         shares: Collection[int] = (),
-        step_collectives: StepCollectives | None = None,
         ranks: Ranks = SINGLE,
         expects_shares: bool = False,
         count: Callable[[Any], int] | None = None,
@@ -168,7 +165,6 @@ class EvaluationData:
         """Wrap the loaders; every rank calls it.
 
         shares: the numbers of loaders that are known to yield each process's own share.
-        step_collectives: repeat samples in the last round where a step has called a collective.
         ranks: those that compare whether a loader is the same on each, or a share.
         expects_shares: take map-style data that cannot be compared for a share.
         count: counts the samples of a stream's batch.
@@ -176,7 +172,7 @@ class EvaluationData:
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
         # The numbers of loaders that yield each process's own share, and of those where that need not be compared
         self.shares, self.certain_shares = set[int](), set(shares)
-        self.dealing = replace(dealing, accumulate=1, whole_rounds=False, left_out=frozenset())
+        self.dealing = replace(dealing, accumulate=1, whole_rounds=False, padded=False, left_out=frozenset())
         # the limit counts batches over all replicas, a source's own limit would count rounds
         self.sources = [training_data(loader, self.dealing, 1.0, False, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
@@ -188,34 +184,27 @@ class EvaluationData:
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
         ]
-        self.step_collectives = step_collectives if all(map(can_deal, loaders)) else None
-        padded = loaders if self.step_collectives is not None else []
-        self.padded = [DealtData(loader, replace(self.dealing, padded=True), 1.0) for loader in padded]
-        for source in (*self.sources, *self.padded):
+        for source in self.sources:
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
 
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
         """Yield this process's batches of every loader.
 
-        `limit` is per loader, over all replicas; with one, nothing of the evaluation is kept.
+        `limit` is per loader, over all replicas.
         """
-        if self.step_collectives is not None:
-            self.step_collectives.begin()
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
             limits = limit, self._batches_at_most(index)
             most = min((count for count in limits if count is not None), default=None)
             first_replica = self.dealing.replicas.start if index in self.shares else 0
-            for step in self._steps(index, epoch, most, kept=limit is None):
+            for step in source.epoch(epoch, batches_at_most=most):
                 self.whole = step.whole
                 for item in (*step.batches, *step.masked):
                     item.dataloader_idx = index
                     item.replica += first_replica
                     yield item
-        if self.step_collectives is not None:
-            self.step_collectives.look()
 
     def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
         """Return whether a loader of map-style data gives each process another part of them; every rank calls it."""
@@ -251,18 +240,6 @@ class EvaluationData:
         source.dealing, source.ranks = replace(self.dealing, layout=Layout(1, 1), process=0), SINGLE
         if isinstance(source, DealtData) and isinstance(source.source, MapLoader):
             source.source.is_share = True
-
-    def _steps(self, index: int, epoch: int, batches_at_most: int | None, kept: bool) -> Iterator[StepInput]:
-        """Yield the steps of a loader; the last one padded where the steps before have called a collective."""
-        calls, exact = self.step_collectives, self.sources[index]
-        if calls is not None and (calls.seen or not kept):
-            yield from self.padded[index].epoch(epoch, batches_at_most=batches_at_most)
-            return
-        for number, step in enumerate(exact.epoch(epoch, batches_at_most=batches_at_most)):
-            if calls is None or step.even or not calls.look():
-                yield step
-            else:
-                yield from self.padded[index].epoch(epoch, number, batches_at_most)
 
     @property
     def is_whole(self) -> bool | None:

@@ -217,11 +217,6 @@ class Deal:
         return rest // self.replicas if self.padded else self.batch_size
 
     @property
-    def is_even(self) -> bool:
-        """Whether every replica has as many positions in the last round as any other."""
-        return self.padded or self.samples == self.rounds * self.replicas * self.batch_size
-
-    @property
     def steps(self) -> int:
         """Optimizer steps of the epoch."""
         return -(-self.rounds // self.accumulate)

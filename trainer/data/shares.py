@@ -141,13 +141,17 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
     return bool(different)
 
 
+def name_of(loader: Any) -> str:
+    """Return the class of a loader and of its dataset, for messages."""
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
+
+
 def tell_of_share(data: str, loader: Any, ranks: Ranks) -> None:
     """Say on rank 0 that a loader is read as it is; data: "training" or "evaluation"."""
-    dataset = getattr(loader, "dataset", None)
-    over = "" if dataset is None else f" over {type(dataset).__name__}"
     stays = f", so this run stays on {ranks.size} processes" if data == "training" else ""
     if ranks.rank == 0:
-        log.info("Each process reads its own share of the %s data (%s%s)%s.", data, type(loader).__name__, over, stays)
+        log.info("Each process reads its own share of the %s data (%s)%s.", data, name_of(loader), stays)
 
 
 def reads_share(loader: Any, ranks: Ranks) -> bool:

@@ -55,8 +55,6 @@ class StepInput:
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
     """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
-    even: bool = True
-    """Whether every replica has as many samples as any other, of data that is dealt out by position."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,9 @@ class Dealing:
     loader_options: Mapping[str, Any] | None = None
     """Options of DataLoaders, instead of their own."""
     padded: bool = False
-    """Whether an epoch's last round repeats samples, so that every replica has a batch; a stream repeats a batch."""
+    """Whether an epoch's last round repeats its first samples until every replica has equally many."""
     left_out: frozenset[int] = frozenset()
     """Dataset indices that are in no batch: positions stay, and batches shrink."""
-
-    counts_first_tensor: bool = False
-    """Whether a stream's batch has as many samples as its first tensor, where tensors differ in length."""
 
     @property
     def replicas(self) -> range:

@@ -45,7 +45,7 @@ class StreamData:
         count: counts the samples of a batch.
         """
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
-        self.count_samples = sample_counter(loader, count, dealing.counts_first_tensor)
+        self.count_samples = sample_counter(loader, count)
         self.restored: dict[str, Any] = {}
         # `opened` is the epoch that was opened last, `ended` whether it was read to its end
         self.opened, self.ended = -1, False
@@ -95,7 +95,7 @@ class StreamData:
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
         position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
-        first, compares = None, self.ranks.size > 1
+        compares = self.ranks.size > 1
         while end is None or position < end:
             # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
@@ -107,11 +107,7 @@ class StreamData:
             round, replica = divmod(position, replicas)
             if batch is _END:
                 self.ended = True
-                if not (dealing.padded and replica):
-                    break
-                batch = first
-            elif dealing.padded and replica == 0:
-                first = batch  # repeated where the last round has fewer batches than replicas
+                break
             size = self.count_samples(batch)
             samples += size
             read += size
@@ -216,15 +212,12 @@ class OwnShares(StreamData):
         limit: int | float,
         ranks: Ranks,
         count: Callable[[Any], int] | None = None,
-        compares: bool = True,
     ) -> None:
         """Wrap a loader.
 
         ranks, count: see `StreamData`.
-        compares: refuse shares that begin with the same batch on all ranks.
         """
         super().__init__(loader, dealing, limit, ranks, count)
-        self.compares = compares
         # a seed of its own: two shares of one dataset must not draw the same augmentations
         alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)
         self.own = StreamData(loader, alone, limit)
@@ -247,7 +240,7 @@ class OwnShares(StreamData):
         dealing, process = self.dealing, self.dealing.process
         batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
         limit = self.share if isinstance(self.limit, int) or self.limit != 1.0 else None
-        compares = self.compares
+        compares = True
         for step in count(start_step):
             found: list[ReplicaBatch] = []
             for round in range(step * dealing.accumulate, (step + 1) * dealing.accumulate):
@@ -290,9 +283,9 @@ class OwnShares(StreamData):
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
-def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None, compares: bool = True) -> OwnShares:
+def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
     """Take the loader of dealt out data for each process's own share; see `OwnShares`."""
-    shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count, compares)
+    shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     tell_of_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
         shares.own.first_read = getattr(data, "first_read", None)

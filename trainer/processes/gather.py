@@ -15,7 +15,7 @@ from torch import Tensor
 from ...base.errors import DisagreementError, TaskError
 from ...base.tensors import map_tensors
 from .place import Place
-from .ranks import Ranks, serves_host
+from .ranks import Ranks
 
 
 class Spread(Protocol):
@@ -24,7 +24,7 @@ class Spread(Protocol):
     place: Place
     device: torch.device
     data_ranks: Ranks
-    leaves_default_group: bool
+    collectives: Ranks
 
 
 class UnevenTensors(list[Tensor]):
@@ -97,10 +97,7 @@ def _joined(parts: list[Tensor]) -> Any:
 
 def _ranks_of(strategy: Spread, group: Any) -> Ranks:
     if group is None or strategy.place.world_size == 1:
-        ranks = strategy.data_ranks
-        if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
-            return Ranks(ranks.rank, ranks.size)
-        return ranks
+        return strategy.data_ranks
     size = dist.get_world_size(group)
     if size < 1:
         raise TaskError(
@@ -152,7 +149,7 @@ def _channel(strategy: Spread, group: Any) -> Any:
     """Return the process group for gradients of gathers; every rank calls it."""
     if group is not None:
         return group
-    if not strategy.leaves_default_group and strategy.data_ranks.group is not None:
+    if strategy.data_ranks is not strategy.collectives:  # of a mesh, whose data axis is a part of the world
         return strategy.data_ranks.group
     world = dist.group.WORLD
     if world not in _channels:

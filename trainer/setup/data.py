@@ -7,8 +7,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from ...base.errors import ConfigError, DataError
 from ...base.quantities import parse_duration
 from ...tasks.data_hooks import DataHooks
@@ -18,13 +16,12 @@ from ..accelerators import has_streams
 from ..data.combined import combined, loaders_in, one_after_another
 from ..data.dealing import DealtData, EvaluationData, TrainingData, training_data
 from ..data.loaders import is_dealable, length_of, require_iterable
-from ..data.shares import LOCKSTEP, are_shares, reads_share, unpadded
+from ..data.shares import LOCKSTEP, are_shares, name_of, reads_share, unpadded
 from ..data.steps import Dealing
 from ..data.streams import StreamData, own_shares
 from ..data.transfer import CopyStream, to_device, with_allocated_memory
 from ..hooks import counter_of, overrides
 from ..processes.ranks import SINGLE
-from ..processes.script_collectives import StepCollectives, gathers
 from ..resume import fingerprint
 from ..run import Call, JoinedCall
 
@@ -149,17 +146,24 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     left_out = samples_left_out(trainer.leave_out_samples, loader)
-    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares, left_out=left_out)
-    ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
+    even = trainer.use_distributed_sampler == "even"
+    shares = replace(dealing(call), whole_rounds=whole, padded=even, left_out=left_out)
+    ranks = SINGLE if call.members_change else call.strategy.collectives
     count = counter_of(call.task)
     data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
         samples_left_out(trainer.leave_out_samples, loader, is_share=True)
-        if not (whole or trainer.pads_shares):
+        if not (whole or even):
             call.undo.enter_context(unpadded(loader))
-        data = own_shares(data, call.strategy.collectives, count, compares=not trainer.reads_streams_whole)
+        data = own_shares(data, call.strategy.collectives, count)
+    elif even and isinstance(data, StreamData) and call.state.replicas > 1:
+        raise ConfigError(
+            f"trainer.use_distributed_sampler='even' repeats samples of data that can be read at any position, which "
+            f"{name_of(loader)} cannot. Let it yield each process its share, by rank, which is trained on as it is; or "
+            f"say true, which deals its batches out."
+        )
     call.data.loaders["train"] = given
     call.data.training = data
     call.trainer.lengths["train"] = call.data.training.rounds
@@ -206,16 +210,13 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
     given[word] = found
     if loaders:
         shares = shares_of_evaluation(call, loaders)
-        meeting = None if shares or word == "predict" else step_collectives(call, word)
-        compares = not (call.trainer.reads_streams_whole or call.members_change)
         data = EvaluationData(
             loaders,
             dealing(call),
             limit,
             shares,
-            step_collectives=meeting,
-            ranks=call.strategy.collectives if compares else SINGLE,
-            expects_shares=compares and not call.trainer.use_distributed_sampler,
+            ranks=SINGLE if call.members_change else call.strategy.collectives,
+            expects_shares=not (call.members_change or call.trainer.use_distributed_sampler),
             count=counter_of(call.task),
         )
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
@@ -229,20 +230,6 @@ def require_batches(data: EvaluationData, name: str) -> None:
     for index, length in enumerate(data.lengths):
         if length and data.limit and data.count(index) == 0:
             raise ConfigError(f"{name}={data.limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
-
-
-def step_collectives(call: Call, word: str) -> StepCollectives | None:
-    """Return what tells whether steps of an evaluation call collectives, where samples are then repeated; else None.
-
-    They are repeated also where a hook that ends it gathers what its steps have kept.
-    """
-    ranks = call.strategy.data_ranks
-    pads = call.trainer.pads_shares and ranks.size > 1 and not call.strategy.lockstep
-    if not pads or call.state.replicas % ranks.size:
-        return None
-    found = StepCollectives(counts=call.strategy.leaves_default_group)
-    found.seen = gathers(call.task, (f"on_{word}_epoch_end", f"on_{word}_end"))
-    return found
 
 
 def find_loader(call: Call, word: str) -> Any:
@@ -272,12 +259,10 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
     begun: the samples of the run's fingerprint, where it resumes.
     """
     trainer, ranks = call.trainer, call.strategy.data_ranks
-    if ranks.size > 1 and (is_read_whole(call, source.loader) or not trainer.use_distributed_sampler):
+    if ranks.size > 1 and not trainer.use_distributed_sampler:
         return "use_distributed_sampler=False"
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
         return "by its DistributedSampler"
-    if trainer.reads_streams_whole:
-        return ""
     # a stream that was opened for a look may not take the position that is restored
     if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
         return "" if begun.get("use_distributed_sampler", True) else "as when the run began"
@@ -289,24 +274,10 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
 
 def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
     """Return the numbers of evaluation loaders that are each process's own share without a look at what they read."""
-    trainer, ranks = call.trainer, call.strategy.data_ranks
-    several, lockstep = ranks.size > 1, call.strategy.lockstep
-    if several and all(is_read_whole(call, loader) for loader in loaders):
-        return set(range(len(loaders)))
-    if several and trainer.reads_streams_whole and not trainer.use_distributed_sampler:
-        if lockstep:
-            raise ConfigError(LOCKSTEP)
-        return set(range(len(loaders)))
-    shares = {index for index, loader in enumerate(loaders) if reads_share(loader, ranks)}
-    for index in shares if not trainer.pads_shares else ():
+    shares = {index for index, loader in enumerate(loaders) if reads_share(loader, call.strategy.data_ranks)}
+    for index in shares:
         call.undo.enter_context(unpadded(loaders[index]))
     return shares
-
-
-def is_read_whole(call: Call, loader: Any) -> bool:
-    """Return whether each process takes all that it reads of a stream, as under Lightning."""
-    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    return call.trainer.reads_streams_whole and stream and not call.strategy.lockstep
 
 
 def require_shares_fit(call: Call, origin: str) -> None:
@@ -343,7 +314,6 @@ def dealing(call: Call) -> Dealing:
         keyed=call.keyed,
         lockstep=call.strategy.lockstep,
         loader_options=call.trainer.loader,
-        counts_first_tensor=call.trainer.reads_streams_whole,
     )
 
 

@@ -95,11 +95,6 @@ class DDPStrategy(GroupStrategy):
         """Whether torch's DDP waits for a gradient of every parameter."""
         return not self.finds_unused
 
-    @property
-    def leaves_default_group(self) -> bool:  # type: ignore[override]
-        """Whether the default process group has no collectives but the script's."""
-        return self.collectives.group is not None
-
     def _backend(self) -> str:
         """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
         return "gloo" if self.elastic.changes else super()._backend()

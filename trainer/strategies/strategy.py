@@ -54,8 +54,6 @@ class Strategy:
     """Whether a step fails where a trained parameter gets no gradient on some rank."""
     finds_unused = False
     """Whether the config says that batches may leave parameters out (find_unused_parameters=true)."""
-    leaves_default_group = False
-    """Whether the default process group has no collectives but the script's."""
     gradients_in_parts = False
     """Whether ranks have different gradients after `end_step`, each its part."""
 
