@@ -68,7 +68,7 @@ GONE = {
     "tune": "legato tune is gone. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 --metric "
     "throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
     "board": "legato board is gone. Look at runs with `tensorboard --logdir runs`.",
-    "schema": "legato schema is gone. `legato config CONFIG.yaml` prints all keys, `legato help KEY` explains one.",
+    "schema": "legato schema is gone. Editors read legato/configs/legato.schema.json (docs/how-to/config.md).",
 }
 """Commands that Legato had, and what to do instead."""
 

@@ -236,7 +236,7 @@ def test_setup_cfg_lists_every_package():
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module_and_every_yaml(tmp_path):
+def test_the_wheel_holds_every_module_and_every_config(tmp_path):
     build = [
         sys.executable,
         "-m",
@@ -252,6 +252,7 @@ def test_the_wheel_holds_every_module_and_every_yaml(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    yamls = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*.yaml")}
+    folder = (ROOT / "configs").iterdir()
+    configs = {str(path.relative_to(ROOT)) for path in folder if path.suffix in (".yaml", ".json")}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "cli").rglob("*.template")}
-    assert held == {f"legato/{name}" for name in {*NAMES, *yamls, *templates, "__main__.py", "py.typed"}}
+    assert held == {f"legato/{name}" for name in {*NAMES, *configs, *templates, "__main__.py", "py.typed"}}
