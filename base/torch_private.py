@@ -179,7 +179,7 @@ def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
     """Return a shallow copy of a tree of modules with `tensors`, by id of the original, as parameters and buffers.
 
-    torch.func.functional_call would swap them on the one module that all threads share, and lose gradients.
+    torch.func.functional_call calls a module's forward alone, and a step of a task is another method.
     """
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
@@ -421,11 +421,6 @@ def is_computed(metric: Any) -> bool:
 def newest_value_of(metric: Any) -> Any:
     """Return a metric's value of the newest batch."""
     return metric._forward_cache
-
-
-def set_newest_value(metric: Any, value: Any) -> None:
-    """Set a metric's value of the newest batch."""
-    metric._forward_cache = value
 
 
 def set_synced(metric: Any, wanted: bool) -> bool:

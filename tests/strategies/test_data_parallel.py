@@ -1,6 +1,5 @@
 """Data parallel in one process: a batch split over devices counts as the batch itself."""
 
-import threading
 from contextlib import contextmanager
 
 import pytest
@@ -76,10 +75,6 @@ def gradients(task):
 
 def same_bits(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def device_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("legato-device-")]
 
 
 # --- loss and gradient ----------------------------------------------------------------------------------------------
@@ -235,43 +230,27 @@ def test_a_batch_without_tensors_is_refused():
         strategy.training_step((object(), 0), 0, last=True)
 
 
-# --- threads --------------------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------------------------
 class Witness(Classifier):
     def __init__(self):
         super().__init__()
         self.events = []
 
     def training_step(self, batch, batch_idx):
-        self.events.append((threading.current_thread().name, "begins", len(batch[0])))
-        loss = super().training_step(batch, batch_idx)
-        self.events.append((threading.current_thread().name, "ends", threading.get_ident()))
-        return loss
+        self.events.append((self.trainer.strategy.device, len(batch[0])))
+        return super().training_step(batch, batch_idx)
 
 
-def test_chunks_take_turns_where_they_share_a_generator():
+def test_a_chunk_computes_on_its_device():
     task = Witness()
-    with attached(task, 2) as strategy:
+    with attached(task, [CPU, OTHER_CPU]) as strategy:
+        task.trainer.strategy = strategy
         strategy.training_step((make_batch(5), 0), 0, last=True)
-    assert [event[:2] for event in task.events] == [
-        ("legato-device-0", "begins"),
-        ("legato-device-0", "ends"),
-        ("legato-device-1", "begins"),
-        ("legato-device-1", "ends"),
-    ]
+        assert strategy.device == CPU
+    assert task.events == [(CPU, 3), (OTHER_CPU, 2)]
 
 
-def test_threads_are_kept_between_steps_and_gone_after_teardown():
-    task = Witness()
-    assert not device_threads()
-    with attached(task, 2) as strategy:
-        for _ in range(3):
-            strategy.training_step((make_batch(4), 0), 0, last=True)
-        assert len(device_threads()) == 2
-    assert len({event[2] for event in task.events if event[1] == "ends"}) == 2
-    assert not device_threads()
-
-
-def test_the_callers_modes_hold_in_the_threads():
+def test_the_callers_modes_hold_for_each_chunk():
     class Modes(Classifier):
         def training_step(self, batch, batch_idx):
             output = self.model(batch[0])
@@ -298,12 +277,11 @@ def test_the_callers_modes_hold_in_the_threads():
     assert torch.zeros(1).dtype == single
 
 
-def test_one_device_needs_no_copies_and_no_threads():
-    task = Witness()
+def test_one_device_needs_no_copies():
+    task = Classifier()
     with attached(task, 1) as strategy:
-        strategy.training_step((make_batch(3), 0), 0, last=True)
-        assert not device_threads()
-    assert task.events[0] == (threading.current_thread().name, "begins", 3)
+        task.training_step = lambda batch, batch_idx: task
+        assert strategy.training_step((make_batch(3), 0), 0, last=True) is task
 
 
 # --- evaluation -----------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Data parallel: one process whose threads each drive a device, on a part of every batch."""
+"""Data parallel: one process that drives several devices, each with a part of every batch."""

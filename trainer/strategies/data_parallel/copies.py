@@ -1,7 +1,6 @@
-"""Copies of a task for the threads of a data-parallel step."""
+"""Copies of a task for the devices of a data-parallel step."""
 
 import sys
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import parallel
 
-from ....base.torch_private import copy_modules, newest_value_of, own_buffers, put_child, set_newest_value
+from ....base.torch_private import copy_modules, own_buffers, put_child
 from ...data.transfer import to_device
-from ...metrics.torchmetrics import is_metric
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -28,7 +26,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
-    # Not functional_call, which swaps the tensors of one shared module: over threads gradients were lost
+    # Not functional_call, which calls forward alone: a step is another method
     parameters, buffers = list(module.parameters()), list(module.buffers())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
@@ -46,7 +44,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
 class _Broadcast(Function):
     """Hand the same tensors to several copies; add up their gradients in the order of the copies.
 
-    Without it the order in which autograd adds is left to the order in which threads made the graph.
+    Without it autograd adds first what was computed last.
     """
 
     @staticmethod
@@ -79,27 +77,11 @@ def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
                 own[name] = value.detach()
 
 
-class LogRecorder:
-    """Takes what one copy of a task logs, to be logged by the task itself when all threads are done."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[str, Any, Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Stand in for `Task.log`."""
-        # `Task.log` finds a metric's name by the object itself, which is in the task
-        value = value.metric if isinstance(value, SharedMetric) else value
-        if isinstance(value, Tensor):
-            value = value.detach()
-        newest = newest_value_of(value) if is_metric(value) else None
-        self.entries.append((name, value, newest, args, kwargs))
-
-    def replay(self, task: "Task", samples: int) -> None:
-        """Log everything on `task`, weighted by `samples` where the step named no batch_size."""
-        for name, value, newest, args, kwargs in self.entries:
-            if newest is not None:
-                set_newest_value(value, newest)
-            task.log(name, value, *args, **({"batch_size": samples} | kwargs))
+def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Log on `task` what a copy of it logs for so many samples, unless the step names a batch_size."""
+    # `Task.log` finds a metric's name by the object itself, which is in the task
+    value = value.metric if isinstance(value, SharedMetric) else value
+    task.log(name, value, *args, **({"batch_size": samples} | kwargs))
 
 
 class SharedMetric:
@@ -108,23 +90,21 @@ class SharedMetric:
     A copy's own metric would count one chunk and be thrown away with the copy.
     """
 
-    def __init__(self, metric: Any, device: torch.device, lock: threading.Lock) -> None:
-        self.metric, self.device, self.lock = metric, device, lock
+    def __init__(self, metric: Any, device: torch.device) -> None:
+        self.metric, self.device = metric, device
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Count one chunk and return its value."""
-        with self.lock:
-            return self.metric(*to_device(args, self.device), **to_device(kwargs, self.device))
+        return self.metric(*to_device(args, self.device), **to_device(kwargs, self.device))
 
-    __call__ = forward
+    forward = __call__
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Count one chunk."""
-        with self.lock:
-            self.metric.update(*to_device(args, self.device), **to_device(kwargs, self.device))
+        self.metric.update(*to_device(args, self.device), **to_device(kwargs, self.device))
 
     def __getitem__(self, key: str) -> "SharedMetric":
-        return SharedMetric(self.metric[key], self.device, self.lock)
+        return SharedMetric(self.metric[key], self.device)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.metric, name)
@@ -146,9 +126,7 @@ def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
     ]
 
 
-def share_metrics(
-    copy: nn.Module, metrics: Sequence[tuple[str, str, Any]], device: torch.device, lock: threading.Lock
-) -> None:
+def share_metrics(copy: nn.Module, metrics: Sequence[tuple[str, str, Any]], device: torch.device) -> None:
     """Let `copy` use the task's own `metrics`, which live on `device`."""
     for path, name, metric in metrics:
-        put_child(copy.get_submodule(path), name, SharedMetric(metric, device, lock))
+        put_child(copy.get_submodule(path), name, SharedMetric(metric, device))

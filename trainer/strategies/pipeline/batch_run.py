@@ -23,14 +23,13 @@ from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
-from ..data_parallel.copies import LogRecorder
 from ..pieces import split
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
     from .pipeline import PipelineMeshStrategy
 
-Logged = list[tuple[str, float, tuple[Any, ...], dict[str, Any]]]
+LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """Name and value of what was logged, and the other arguments of `log`."""
 
 
@@ -57,7 +56,8 @@ class BatchRun:
         # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
-        self.recorders = [LogRecorder() for _ in self.sizes]
+        self.calls: list[list[LogCall]] = [[] for _ in self.sizes]
+        """What training_step has logged for each piece."""
         seed_generators(mix(self.key, strategy.owners.own))  # else stages would draw the same masks
 
     def _of_all(self, number: int) -> list[int]:
@@ -100,26 +100,27 @@ class BatchRun:
         seed_generators(mix(self.key, self.strategy.sizes.pipeline, index))
         # in the instance, before the class's method: what is logged is told to the other stages first, which log it as
         # well
-        self.task.__dict__["log"] = self.recorders[index].log
+        self.task.__dict__["log"] = partial(self._record, index)
         try:
             return self.task.training_step(self.batches[index], *self.others)
         finally:
             del self.task.__dict__["log"]
 
-    def logged(self) -> Logged:
-        """Return what training_step has logged for all pieces."""
-        entries = [(size, entry) for size, one in zip(self.sizes, self.recorders, strict=True) for entry in one.entries]
-        for _, (name, value, *_) in entries:
-            if is_metric(value):
-                raise TaskError(
-                    f"log({name!r}) in training_step: under a pipeline only the last stage has this metric's values. "
-                    f"Log numbers there, and metrics in validation."
-                )
-        values = to_floats([value for _, (_, value, *_) in entries])  # a recorder has detached them
-        return [
-            (name, value, args, {"batch_size": size} | options)
-            for value, (size, (name, _, _, args, options)) in zip(values, entries, strict=True)
-        ]
+    def _record(self, index: int, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stand in for `Task.log`. Raises TaskError for a metric object."""
+        if is_metric(value):
+            raise TaskError(
+                f"log({name!r}) in training_step: under a pipeline only the last stage has this metric's values. "
+                f"Log numbers there, and metrics in validation."
+            )
+        value = value.detach() if isinstance(value, Tensor) else value
+        self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))
+
+    def logged(self) -> list[LogCall]:
+        """Return what training_step has logged for all pieces, with plain numbers."""
+        calls = [call for calls in self.calls for call in calls]
+        values = to_floats([value for _, value, _, _ in calls])
+        return [(name, value, args, options) for value, (name, _, args, options) in zip(values, calls, strict=True)]
 
 
 def count_pieces(samples: Sequence[int], wanted: int) -> int:
