@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from .run_names import parse_small
+from .run_names import MANIFEST, parse_small
 
 INDEX = "index.json"
 
@@ -73,6 +73,13 @@ def read_index(folder: Path) -> CheckpointIndex | None:
         return None
     named = isinstance(index.run, str) and isinstance(index.monitor, str | None) and index.mode in ("min", "max")
     return index if named else None
+
+
+def best_names(folder: Path, run: str) -> list[str]:
+    """Return the names of a run's checkpoints with a value that are still in a folder, best first."""
+    index = read_index(folder)
+    names = index.best() if index is not None and index.run == run else []
+    return [name for name in names if (folder / name / MANIFEST).is_file()]
 
 
 def _entry(step: object, score: object, elapsed: object) -> Entry:

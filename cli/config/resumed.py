@@ -12,7 +12,7 @@ from ...base.run_names import CONFIG
 from ...base.targets import TARGET
 from ...base.values import Key, same
 from ...trainer.processes.place import find_place
-from ...trainer.runs.directory import newest_to_resume
+from ...trainer.runs.places import newest_to_resume
 from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
 from .check import Config, load_config
 from .read import dotted, format_value, overrides_among, parse_yaml

@@ -474,7 +474,7 @@ def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
         (failed / name).parent.mkdir(parents=True, exist_ok=True)
         (failed / name).write_text("")
         os.utime(failed / name, (0, 0))  # nobody has touched the lock for long
-    for name in ("environment.json", "README.txt", "uncommitted-1.diff", "events.out.tfevents.1.host", "wandb-id.txt"):
+    for name in ("environment.json", "uncommitted-1.diff", "events.out.tfevents.1.host", "wandb-id.txt"):
         (failed / name).write_text("")
     for name in ("checkpoints/pretrained.pt", "notes.txt", "evaluations/test/version_0/figure.png"):
         (failed / name).write_text("mine")

@@ -17,7 +17,7 @@ import legato as lg
 from legato.lab.history import RunHistory
 from legato.lab.origin import differences
 from legato.trainer.runs import record as run_record
-from legato.trainer.runs.record import FILES, README, RECORD, read_starts
+from legato.trainer.runs.record import FILES, RECORD, read_starts
 
 CSV = "loggers={json: {_target_: legato.loggers.JSONLinesLogger}, csv: {_target_: legato.loggers.CSVLogger}}"
 
@@ -168,17 +168,15 @@ def test_a_damaged_record_does_not_stop_a_run(project):
     assert (made.run_dir / f"{RECORD}.damaged").read_text() == "{"
 
 
-def test_each_file_has_its_line_in_the_readme(project):
+def test_each_file_of_a_run_has_its_line(project):
     made = fit(
         project,
         enable_checkpointing=True,
         logger=[lg.loggers.JSONLinesLogger(), lg.loggers.CSVLogger()],
         log_every_n_steps=1,
     )
-    named = (made.run_dir / README).read_text()
-    assert all(name in named for name in FILES)
     here = {path.name + "/" * path.is_dir() for path in made.run_dir.iterdir() if path.name[0] != "."}
-    assert {name for name in here if not any(fnmatch(name, one) for one in FILES)} == {README}
+    assert {name for name in here if not any(fnmatch(name, one) for one in FILES)} == set()
     rows = (made.run_dir / "metrics.csv").read_text().splitlines()
     assert "step" in rows[0].split(",")
     assert json.loads((made.run_dir / RECORD).read_text())["starts"]

@@ -33,7 +33,7 @@ from legato.trainer.checkpoints import find, reading
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
     r"metrics\.jsonl|events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|run\.json|"
-    r"environment\.json|README\.txt|uncommitted\.diff|spikes\.jsonl|epochs\.jsonl|"
+    r"environment\.json|uncommitted\.diff|spikes\.jsonl|epochs\.jsonl|"
     r"checkpoints/index\.json|"
     r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )

@@ -3,20 +3,17 @@
 Only reads, and without torch: for the commands that look at runs, and for Python as `legato.runs`.
 """
 
-import json
 import math
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...base.checkpoint_index import read_index
-from ...base.environment import requeued_job
+from ...base.checkpoint_index import best_names
 from ...base.errors import ConfigError, did_you_mean
 from ...base.run_names import (
     CHECKPOINTS,
@@ -26,21 +23,20 @@ from ...base.run_names import (
     MANIFEST,
     REPLAY,
     RUN_FILE,
-    VERSION,
-    parse_small,
     regular_file_size,
     require_local,
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
+from ..checkpoints.find import checkpoint_step
 from .lock import holder_of, is_held
-from .record import EPOCHS, STARTS, jobs_of
+from .record import EPOCHS, STARTS
 from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
 
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
     *(CONFIG, RUN_FILE, POINTS_FILE, CHECKPOINTS, STARTS, EPOCHS, "config_given.yaml", "environment.json"),
-    *("metrics.csv", "hparams.yaml", "README.txt"),
+    *("metrics.csv", "hparams.yaml"),
 }
 """Files that a run without any result may leave, besides names that begin with a dot."""
 KILLED = "It ended without a word: killed, out of memory, or its machine went down."
@@ -219,10 +215,8 @@ class RunDirectory:
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
         """The complete checkpoint with the best value; None if there is none, or if it is not known."""
-        index = read_index(self.path / CHECKPOINTS)
-        complete = {entry.path.name: entry for entry in self.checkpoints if entry.complete}
-        names = index.best() if index is not None and index.run == identity_of(self.path) else []
-        return next((complete[name] for name in names if name in complete), None)
+        names = best_names(self.path / CHECKPOINTS, identity_of(self.path))
+        return next((_checkpoint(self.path / CHECKPOINTS / name) for name in names), None)
 
     @cached_property
     def best(self) -> BestValue | None:
@@ -302,50 +296,14 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
     raise ConfigError(f"There is no run {word!r}, neither as a path nor below {str(root)!r}.{hint}")
 
 
-def newest_to_resume(root: Path, name: str) -> Path | None:
-    """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback."""
-    folders = [path for path in (root / name).glob("version_*") if VERSION.fullmatch(path.name) and path.is_dir()]
-    job = requeued_job()  # which goes on with a run of its own
-    folders = [path for path in folders if job is not None and job in jobs_of(path)] or folders
-    for path in sorted(folders, key=lambda path: int(path.name.removeprefix("version_")), reverse=True):
-        run = RunDirectory(path)
-        if any(one.complete for one in run.checkpoints) or _has_checkpoint_elsewhere(run):
-            return path
-    return None
-
-
-def _has_checkpoint_elsewhere(run: RunDirectory) -> bool:
-    dirpaths = [value for key, value in run.config.items() if key.endswith(".dirpath") and isinstance(value, str)]
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        identity = identity_of(run.path)
-        manifests = [file for folder in dirpaths for file in Path(folder).glob(f"*/{MANIFEST}")]
-        return any(json.loads(file.read_bytes())["run"] == identity for file in manifests)
-    return False
-
-
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key by which version_9 comes before version_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _checkpoint(path: Path) -> CheckpointEntry:
-    step = re.fullmatch(r"step-(\d{8,})", path.name)
-    files = [entry for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
-    number = int(step[1]) if step else _step_inside(path)
-    return CheckpointEntry(
-        path,
-        number,
-        sum(entry.stat().st_size for entry in files),
-        any(entry.name == MANIFEST for entry in files),
-    )
-
-
-def _step_inside(path: Path) -> int:
-    try:
-        found = parse_small(path / "state.json")["global_step"]
-    except (KeyError, TypeError):
-        return -1
-    return found if isinstance(found, int) else -1
+    sizes = {file.name: file.stat().st_size for file in os.scandir(path) if file.is_file(follow_symlinks=False)}
+    return CheckpointEntry(path, checkpoint_step(path), sum(sizes.values()), MANIFEST in sizes)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -4,25 +4,22 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ...base.checkpoint_index import read_index
+from ...base.checkpoint_index import INDEX, best_names
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
-from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem, require_local
+from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem
 from ..checkpoints import manifest
-from ..checkpoints.find import Check, checkpoint_step, newest_complete, resolve, verify
+from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, verify
 from . import record as run_record
 from . import run_file
 from .lock import belongs_to_training
 from .record import jobs_of
 from .run_file import identity_of, require_readable
-
-if TYPE_CHECKING:
-    from ..resume.saver import Saver
 
 log = logging.getLogger("legato")
 
@@ -32,8 +29,8 @@ def versions(root: Path, name: str) -> list[Path]:
     folder = root / name
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("version_")))
+    directories = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
+    return sorted(directories, key=lambda path: int(path.name.removeprefix("version_")))
 
 
 def versions_to_resume(root: Path, name: str) -> list[Path]:
@@ -41,8 +38,8 @@ def versions_to_resume(root: Path, name: str) -> list[Path]:
 
     In a SLURM job that was queued again these are its own: other jobs may have begun runs of that name meanwhile.
     """
-    found, job = versions(root, name), requeued_job()
-    return [path for path in found if job is not None and job in jobs_of(path)] or found
+    directories, job = versions(root, name), requeued_job()
+    return [path for path in directories if job is not None and job in jobs_of(path)] or directories
 
 
 def create(root: Path, name: str, identity: str, stage: str) -> Path:
@@ -113,67 +110,39 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
         verify(path)
         return True
 
-    inside = directory / CHECKPOINTS
-    found = [newest_complete(inside, check)] if inside.is_dir() else []
-    found += [newest_complete(folder, is_own) for folder in folders if identity]
-    return max((path for path in found if path is not None), key=checkpoint_step, default=None)
+    newest = [newest_complete(directory / CHECKPOINTS, check)]
+    newest += [newest_complete(folder, is_own) for folder in folders if identity]
+    return max((path for path in newest if path is not None), key=checkpoint_step, default=None)
 
 
 def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
     """Return the newest run directory of a name with a complete checkpoint, and that checkpoint."""
     for directory in reversed(versions(root, name)):
-        found = newest_in(directory)
-        if found is not None:
-            return directory, found
+        newest = newest_in(directory)
+        if newest is not None:
+            return directory, newest
     return None
 
 
-def newest_locked(
-    root: Path, name: str, saver: "Saver", check: Check, folders: Sequence[Path]
-) -> tuple[Path, Path] | None:
-    """Return what `newest_checkpoint` does, after the directory was locked; `folders`: where else it may have saved.
+def newest_to_resume(root: Path, name: str) -> Path | None:
+    """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback.
 
-    Raises ConfigError if another run of this name writes to it, or to a newer one without a checkpoint yet.
+    Only looks, for those who need the run's config first; `StoredRun.to_resume` verifies.
     """
-    for directory in reversed(versions_to_resume(root, name)):
-        require_readable(directory)
-        elsewhere = bool(folders) and bool(identity_of(directory))
-        if any((directory / CHECKPOINTS).glob("*")) or belongs_to_training(directory) or elsewhere:
-            # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one
-            saver.hold(directory, "fit")
-            found = newest_in(directory, check, folders)
-            if found is not None:
-                return directory, found
-            saver.release(directory)
-    return None
+    candidates = reversed(versions_to_resume(root, name))
+    return next((path for path in candidates if checkpoints_in(path / CHECKPOINTS) or _saves_elsewhere(path)), None)
 
 
-def find(
-    root: Path,
-    name: str,
-    resume: str | Path | None,
-    saver: "Saver",
-    check: Check,
-    folders: Sequence[Path],
-) -> tuple[Path | None, Path | None]:
-    """Return the directory and the checkpoint for `resume`; None for a new directory, or for no checkpoint.
+def _saves_elsewhere(directory: Path) -> bool:
+    values = run_file.read(directory).get("config") or {}
+    folders = [Path(value) for key, value in values.items() if key.endswith(".dirpath") and isinstance(value, str)]
+    return any(_is_of(identity_of(directory), path) for folder in folders for path in checkpoints_in(folder))
 
-    "auto" continues in the newest run directory of this name with a complete checkpoint, there or in `folders`, if any.
-    From a path (a checkpoint, a folder of some, or a file of Lightning's) a new run directory starts. Raises
-    CheckpointError if it has none.
-    """
-    if resume is None:
-        return None, None
-    if resume == "auto":
-        found = newest_locked(root, name, saver, check, folders)
-        if found is None:
-            log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", root / name)
-        return found if found is not None else (None, None)
-    path = Path(resume)
-    require_local(path, "The checkpoint to resume from")
-    if not path.exists():
-        raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
-    return None, path if path.is_file() else resolve(path, check)
+
+def _is_of(identity: str, checkpoint: Path) -> bool:
+    with suppress(CheckpointError):
+        return manifest.load_manifest(checkpoint).run == identity
+    return False
 
 
 FRESH = "checkpoint=none takes fresh weights."
@@ -194,6 +163,44 @@ class StoredRun:
     by_name: bool = False
     """Whether `directory` was found by the name; then it must still be the newest run of that name."""
 
+    # --- to resume it -----------------------------------------------------------------------------------------------
+    def directories(self) -> list[Path]:
+        """Return the run directories from which it may go on, newest first."""
+        by_name = self.by_name or self.directory is None
+        return versions_to_resume(self.root, self.name)[::-1] if by_name else [Path(str(self.directory))]
+
+    def to_resume(
+        self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Path]
+    ) -> tuple[Path | None, Path | None]:
+        """Lock the run directory to go on in; return it and the checkpoint to resume from, or None for both.
+
+        `hold` and `release` a run directory; `folders`: where else the run may have saved. Raises ConfigError if
+        another run writes there, or to a newer directory of this name without a checkpoint yet.
+        """
+        directory = checkpoint = None
+        for candidate in self.directories():
+            require_readable(candidate)
+            elsewhere = bool(folders) and bool(identity_of(candidate))
+            if any((candidate / CHECKPOINTS).glob("*")) or belongs_to_training(candidate) or elsewhere:
+                # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one
+                hold(candidate)
+                checkpoint = newest_in(candidate, check, folders)
+                if checkpoint is not None:
+                    directory = candidate
+                    break
+                release(candidate)
+        if self.by_name and (directory is None or not directory.samefile(str(self.directory))):
+            instead = f"that is {directory}" if directory is not None else "there is none"
+            raise ConfigError(
+                f"resume=auto has taken the config of {self.directory} for the newest run of {self.name!r} with a "
+                f"complete checkpoint, but {instead}. Name the run to go on with, legato fit RUN/{CONFIG} resume=auto, "
+                f"or leave resume=auto out to begin a new one."
+            )
+        if directory is None:
+            log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", self._place)
+        return directory, checkpoint
+
+    # --- to evaluate it ---------------------------------------------------------------------------------------------
     def weights(self, folders: Sequence[Path]) -> Path:
         """Return the checkpoint to evaluate, and log which it is; `folders`: where else the run may have saved.
 
@@ -201,56 +208,33 @@ class StoredRun:
         """
         newest = self._newest(folders)
         if newest is None:
-            place = self.directory if self.directory is not None else self.root / self.name
             raise CheckpointError(
-                f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}"
+                f"There is no complete checkpoint in {self._place}. Train first, or name a checkpoint; {FRESH}"
             )
-        which, found = ("last", newest) if self.word == "last" else self._best(newest)
+        which, checkpoint = ("last", newest) if self.word == "last" else self._best(newest)
         named = self.directory is None and newest.parent.parent.parent == self.root / self.name
         of = f" of the newest run of {self.name!r} that has one" if named else ""
-        log.info("checkpoint: the %s%s, %s. %s", which, of, found, FRESH)
-        return found
+        log.info("checkpoint: the %s%s, %s. %s", which, of, checkpoint, FRESH)
+        return checkpoint
 
-    def require(self, found: Path | None) -> None:
-        """Raise ConfigError if the newest run of the name with a complete checkpoint is not the one in `directory`."""
-        if self.directory is not None and (found is None or not found.samefile(self.directory)):
-            instead = f"that is {found}" if found is not None else "there is none"
-            raise ConfigError(
-                f"resume=auto has taken the config of {self.directory} for the newest run of {self.name!r} with a "
-                f"complete checkpoint, but {instead}. Name the run to go on with, legato fit RUN/{CONFIG} resume=auto, "
-                f"or leave resume=auto out to begin a new one."
-            )
-
-    def to_resume(self, check: Check, folders: Sequence[Path]) -> tuple[Path | None, Path | None]:
-        """Return the run directory and the checkpoint to resume from; None for both if there is no checkpoint."""
-        assert self.directory is not None
-        found = newest_in(self.directory, check, folders)
-        if found is None:
-            log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", self.directory)
-            return None, None
-        return self.directory, found
+    @property
+    def _place(self) -> Path:
+        return self.directory if self.directory is not None else self.root / self.name
 
     def _newest(self, folders: Sequence[Path]) -> Path | None:
         """Return the newest complete checkpoint of the first of the folders that has one, or of the run directory."""
         for folder in folders:
-            if (found := newest_complete(folder)) is not None:
-                return found
+            if (newest := newest_complete(folder)) is not None:
+                return newest
         if self.directory is not None:
             return newest_in(self.directory)
         return (newest_checkpoint(self.root, self.name) or (None, None))[1]
 
     def _best(self, newest: Path) -> tuple[str, Path]:
         """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""
-        folder = newest.parent
-        index = read_index(folder)
-        if index is None or index.run != manifest.load_manifest(newest).run:
-            if self.word == "best":
-                raise CheckpointError(
-                    f"{folder} does not say which checkpoint is the best. Set checkpoint=last or to a path."
-                )
-            return "last", newest
         passed_over = False
-        for path in (folder / name for name in index.best() if (folder / name / manifest.MANIFEST).is_file()):
+        for name in best_names(newest.parent, manifest.load_manifest(newest).run):
+            path = newest.parent / name
             try:
                 if path != newest:
                     verify(path)
@@ -261,6 +245,7 @@ class StoredRun:
                 return ("best that is whole" if passed_over else "best"), path
         if self.word == "best" and not passed_over:
             raise CheckpointError(
-                f"No checkpoint in {folder} has a value of {index.monitor!r}. Set checkpoint=last or a path."
+                f"{newest.parent} does not say which checkpoint is the best: no value of a monitored metric is in its "
+                f"{INDEX}. Set checkpoint=last or to a path."
             )
         return "last", newest

@@ -6,7 +6,6 @@ config.yaml          the config that trained the newest weights
 config_given.yaml    the same without defaults
 starts/N.yaml        the config of start N, counted from 0 as in environment.json
 epochs.jsonl         the step after which each epoch began; of two lines for an epoch the later one counts
-README.txt           a line for each file that a run directory may hold
 """
 
 import json
@@ -23,12 +22,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE, parse_small
 from .run_file import identity_of, replace_text
 
-RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
+RECORD, DIFF, GIVEN_CONFIG = "environment.json", "uncommitted.diff", "config_given.yaml"
 EPOCHS = "epochs.jsonl"
 STARTS = "starts"
 """Folder of the configs of all starts of a run, in its directory."""
@@ -60,16 +60,6 @@ FILES = {
 """Files of a run directory, by name, with their contents."""
 
 
-def write_readme(directory: Path) -> None:
-    """Write README.txt, unless there is one."""
-    path = directory / README
-    if path.exists():
-        return
-    width = max(map(len, FILES))
-    lines = (f"{name:<{width}}  {text}" for name, text in FILES.items())
-    path.write_text("\n".join(["A run of Legato. What was not needed is not there.", "", *lines, ""]))
-
-
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
     """Add a start of the run to the record; `facts`: what the caller knows of it; `config`: what it runs with."""
     starts = read_starts(directory)
@@ -86,7 +76,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
             "process": os.getpid(),
             "working_directory": str(Path.cwd()),
             **facts,
-            "host": host(),
+            "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
             "versions": package_versions(),
             "git": code,
             "packages": installed_packages(),
@@ -168,31 +158,7 @@ def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -
     return name
 
 
-# --- host and versions ------------------------------------------------------------------------------------------------
-def host() -> dict[str, Any]:
-    """Return name, system, processor, number of processors and bytes of memory of this machine."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not a Unix
-        memory = None
-    return {
-        "name": socket.gethostname(),
-        "system": platform.platform(),
-        "cpu": _cpu_name(),
-        "cpus": os.cpu_count(),
-        "memory_bytes": memory,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"(?m)^model name\s*:\s*(.+)$", text)
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
+# --- versions ---------------------------------------------------------------------------------------------------------
 def package_versions() -> dict[str, str | None]:
     """Return the versions of Legato, Python, torch, and what torch was built with."""
     import numpy
@@ -212,17 +178,12 @@ def package_versions() -> dict[str, str | None]:
 def installed_packages() -> dict[str, str]:
     """Return the versions of all installed packages, as the names of their folders of metadata have them."""
     # importlib.metadata opens a file for each package: 0.19 s for a hundred of them, at every start
-    found: dict[str, str] = {}
-    for folder in dict.fromkeys(sys.path):
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:  # no folder, or one that may not be read
-            continue
-        for name in names:
-            if name.endswith(".dist-info"):
-                package, _, version = name.removesuffix(".dist-info").rpartition("-")
-                found.setdefault(package, version)
-    return dict(sorted(found.items()))
+    names: list[str] = []
+    for folder in reversed(sys.path):  # the first on the path counts
+        with suppress(OSError):  # no folder, or one that may not be read
+            names += os.listdir(folder or ".")
+    pairs = (name.removesuffix(".dist-info").rpartition("-") for name in names if name.endswith(".dist-info"))
+    return dict(sorted((package, version) for package, _, version in pairs))
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
@@ -267,26 +228,18 @@ def _difference(root: Path, index: Path, objects: Path, base: str, deadline: flo
         return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base, variables=variables)
 
 
-def _git(folder: Path, deadline: float, *words: str, variables: Mapping[str, str] | None = None) -> bytes | None:
+def _git(
+    folder: Path, deadline: float, *words: str, variables: Mapping[str, str] = MappingProxyType({})
+) -> bytes | None:
     """Return what git answers; None where it is not installed, fails, or is not done at the deadline."""
     # no optional locks: a git command that the user gives at the same time must not find the index locked
-    added = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
-    command = [*added, "git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return None
-    try:
-        with tempfile.TemporaryFile() as answer:
-            subprocess.run(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=answer,
-                stderr=subprocess.DEVNULL,
-                timeout=left,
-                check=True,
-            )
-            answer.seek(0)
-            return answer.read()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
+    command = ["env", *(f"{name}={value}" for name, value in variables.items()), "git", *options, *words]
+    # a file and no pipe: what a filter of git's has started may hold a pipe open after git was ended
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as answer:
+        limit = max(deadline - time.monotonic(), 0.0)
+        silent = subprocess.DEVNULL
+        subprocess.run(command, cwd=folder, stdin=silent, stdout=answer, stderr=silent, timeout=limit, check=True)
+        answer.seek(0)
+        return answer.read()
+    return None

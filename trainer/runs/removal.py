@@ -16,13 +16,13 @@ from ...base.run_names import CHECKPOINTS, EVALUATIONS, RUN_FILE
 from ..checkpoints.manifest import load_manifest
 from ..checkpoints.storage import Folder
 from .lock import HOLDER, LOCK
-from .record import FILES, README, RECORD
+from .record import FILES, RECORD
 from .run_file import identity_of
 
 REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "": (
         *(name for name in FILES if name not in (RUN_FILE, "predictions.*")),
-        *(README, "predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
+        *("predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
         *(f"{RECORD}.damaged", "metrics.*.partial", ".*.json.partial", ".config*.partial"),
     ),
     "hang": ("rank-*.txt",),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,29 +122,23 @@ def decide_directory(
     def check(path: Path) -> bool:
         return path not in damaged and bool(find.check_sizes(path))
 
-    root, identity = Path(trainer.default_root_dir), ""
-    stored = request.resume if isinstance(request.resume, StoredRun) else None
-    if stored is not None and not stored.by_name:
-        assert stored.directory is not None
-        trainer.saver.hold(stored.directory, request.stage)
-        found, source = stored.to_resume(check, folders_elsewhere(trainer, request.task))
-        identity = identity_of(stored.directory)
+    directory: Path | None = None
+    source: Path | None = None
+    resume, identity = named_checkpoint(trainer, request.resume), ""
+    if resume == "auto":
+        resume = StoredRun(Path(trainer.default_root_dir), trainer.run_name, None, "auto")
+    if isinstance(resume, StoredRun):
+        saver, folders = trainer.saver, folders_elsewhere(trainer, request.task)
+        identity = next(filter(None, map(identity_of, resume.directories())), "")
+        directory, source = resume.to_resume(partial(saver.hold, stage="fit"), saver.release, check, folders)
         request.source_is_chosen = True
-        if found is None:
-            trainer.saver.release(stored.directory)
-    else:
-        named, folders = named_checkpoint(trainer, stored.word if stored else request.resume), list[Path]()
-        if named == "auto":
-            folders = folders_elsewhere(trainer, request.task)
-            before = map(identity_of, reversed(places.versions_to_resume(root, trainer.run_name)))
-            identity = next(filter(None, before), "")
-        found, source = places.find(root, trainer.run_name, named, trainer.saver, check, folders)
-        if stored is not None:
-            stored.require(found)
-        request.source_is_chosen = source is not None and source != Path(named or "")
+    elif resume is not None:
+        path = local_checkpoint(resume, "The checkpoint to resume from", "'auto', 'last', 'best' or nothing.")
+        source = path if path.is_file() else find.resolve(path, check)
+        request.source_is_chosen = source != path
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
-    directory = trainer.run_dir or found
+    directory = trainer.run_dir or directory
     last = None if directory == trainer.given_dir else directory
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
         directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
@@ -217,19 +212,24 @@ def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Pat
         callbacks = with_callbacks_of(request.task, trainer.callbacks)
         given = [one.dirpath for one in callbacks if isinstance(one, Checkpoint)]
         return request.weights.weights([folder for folder in given if folder is not None])
-    path = Path(named_checkpoint(trainer, request.weights) or "")
-    require_local(path, "The checkpoint")
-    if not path.exists():
-        hint = did_you_mean(str(path), ("last", "best", "none")) or " Expected a path, 'last' or 'best'."
-        raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
-    if path.is_file():
-        return path
-    found = find.resolve(path, check)
-    request.source_is_chosen = found != path
-    return found
+    path = local_checkpoint(
+        str(named_checkpoint(trainer, request.weights)), "The checkpoint", f"'last' or 'best'; {FRESH}"
+    )
+    source = path if path.is_file() else find.resolve(path, check)
+    request.source_is_chosen = source != path
+    return source
 
 
-def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path | None:
+def local_checkpoint(word: str | Path, argument: str, others: str) -> Path:
+    """Return a checkpoint's path; raises CheckpointError, with what else it may be, if nothing is there."""
+    require_local(word, argument)
+    if not Path(word).exists():
+        hint = did_you_mean(str(word), ("auto", "last", "best", "none"))
+        raise CheckpointError(f"There is no checkpoint at {word}.{hint} Expected a path, {others}")
+    return Path(word)
+
+
+def named_checkpoint(trainer: "Trainer", name: Any) -> Any:
     """Turn "last" and "best" into the paths that the Checkpoint callback knows."""
     if name not in ("last", "best"):
         return name

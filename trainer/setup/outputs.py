@@ -40,7 +40,6 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
         "precision": str(trainer.precision),
         "reproducible": trainer.reproducible,
     }
-    run_record.write_readme(directory)
     run_record.add_start(directory, facts, trainer.save_code, trainer.config_text if call.stage == "fit" else None)
 
 
