@@ -48,10 +48,10 @@ def test_foreign_weights_are_read_whatever_they_are_wrapped_in(tmp_path: Path) -
     torch.save(own, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     safetensors.torch.save_file(own, tmp_path / "model.safetensors")
     for path in tmp_path.iterdir():
-        read = foreign.read_foreign(path)
+        read = foreign.read_contents(path)["state_dict"]
         assert read.keys() == own.keys(), path
         assert all(torch.equal(read[name], own[name]) for name in own), path
-    kept = foreign.read_foreign(tmp_path / "ddp.pth", names=[f"module.{name}" for name in own])
+    kept = foreign.read_contents(tmp_path / "ddp.pth", names=[f"module.{name}" for name in own])["state_dict"]
     assert kept.keys() == {f"module.{name}" for name in own}  # a task whose only child is called so
 
 
@@ -61,19 +61,19 @@ def test_foreign_files_never_run_code_and_are_refused_with_what_they_hold(tmp_pa
         contents = {"state_dict": {}, "hook": Evil(tmp_path / "ran")}
         torch.save(contents, path, _use_new_zipfile_serialization=not old)
         with pytest.raises(CheckpointError, match="mkdir"):
-            foreign.read_foreign(path)
+            foreign.read_contents(path)
     assert not (tmp_path / "ran").exists()
     torch.save({"state_dict": {"w": torch.ones(1)}, "args": argparse.Namespace()}, tmp_path / "args.pt")
     with pytest.raises(CheckpointError, match=r"more than tensors and plain values: argparse\.Namespace"):
-        foreign.read_foreign(tmp_path / "args.pt")
+        foreign.read_contents(tmp_path / "args.pt")
     torch.save({"epoch": 3, "note": "x"}, tmp_path / "none.pt")
     with pytest.raises(CheckpointError, match=r"no state dict.*epoch \(int\), note \(str\)"):
-        foreign.read_foreign(tmp_path / "none.pt")
+        foreign.read_contents(tmp_path / "none.pt")
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="found list"):
-        foreign.read_foreign(tmp_path / "list.pt")
+        foreign.read_contents(tmp_path / "list.pt")
     torch.save({"a._orig_mod.w": torch.ones(1), "a.w": torch.ones(1)}, tmp_path / "twice.pt")
     with pytest.raises(CheckpointError, match="two weights of one name"):
-        foreign.read_foreign(tmp_path / "twice.pt")
+        foreign.read_contents(tmp_path / "twice.pt")
     with pytest.raises(CheckpointError, match="is not a file"):
-        foreign.read_foreign(tmp_path)
+        foreign.read_contents(tmp_path)

@@ -1,6 +1,5 @@
 """Background saves: training waits only for a copy in host memory; a thread writes it."""
 
-import mmap
 import os
 import threading
 from collections.abc import Mapping
@@ -18,18 +17,17 @@ from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
 from .commit import NO_OWNER, Owner, commit
 
-_ALIGNMENT = 64
-
 
 class Writer:
     """Thread that writes checkpoints, one at a time.
 
-    Host memory is one copy of the largest state saved, kept for the next save: touching fresh memory costs more than
-    the copy. The thread is not a daemon, so a process that ends by an exception still finishes its checkpoint.
+    Host memory is one copy of the state, kept for the next save: touching fresh memory costs more than the copy. The
+    thread is not a daemon, so a process that ends by an exception still finishes its checkpoint.
     """
 
     def __init__(self) -> None:
-        self.memory: Tensor | None = None
+        self.memory: dict[tuple[str, str], Tensor] = {}
+        """Copies in host memory, by file and name in it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._directory = Path()
@@ -78,7 +76,7 @@ class Writer:
         try:
             self.wait()
         finally:
-            self.memory = None
+            self.memory = {}
 
     def _write(self, flat: FlatState, ranks: Ranks, owner: Owner) -> None:
         try:
@@ -89,53 +87,34 @@ class Writer:
 
     def _snapshot(self, flat: FlatState) -> None:
         """Copy every tensor to the host; a tensor under several names is copied once."""
-        tensors = [tensor for named in flat.tensors.values() for tensor in named.values()]
-        tensors += [part.block for named in flat.parts.values() for part in named.values()]
-        places: dict[object, int] = {}
-        end = 0
-        for tensor in tensors:
-            if _identity(tensor) not in places:
-                places[_identity(tensor)] = end
-                end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        # only copies into pinned memory run behind the host; one wait at the end serves all
-        memory = self._memory_of(end, any(has_streams(tensor.device) for tensor in tensors))
         copies: dict[object, Tensor] = {}
-        for tensor in tensors:
-            identity = _identity(tensor)
-            if identity not in copies:
-                start = places[identity]
-                copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies[identity] = copy.copy_(tensor, non_blocking=has_streams(tensor.device))
-        # training goes on with these very tensors as soon as this returns
-        for device in {tensor.device for tensor in tensors if has_streams(tensor.device)}:
-            torch.accelerator.synchronize(device)
-        for file, named in flat.tensors.items():
-            flat.tensors[file] = {name: copies[_identity(tensor)] for name, tensor in named.items()}
+        devices = set()
+        for file, tensors in flat.tensors.items():
+            for name, tensor in tensors.items():
+                tensors[name] = self._copy((file, name), tensor, copies)
+                devices.add(tensor.device)
         for file, parts in flat.parts.items():
-            flat.parts[file] = {
-                name: replace(part, block=copies[_identity(part.block)]) for name, part in parts.items()
-            }
+            for name, part in parts.items():
+                parts[name] = replace(part, block=self._copy((file, name), part.block, copies))
+                devices.add(part.block.device)
+        # one wait serves all; training goes on with these very tensors as soon as this returns
+        for device in filter(has_streams, devices):
+            torch.accelerator.synchronize(device)
 
-    def _memory_of(self, size: int, pinned: bool) -> Tensor:
-        memory = self.memory
-        if memory is None or memory.nbytes < size or (pinned and not memory.is_pinned()):
-            self.memory = memory = None  # freed first, so that there are never two copies
-            self.memory = memory = _allocate(max(size, 1), pinned)
-        return memory
+    def _copy(self, place: tuple[str, str], tensor: Tensor, copies: dict[object, Tensor]) -> Tensor:
+        """Copy a tensor into the memory of its place in the save before."""
+        identity = _identity(tensor)
+        if identity not in copies:
+            memory, behind = self.memory.pop(place, None), has_streams(tensor.device)
+            if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+                memory = None  # freed first, so that there are never two copies
+                # only copies into pinned memory run behind the host
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=behind)
+            self.memory[place] = copies[identity] = memory.copy_(tensor, non_blocking=behind)
+        return copies[identity]
 
 
 def _identity(tensor: Tensor) -> object:
     if not tensor.nbytes:
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _allocate(size: int, pinned: bool) -> Tensor:
-    if pinned:  # the device copies into pinned memory asynchronously
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    # huge pages: the first copy into 500 MB of fresh memory takes 45 ms instead of 190
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -6,7 +6,7 @@ What JSON lacks becomes `{"__legato__": KIND, "value": ...}`, a tensor such a ma
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -223,66 +223,55 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
 
 
 # --- putting together -------------------------------------------------------------------------------------------------
-class _Unclaimed(dict[tuple[str, str], Any]):
-    """Tensors and parts without a mark so far: (file, name) -> tensor."""
-
-    files: ShardFiles | None = None
-    some_parts = False
-    """Whether the files may hold parts without a mark."""
+Tensors = dict[tuple[str, str], Tensor]
+"""Tensors by file and name."""
 
 
 def unflatten(
-    tree: Any,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    files: ShardFiles | None = None,
-    parts: Iterable[str] | None = (),
+    tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild a value from what `flatten` returned, with the names of files that hold `parts`; None: some of their
-    parts.
+    """Rebuild a value from what `flatten` returned, and `files` with the shards of tensors.
 
     A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if something does not match.
     """
     # Each tensor must be claimed by one mark: one that nothing mentions tells of files that do not belong together.
-    left = _Unclaimed({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
-    if files is not None:
-        left.files, left.some_parts = files, parts is None
-        left.update(dict.fromkeys(place for file in parts or () for place in files.names(file)))
+    left = {(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()}
     try:
-        contents = _decode(tree, (), left)
+        contents = _decode(tree, (), left, files)
     except RecursionError:
         raise CheckpointError("state.json is nested too deeply to be a checkpoint's.") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
         raise CheckpointError(f"state.json must hold an object with names as keys, got {type(contents).__name__}.")
     if left:
         file, name = next(iter(left))
-        file = file.removesuffix(".safetensors")
         raise CheckpointError(f"{file}.safetensors holds {name!r}, which state.json does not mention.")
     return contents
 
 
-def _decode(node: Any, path: ValuePath, left: _Unclaimed) -> Any:
+def _decode(node: Any, path: ValuePath, left: Tensors, files: ShardFiles | None) -> Any:
     if isinstance(node, list):
-        return [_decode(item, (*path, str(place)), left) for place, item in enumerate(node)]
+        return [_decode(item, (*path, str(place)), left, files) for place, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if MARK not in node:
-        return {key: _decode(item, (*path, key), left) for key, item in node.items()}
+        return {key: _decode(item, (*path, key), left, files) for key, item in node.items()}
     kind = node[MARK]
     try:
         if kind in ("tensor", "array", "scalar"):
             return _decode_tensor(kind, node, left)
-        if kind == "parts":
-            return _decode_parts(node, left)
+        if kind == "parts" and files is not None:
+            return _decode_parts(node, files)
         if node.keys() != {MARK, "value"} or not isinstance(kind, str):
             raise ValueError(f"no such mark: {str(node)[:80]}")
-        return KINDS[kind].unpack(_typed(KINDS[kind].packed, _decode(node["value"], path, left), KINDS[kind].items))
+        value = _decode(node["value"], path, left, files)
+        return KINDS[kind].unpack(_typed(KINDS[kind].packed, value, KINDS[kind].items))
     except (CheckpointError, RecursionError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"state.json is damaged at {_dotted(path)}: {str(error)[:200]}.") from error
 
 
-def _decode_tensor(kind: str, node: dict[str, Any], left: _Unclaimed) -> Any:
+def _decode_tensor(kind: str, node: dict[str, Any], left: Tensors) -> Any:
     if not {"file", "name"} <= node.keys() <= {MARK, "file", "name", "dtype", "shape"}:
         raise ValueError(f"no such mark: {str(node)[:80]}")
     place = (node["file"], node["name"])
@@ -303,16 +292,14 @@ def _decode_tensor(kind: str, node: dict[str, Any], left: _Unclaimed) -> Any:
     return array if kind == "array" else array[()]
 
 
-def _decode_parts(node: dict[str, Any], left: _Unclaimed) -> StoredTensor:
-    if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"} or left.files is None:
+def _decode_parts(node: dict[str, Any], files: ShardFiles) -> StoredTensor:
+    if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"}:
         raise ValueError(f"no such mark: {str(node)[:80]}")
-    name, shape, parts = _typed(str, node["name"]), tuple(_typed(list, node["shape"], int)), []
+    shape, parts = tuple(_typed(list, node["shape"], int)), []
     for rank, offset, size in _typed(list, node["parts"], list):
         file = file_name(_typed(str, node["file"]), _typed(int, rank))
-        if not left.some_parts:
-            del left[file, name]
         parts.append((file, tuple(_typed(list, offset, int)), tuple(_typed(list, size, int))))
-    return StoredTensor(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
+    return StoredTensor(files, _typed(str, node["name"]), shape, DTYPES[node["dtype"]], parts, node)
 
 
 def _typed(kind: type[Any], value: Any, items: type[Any] | None = None) -> Any:

@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,8 +75,8 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner
             folder.discard(name)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{directory} could not be written: {error.strerror or error} ({format_bytes(needed)} needed"
-                f"{_free_text(directory.parent)}). Earlier checkpoints are untouched."
+                f"{directory} could not be written: {error.strerror or error} ({format_bytes(needed)} needed). Earlier "
+                f"checkpoints are untouched."
             ) from error
         raise
 
@@ -102,26 +100,25 @@ def _write_files(folder: Folder, name: str, flat: FlatState, rank: int) -> dict[
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return the results, by rank.
 
-    Raises its exception here, or CheckpointError if it failed on other ranks only.
+    Raises its exception here, or another rank's CheckpointError; of any other exception there a CheckpointError.
     """
     if ranks.size == 1:
         return [action()]
     error: Exception | None = None
     result: Any = None
+    problem: CheckpointError | None = None
     try:
         result = action()
-    except Exception as caught:
-        error = caught
-    answers = ranks.gather_objects((result, None if error is None else f"{type(error).__name__}: {error}"))
-    if error is not None:
-        raise error
-    for rank, (_, problem) in enumerate(answers):
-        if problem is not None:
-            raise CheckpointError(f"Rank {rank} could not write its part of the checkpoint. {problem}")
+    except CheckpointError as caught:
+        error = problem = caught
+    except Exception as caught:  # which another process may not be able to unpickle
+        text = f"{type(caught).__name__}: {caught}"
+        error, problem = (
+            caught,
+            CheckpointError(f"Rank {ranks.rank} could not write its part of the checkpoint. {text}"),
+        )
+    answers = ranks.gather_objects((result, problem))
+    failures = [failure for _, failure in answers if failure is not None]
+    if failures:
+        raise error or failures[0]
     return [answer for answer, _ in answers]
-
-
-def _free_text(root: Path) -> str:
-    with suppress(OSError):
-        return f", {format_bytes(shutil.disk_usage(root).free)} free"
-    return ""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...base.errors import CheckpointError
-from ...base.run_names import CHECKPOINTS, require_local
-from .hashed import FileSum, check_file, parse_json
+from ...base.run_names import CHECKPOINTS, parse_small, require_local
+from .hashed import FileSum, check_file
 from .manifest import MANIFEST, STATE_FILE, load_manifest, regular_size
 from .storage import REPLACED, STEP_NAME, temporary_path
 
@@ -91,10 +91,8 @@ def checkpoint_step(path: Path) -> int:
     name = path.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
-    try:
-        step = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)["global_step"]
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return -1
+    state = parse_small(path / STATE_FILE)
+    step = state.get("global_step") if isinstance(state, dict) else None
     return step if isinstance(step, int) else -1
 
 

@@ -18,18 +18,13 @@ DDP_PREFIX, COMPILE_PART = "module.", "_orig_mod."
 _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be anything
 
 
-def read_foreign(path: Path, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Read the weights of a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file, on the host.
-
-    The prefixes of DistributedDataParallel and torch.compile are removed, unless `names`, the task's parameters, have
-    them. Raises CheckpointError with the contents of a refused file.
-    """
-    weights: dict[str, Tensor] = read_contents(path, names)["state_dict"]
-    return weights
-
-
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read such a file as the contents of a checkpoint: the weights and, beside a `state_dict`, the rest."""
+    """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
+
+    They are the weights and, beside a `state_dict`, the rest. The prefixes of DistributedDataParallel and torch.compile
+    are removed, unless `names`, the task's parameters, have them. Raises CheckpointError with the contents of a refused
+    file.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":

@@ -2,11 +2,10 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,39 +50,23 @@ def file_name(file: str, rank: int) -> str:
 class ShardFiles:
     """Files of a checkpoint that hold shards, opened when needed."""
 
-    def __init__(self, directory: Path, held: dict[str, dict[str, Tensor]] | None = None) -> None:
-        """`held`: tensors of files that this process has read already."""
-        self.directory, self.held = directory, held or {}
+    def __init__(self, directory: Path, names: Collection[str]) -> None:
+        """`names`: the files of the manifest; no other is opened, as nobody has verified it."""
+        self.directory, self.names = directory, names
         self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
 
-    def names(self, file: str) -> Iterator[tuple[str, str]]:
-        """Yield (file, name) of every shard in a file."""
-        for name in self.held.get(file) or self._handle(file).keys():
-            yield file, name
-
-    def block(self, file: str, name: str) -> Any:
-        """Return a shard that is read when sliced."""
-        held = self.held.get(file, {}).get(name)
-        return self._handle(file).get_slice(name) if held is None else held
-
-    def shape(self, file: str, name: str) -> list[int]:
-        """Return the shape of a shard."""
-        block = self.block(file, name)
-        return list(block.shape) if isinstance(block, Tensor) else list(block.get_shape())
-
-    def drop(self, file: str, name: str) -> None:
-        """Free a shard that was read before; it is read again when needed."""
-        self.held.get(file, {}).pop(name, None)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.directory / file
-            try:
-                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-                raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
-        return self._open[file]
+    def shard(self, file: str, name: str) -> Any:
+        """Return a shard that is read when sliced; raises CheckpointError if it is not there."""
+        path = self.directory / file
+        if file not in self.names:
+            raise CheckpointError(f"{file} is not among the files of the checkpoint.")
+        try:
+            if file not in self._open:
+                # mapped, not read: a rank that needs some rows of a file reads no others
+                self._open[file] = safe_open(path, framework="pt", device="cpu")
+            return self._open[file].get_slice(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
 class StoredTensor:
@@ -109,7 +92,7 @@ class StoredTensor:
             raise ValueError(f"{name!r} cannot have the shape {shape}")
         for file, offset, size in parts:
             inside = all(0 <= start <= start + count <= whole for start, count, whole in _zip(offset, size, shape))
-            if not inside or list(size) != files.shape(file, name):
+            if not inside or list(size) != files.shard(file, name).get_shape():
                 raise ValueError(f"the part of {name!r} in {file} does not fit into a tensor of shape {shape}")
         # enough, as DTensor cuts into a grid: blocks at different places whose sizes add up leave no gap
         if len({offset for _, offset, _ in parts}) < len(parts) or self.numel() != sum(
@@ -125,7 +108,7 @@ class StoredTensor:
         """Return a block (slices without steps, one for each dimension) in own memory."""
         starts = [range(size)[part].start for part, size in zip(place, self.shape, strict=True)]
         counts = [len(range(size)[part]) for part, size in zip(place, self.shape, strict=True)]
-        found = torch.zeros(counts, dtype=self.dtype)
+        block = torch.zeros(counts, dtype=self.dtype)
         for file, offset, size in self.parts:
             inner, outer = [], []
             for start, count, first, length in _zip(starts, counts, offset, size):
@@ -133,8 +116,8 @@ class StoredTensor:
                 inner.append(slice(low - first, high - first))
                 outer.append(slice(low - start, high - start))
             if all(part.start < part.stop for part in inner):
-                found[tuple(outer)] = self.files.block(file, self.name)[tuple(inner)]
-        return found
+                block[tuple(outer)] = self.files.shard(file, self.name)[tuple(inner)]
+        return block
 
     def whole(self) -> Tensor:
         """Return the whole tensor."""
@@ -146,44 +129,37 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def load_stored(value: Any) -> Any:
-    """Return nested containers with every stored tensor read whole, freeing its shards."""
+    """Return nested containers with every stored tensor read whole."""
     if isinstance(value, StoredTensor):
-        found = value.whole()
-        for file, _, _ in value.parts:
-            value.files.drop(file, value.name)
-        return found
+        return value.whole()
     if type(value) is dict:
         return {key: load_stored(item) for key, item in value.items()}
     return type(value)(map(load_stored, value)) if type(value) in (list, tuple) else value
 
 
-class Placeholder(NamedTuple):
-    """Placeholder for a tensor owned by another rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def with_placeholders(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors by placeholders; numbers, also as tensors without dimensions, stay, on the host."""
+# --- tensors of other ranks -------------------------------------------------------------------------------------------
+def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace tensors by empty shards of them, to be sent; numbers, also as tensors without dimensions, stay."""
     return {
-        name: (Placeholder(tuple(value.shape), value.dtype) if value.ndim else value.detach().cpu())
+        name: (_part(value.new_empty((0,) * value.ndim, device="cpu"), value) if value.ndim else value.detach().cpu())
         if isinstance(value, Tensor)
         else value
         for name, value in values.items()
     }
 
 
-def without_placeholders(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace placeholders: by this rank's own tensors, and by empty shards of those that other ranks own."""
-    found = {}
-    for name, value in known.items():
-        if isinstance(value, Placeholder):
-            kept = own.get(name)
-            if kept is None:
-                # an empty shard: all ranks describe the same tensors, in the same order, and this one writes no bytes
-                # of it
-                kept = torch.empty((0,) * len(value.shape), dtype=value.dtype)
-            value = shard_block(kept) or ShardBlock(kept.detach(), value.shape, (0,) * len(value.shape))
-        found[name] = value
-    return found
+def with_own_data(described: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace what `without_data` returned by this rank's own tensors, where it has them.
+
+    The empty shards that stay have no bytes to write: all ranks so describe the same tensors, in the same order.
+    """
+    return {
+        name: shard_block(own[name]) or _part(own[name].detach(), own[name])
+        if isinstance(value, ShardBlock) and own.get(name) is not None
+        else value
+        for name, value in described.items()
+    }
+
+
+def _part(block: Tensor, whole: Tensor) -> ShardBlock:
+    return ShardBlock(block, tuple(whole.shape), (0,) * whole.ndim)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
 from ...base.quantities import format_bytes
 from ...base.run_names import require_local
@@ -66,11 +65,11 @@ class Folder:
         if sweeps and STEP_NAME.fullmatch(name):
             self.sweep()
         free_space_check(self.path, needed)
-        os.mkdir(self._temporary(name, PARTIAL))
+        os.mkdir(temporary_path(self.path / name, PARTIAL))
 
     def create(self, name: str, file: str) -> HashedFile:
         """Open a new file of the checkpoint that is being written."""
-        stage = self._temporary(name, PARTIAL)
+        stage = temporary_path(self.path / name, PARTIAL)
         if not stage.is_dir():
             raise CheckpointError(
                 f"{stage} is not there: a checkpoint to which every process writes needs a folder that all of them "
@@ -80,7 +79,11 @@ class Folder:
 
     def publish(self, name: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name; raises OSError where that fails."""
-        stage, old, target = self._temporary(name, PARTIAL), self._temporary(name, REPLACED), self.path / name
+        stage, old, target = (
+            temporary_path(self.path / name, PARTIAL),
+            temporary_path(self.path / name, REPLACED),
+            self.path / name,
+        )
         write_bytes(HashedFile(stage / manifest.MANIFEST), manifest.dump_manifest(files, run))
         # names before the rename: a file system may keep a rename through a power cut and lose what it points to
         sync_folder(stage)
@@ -107,24 +110,21 @@ class Folder:
 
         A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
         """
-        path, gone = self.path / name, self._temporary(name, PARTIAL)
+        path, gone = self.path / name, temporary_path(self.path / name, PARTIAL)
         manifest.require_removable(path, run)
         with _naming(path):
             # first, or the checkpoint that was replaced before would later be restored
-            _delete(self._temporary(name, REPLACED))
+            _delete(temporary_path(self.path / name, REPLACED))
             _delete(gone)
             self._rename(path, gone)
             _delete(gone)
 
     def _clean_up(self, name: str) -> None:
-        old, path = self._temporary(name, REPLACED), self.path / name
+        old, path = temporary_path(self.path / name, REPLACED), self.path / name
         if (old / manifest.MANIFEST).exists() and not path.exists():
             self._rename(old, path)  # the process died between the two renames of a replacement
-        _delete(self._temporary(name, PARTIAL))
+        _delete(temporary_path(self.path / name, PARTIAL))
         _delete(old)
-
-    def _temporary(self, name: str, kind: str) -> Path:
-        return self.path / f".{name}.{kind}"
 
     def _rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
@@ -177,26 +177,23 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def free_space_check(root: Path, needed_bytes: int) -> None:
+def free_space_check(folder: Path, needed_bytes: int) -> None:
     """Raise CheckpointError if a save does not fit in the free space of a folder."""
-    while not root.exists() and root != root.parent:
-        root = root.parent
-    free = shutil.disk_usage(root).free
+    free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(
-            f"A checkpoint needs {format_bytes(needed_bytes)} in {root}, where {format_bytes(free)} are free; nothing "
-            f"was written. Free some space, keep fewer checkpoints, or put the run on another disk."
+            f"A checkpoint needs {format_bytes(needed_bytes)} in {folder}, where {format_bytes(free)} are free; "
+            f"nothing was written. Free some space, keep fewer checkpoints, or put the run on another disk."
         )
 
 
-def write_index(folder: Path, text: bytes) -> None:
-    """Write the index of a folder of checkpoints, whole or not at all; raises OSError."""
-    make_folder(folder)
-    partial = folder / f".{INDEX}.{PARTIAL}"
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file; a kill or a power cut leaves the old one or the new one. Raises OSError."""
+    partial = temporary_path(path, PARTIAL)
     partial.unlink(missing_ok=True)  # of a process that was killed
-    write_bytes(HashedFile(partial), text)
-    partial.replace(folder / INDEX)
-    sync_folder(folder)
+    write_bytes(HashedFile(partial), data)
+    partial.replace(path)
+    sync_folder(path.parent)
 
 
 def require_new(target: Path) -> None:

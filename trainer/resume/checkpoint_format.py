@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..checkpoints import commit, find, storage
 from ..checkpoints.commit import Owner
-from ..checkpoints.reading import read_for_all
+from ..checkpoints.foreign import read_contents
+from ..checkpoints.reading import read_checkpoint
 from ..processes.ranks import Ranks
 
 
@@ -67,7 +68,7 @@ class DirectoryFormat:
 
     def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
-        return read_for_all(ranks, path, names, in_parts)
+        return read_contents(path, names) if path.is_file() else read_checkpoint(path, in_parts, ranks)
 
     def remove(self, path: Path, run: str) -> None:
         """Delete the directory, if this run's id is in its manifest."""

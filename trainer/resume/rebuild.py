@@ -11,7 +11,6 @@ from ...base.errors import CheckpointError, ConfigError
 from ...base.targets import rebuild_targets
 from ...tasks.hyperparameters import AttributeDict, Hyperparameters
 from ..checkpoints import reading
-from ..checkpoints.foreign import read_foreign
 from .left_out import BUILT, LEFT_OUT, require_hyperparameters
 from .restore import load_task_weights
 
@@ -38,11 +37,11 @@ def rebuild_task(
 
     source: the checkpoint, or its contents.
     """
-    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
+    saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()
     if isinstance(source, Path) and source.is_file():
-        saved["state_dict"] = read_foreign(source, task.state_dict().keys())
+        saved["state_dict"] = reading.read(source, task.state_dict().keys())["state_dict"]
     else:
         saved["state_dict"] = averaged_weights(saved)
     task.on_load_checkpoint(saved)
@@ -57,7 +56,7 @@ def rebuild_data_module(
     replaced: Mapping[str, Any],
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
+    saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
     if saved.get("datamodule"):
         made.load_state_dict(saved["datamodule"])

@@ -243,7 +243,8 @@ class Saver:
         # no end of the run here, on one rank: the next save, on all, fails for the same reason and says so
         try:
             self.require_run_dir()
-            storage.write_index(folder, index.dump())
+            make_folder(folder)
+            storage.replace_file(folder / INDEX, index.dump())
         except ConfigError:
             return
         except OSError as error:

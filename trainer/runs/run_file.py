@@ -12,7 +12,6 @@ holds only while somebody has the directory's lock.
 """
 
 import json
-import os
 import time
 import traceback
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.run_names import RUN_FILE, parse_small
 from ...base.version import LAST_READER_OF_RUNS, __version__
+from ..checkpoints.storage import replace_file
 
 STARTING, RUNNING, DONE, FAILED, PREEMPTED = "starting", "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
@@ -149,7 +149,5 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file of a run directory; a kill leaves either the old or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
     # a byte of a path that is no character is a lone surrogate in Python, which this makes an escape of JSON
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+    replace_file(path, text.encode("utf-8", "backslashreplace"))

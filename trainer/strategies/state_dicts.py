@@ -43,7 +43,7 @@ class StateDicts:
     def model(self, task: "Task") -> dict[str, Tensor]:
         """Return the task's state dict under the task's own names; every rank calls it.
 
-        Where ranks have parts of the state, each returns its own and placeholders for the others (checkpoints.shards).
+        Where ranks have parts of the state, each returns its own and empty shards of the others (checkpoints.shards).
         """
         return task.state_dict()
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
 from ...base.torch_private import mark_stepped
-from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
+from ..checkpoints.shards import load_stored, with_own_data, without_data
 from ..data.randomness import generator_states, same_states
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions
@@ -103,7 +103,7 @@ class Zero1Strategy(DDPStrategy):
 
 
 class Zero1StateDicts(ShardedStateDicts):
-    """State dicts of optimizers; each rank has the states of its own parameters, and placeholders for the others."""
+    """State dicts of optimizers; each rank has the states of its own parameters, and empty shards of the others."""
 
     read_in_parts = ("optimizer_states",)
 
@@ -116,17 +116,17 @@ class Zero1StateDicts(ShardedStateDicts):
         self.collectives = SINGLE
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of `optimizer`, with placeholders for other ranks' values; every rank calls it."""
+        """Return the state dict of `optimizer`, with empty shards for those of other ranks; every rank calls it."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer(optimizer)
         indices = dict(_numbered(optimizer))
         groups = [{**group, "params": [indices[one] for one in group["params"]]} for group in optimizer.param_groups]
         own = {index: optimizer.optim.state[one] for one, index in indices.items() if one in optimizer.optim.state}
-        numbers = {index: with_placeholders(values) for index, values in own.items()}
+        numbers = {index: without_data(values) for index, values in own.items()}
         # only descriptions are gathered (shapes and dtypes), never the states themselves
         known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
         return {
-            "state": {index: without_placeholders(known[index], own.get(index, {})) for index in sorted(known)},
+            "state": {index: with_own_data(known[index], own.get(index, {})) for index in sorted(known)},
             "param_groups": groups,
         }
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...checkpoints.shards import with_placeholders, without_placeholders
+from ...checkpoints.shards import with_own_data, without_data
 from ..mesh import dtensors
 from ..mesh.sizes import Size
 from ..mesh.state_dicts import MeshStateDicts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PipelineStateDicts(MeshStateDicts):
-    """State dicts with placeholders for the tensors of other stages. Without a pipeline, those of a mesh."""
+    """State dicts with empty shards for the tensors of other stages. Without a pipeline, those of a mesh."""
 
     def __init__(self, asked: Mapping[str, Size]) -> None:
         super().__init__(asked)
@@ -36,7 +36,7 @@ class PipelineStateDicts(MeshStateDicts):
             return super().model(task)
         state = task.state_dict(keep_vars=True)
         own = {name: value for name, value in state.items() if self.owners.place_of(value) == self.owners.own}
-        return without_placeholders(self._known(self.owners, with_placeholders(own), state), own)
+        return with_own_data(self._known(self.owners, without_data(own), state), own)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of this rank's stages."""
@@ -59,10 +59,8 @@ class PipelineStateDicts(MeshStateDicts):
             return found
         own = found["state"]
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known(
-            self.owners, {index: with_placeholders(values) for index, values in own.items()}, range(count)
-        )
-        found["state"] = {index: without_placeholders(values, own.get(index, {})) for index, values in known.items()}
+        known = self._known(self.owners, {index: without_data(values) for index, values in own.items()}, range(count))
+        found["state"] = {index: with_own_data(values, own.get(index, {})) for index, values in known.items()}
         return found
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
