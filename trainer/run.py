@@ -20,7 +20,6 @@ from ..base.torch_private import count_graphs
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import diagnosis, masked
-from .contention import Contention
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
@@ -387,7 +386,6 @@ class Run(JoinedCall):
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard
-    contention: Contention
     graphs: int = field(default_factory=count_graphs)
     """The number of graphs that torch's compiler had made when the run was made."""
 
@@ -507,7 +505,6 @@ class Run(JoinedCall):
         else:
             self.agree_on_stop()
         self.drift.compare_if_due(step, agreement.elapsed)
-        self.contention.look(step)
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
         return reduced

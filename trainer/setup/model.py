@@ -6,7 +6,6 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.torch_private import spare_compiler
 from ..closure import use_closures
-from ..contention import Contention
 from ..drift import DriftGuard
 from ..hooks import count_arguments, loop_part
 from ..optimization import kernels
@@ -75,7 +74,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         other_dtypes=other_dtypes,
         numerics=numerics,
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
-        contention=Contention(strategy.device, strategy.place.rank),
     )
 
 
