@@ -6,6 +6,7 @@ from ..base.late_imports import importer
 
 if TYPE_CHECKING:
     from .callback import Callback as Callback
+    from .callback import MonitoringCallback as MonitoringCallback
     from .checkpoint import Checkpoint as Checkpoint
     from .checkpoint_callback import CheckpointCallback as CheckpointCallback
     from .device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
@@ -39,6 +40,7 @@ _HOMES = {
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".learning_rate_monitor",
     "ModelSummary": ".model_summary",
+    "MonitoringCallback": ".callback",
     "OnExceptionCheckpoint": ".on_exception",
     "PredictionWriter": ".prediction_writer",
     "Profile": ".profile",

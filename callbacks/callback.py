@@ -1,8 +1,8 @@
 """Callback: the hooks, under one drawing of the loop.
 
 Every hook in the order of its calls, with `C` for hooks of callbacks and `T` for hooks of tasks. Callbacks are called
-before the task, except those that judge metrics (EarlyStopping) and save (Checkpoint), which are called last. A test
-checks this drawing against the code.
+before the task, except those that judge metrics (MonitoringCallback) and, last of all, save (CheckpointCallback). A
+test checks this drawing against the code.
 
     prepare_data                                   T   one process of each machine; the data module's first
     setup                                        C T   (stage); the data module's comes first
@@ -62,7 +62,7 @@ checks this drawing against the code.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -79,19 +79,6 @@ class Callback:
     A callback changes the run only through the trainer's public methods and `trainer.should_stop`.
     """
 
-    late = 0
-    """Order of its hooks: -1 first, to set what others read; 0 before the task's; 1 after those, to judge metrics; 2
-    last, to save."""
-    after_every_step = False
-    """Whether `on_train_batch_end` is called on every process after every step, with batch None if it had none.
-
-    In an epoch's last step some processes may have no batch, and then no batch hook is called there. Set True for work
-    that all processes must do alike, such as averaging weights. `late` callbacks are always called.
-    """
-
-    names_are_free: ClassVar[bool] = False
-    """Whether subclasses may use the names of what is no hook for something of their own, as in another package."""
-
     @property
     def state_key(self) -> str:
         """Key of the callback's state in a checkpoint; make it unique if several instances may be used."""
@@ -103,12 +90,6 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state when a run is resumed."""
-
-    def set_task(self, task: "Task | None") -> None:
-        """Receive the task when a run is set up, None when it has ended. For base classes; others override `setup`."""
-
-    def extend_optimizers(self, task: "Task", optimizers: list[Any]) -> None:
-        """Add the parameter groups that a resumed run had added, to what configure_optimizers has made."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""
@@ -151,7 +132,8 @@ class Callback:
     ) -> None:
         """Called after each batch; after a step's last batch the weights are updated already.
 
-        In an epoch's last step some processes may have no batch; see `after_every_step`.
+        A process may have no batch in an epoch's last step, and is not called there: what all processes must do alike,
+        such as averaging weights, belongs into `on_step_end`, or into a MonitoringCallback.
         """
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -217,3 +199,11 @@ class Callback:
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Called when the run ends by an exception."""
+
+
+class MonitoringCallback(Callback):
+    """Base class of callbacks that judge what the others have done: their hooks are called after those of the task.
+
+    Their `on_train_batch_end` is called on every process after every step, with `outputs` and `batch` None where it had
+    none, so that they may save, or decide for all.
+    """

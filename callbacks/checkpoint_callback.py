@@ -3,20 +3,19 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .callback import Callback
+from .callback import MonitoringCallback
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
 
 
-class CheckpointCallback(Callback):
+class CheckpointCallback(MonitoringCallback):
     """Base class of callbacks that save checkpoints.
 
-    The trainer calls their hooks last, leaves its own Checkpoint callback out if one of them is given, and asks them
-    for the paths of the checkpoints that they keep. A subclass that only overrides hooks works too.
+    Their hooks are called last of all. The trainer leaves its own Checkpoint callback out if one of them is given, and
+    asks them for the paths of the checkpoints that they keep. A subclass that only overrides hooks works too.
     """
 
-    late = 2
     dirpath: Path | str | None = None
     """Folder of its checkpoints; None: not known yet, or the run writes nothing."""
     save_weights_only = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import ConfigError
-from .callback import Callback
+from .callback import MonitoringCallback
 from .monitor import Monitor
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(MonitoringCallback):
     """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` checks in a row.
 
     It checks after each validation that logged the metric, or at the end of each epoch if training logs it.
@@ -31,8 +31,6 @@ class EarlyStopping(Callback):
         divergence_threshold: end the run when the metric is worse than this.
         check_on_train_epoch_end: True: check at the end of epochs only; False: after validations only.
     """
-
-    late = 1
 
     def __init__(
         self,

@@ -26,18 +26,15 @@ def multiplicative(epoch: int) -> float:
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze modules before training, and unfreeze them at the beginning of epochs.
 
-    Override `freeze_before_training` and `finetune_function`. A resume restores the parameter groups that were added,
-    and which parameters are trained.
+    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained; parameter
+    groups that were added to optimizers come back with the optimizers' states.
     """
 
     def __init__(self) -> None:
-        self._added: list[list[dict[str, Any]]] = []
-        """Groups that were added to each optimizer, with names instead of parameters."""
         self._trained: list[str] = []
+        """Names of the parameters that were trained when the checkpoint was saved; empty in a new run."""
         self._newest_epoch = -1
         """The newest epoch for which `finetune_function` was called."""
-        self._given_groups: list[int] = []
-        """Number of groups that configure_optimizers made for each optimizer."""
 
     # --- to override ------------------------------------------------------------------------------------------------
     def freeze_before_training(self, task: "Task") -> None:
@@ -135,25 +132,25 @@ class BaseFinetuning(Callback):
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Freeze."""
         if stage == "fit":
-            self._added, self._trained, self._newest_epoch, self._given_groups = [], [], -1, []
+            self._trained, self._newest_epoch = [], -1
             self.freeze_before_training(task)
 
-    def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Remember what the saved run had trained."""
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if trainer.stage == "fit" and state:
-            self._added, self._trained = state["added"], state["trained"]
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Train what the saved run had trained."""
+        from ..base.torch_private import batch_norms
 
-    def extend_optimizers(self, task: "Task", optimizers: "list[Any]") -> None:
-        """Add the parameter groups of the saved run, and train what it had trained."""
-        # not earlier: configure_optimizers may have given its optimizer the parameters that are trained at first
-        for name, parameter in task.named_parameters() if self._trained else ():
-            parameter.requires_grad = name in self._trained
-        # before optimizers are loaded: a state with more groups than the task has made would be refused
-        self._given_groups, parameters = [len(one.param_groups) for one in optimizers], dict(task.named_parameters())
-        for optimizer, groups in zip(optimizers, self._added, strict=False):
-            for group in groups:
-                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+        # not when it is loaded: configure_optimizers may give its optimizer the parameters that are trained at first
+        trained, self._trained = self._trained, []
+        for module_name, module in task.named_modules() if trained else ():
+            for name, parameter in module.named_parameters(module_name, recurse=False):
+                parameter.requires_grad = name in trained
+            norm: Any = module
+            if isinstance(module, batch_norms()) and norm.weight is not None and norm.running_mean is not None:
+                norm.track_running_stats = norm.weight.requires_grad
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Train what the others train, in a process that joins them."""
+        self.on_fit_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Unfreeze, once in an epoch."""
@@ -162,18 +159,6 @@ class BaseFinetuning(Callback):
         self._newest_epoch = trainer.current_epoch
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)
-        self.record_groups(trainer, task)
-
-    def record_groups(self, trainer: "Trainer", task: "Task") -> None:
-        """Record the parameter groups that were added, for a resume; call it after adding some at another time."""
-        names = {id(parameter): name for name, parameter in task.named_parameters()}
-        self._added = [
-            [
-                {**_plain(group), "params": [names[id(parameter)] for parameter in group["params"]]}
-                for group in optimizer.param_groups[given:]
-            ]
-            for optimizer, given in zip(trainer.optimizers, self._given_groups, strict=True)
-        ]
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Record which parameters are trained."""
@@ -182,13 +167,12 @@ class BaseFinetuning(Callback):
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups that were added."""
-        return {"added": self._added, "trained": self._trained, "newest_epoch": self._newest_epoch}
+        """Return the newest epoch that was begun; which parameters are trained is added when a checkpoint is saved."""
+        return {"trained": self._trained, "newest_epoch": self._newest_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore which epoch was begun; the groups are there."""
-        self._added, self._trained = state_dict["added"], state_dict["trained"]
-        self._newest_epoch = state_dict["newest_epoch"]
+        """Restore which epoch was begun, and remember what was trained."""
+        self._trained, self._newest_epoch = state_dict["trained"], state_dict["newest_epoch"]
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -255,16 +239,10 @@ class BackboneFinetuning(BaseFinetuning):
             log.info("Current lr: %s, Backbone lr: %s", round(rate, self.rounding), round(own, self.rounding))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups that were added, and the backbone's learning rate."""
+        """Return the state, and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state."""
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings that a checkpoint can hold."""
-    kinds = (bool, int, float, str, tuple, list, type(None))
-    return {name: value for name, value in group.items() if name != "params" and isinstance(value, kinds)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..callbacks.callback import Callback
+from ..callbacks.callback import MonitoringCallback
 from ..trainer.processes.layout import entry_of
 from ..trainer.strategies.strategy import trainable
 
@@ -49,13 +49,11 @@ class Record:
     """Name of the launcher that started the process."""
 
 
-class Recorder(Callback):
+class Recorder(MonitoringCallback):
     """Records the steps of fit, writes them to the run directory after every step, and ends the run.
 
     Records are files and not gathered, so that they survive the failure of other ranks.
     """
-
-    late = 2
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -12,7 +12,7 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.torch_private import local_part
-from ..callbacks.callback import Callback
+from ..callbacks.callback import MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten
 from ..trainer.optimization.optimizers import optimizer_parameters
@@ -31,13 +31,11 @@ KINDS_OF_TENSORS = ("weights", "gradients", "optimizer")
 DIGESTS = "tensors.jsonl"
 
 
-class TensorDigests(Callback):
+class TensorDigests(MonitoringCallback):
     """Writes a digest of each weight, gradient and state of an optimizer in each step from `first` on.
 
     Weights are in the order of `named_parameters`. Gradients are those before clipping.
     """
-
-    after_every_step = True
 
     def __init__(self, first: int) -> None:
         self.first = first

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, MonitoringCallback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 
-class Microscope(Callback):
+class Microscope(MonitoringCallback):
     """Logs by module, in every n-th step: `weights/NAME`, `gradients/NAME` and `updates/NAME`, the norms of the
     module's own parameters, of their gradients as the optimizer used them (clipped), and of what the step changed;
     `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis` of the output of each module without
@@ -31,8 +31,6 @@ class Microscope(Callback):
         modules: a regular expression; only modules whose names it matches from the beginning are looked at.
         activations: whether to look at activations too.
     """
-
-    after_every_step = True
 
     def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:
         self.every_n_steps, self.modules, self.activations = every_n_steps, modules, activations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.torch_private import local_part
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, MonitoringCallback
 from ..trainer.optimization.optimizers import optimizer_parameters
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ STEPS_FILE = "steps.jsonl"
 """File in the directory of a replay with a line for each step that was asked for."""
 
 
-class StepReport(Callback):
+class StepReport(MonitoringCallback):
     """Writes the loss, gradient norms by module and learning rates of the steps `first` to `last`.
 
     Gradients are those of the whole step, before clipping; the loss is the mean over the batches of the step.
     """
-
-    after_every_step = True
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -72,11 +70,8 @@ class StepReport(Callback):
         self._losses, self._gradients, self._rates = [], {}, []
 
 
-class StopAfterStep(Callback):
+class StopAfterStep(MonitoringCallback):
     """Ends training after a step; saves a checkpoint of it to `save`, if given."""
-
-    after_every_step = True
-    late = 2
 
     def __init__(self, step: int, save: Path | None = None) -> None:
         self.step, self.save = step, save

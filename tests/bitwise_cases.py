@@ -169,10 +169,8 @@ CASES = {
 }
 
 
-class Fingerprint(lg.Callback):
+class Fingerprint(lg.callbacks.MonitoringCallback):
     """Takes them when training ends, and stops it after `stop_after` steps."""
-
-    late = 1
 
     def __init__(self, stop_after=None):
         self.stop_after = stop_after

@@ -125,10 +125,8 @@ class NoisyManual(Noisy):
         return Langevin(self.parameters(), self.lr), Langevin(self.model[2].parameters(), self.lr)
 
 
-class Ranks(lg.Callback):
+class Ranks(lg.callbacks.MonitoringCallback):
     """Gathers the weights of all ranks when training ends."""
-
-    late = 1
 
     def on_train_end(self, trainer, task):
         weights = [parameter.detach() for parameter in task.parameters()]

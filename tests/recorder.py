@@ -54,10 +54,8 @@ RecordingTask = recording(Scheduled, TASK_METHODS, "T")
 Recorder = recording(lg.Callback, CALLBACK_HOOKS, "C")
 
 
-class LateRecorder(Recorder):
+class LateRecorder(Recorder, lg.callbacks.MonitoringCallback):
     """Comes after the task."""
-
-    late = 1
 
 
 def make_recorder(kind, record):

@@ -8,7 +8,8 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import TaskError, did_you_mean
-from ..callbacks.callback import Callback
+from ..callbacks.callback import Callback, MonitoringCallback
+from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -52,7 +53,8 @@ STEP_SIMILARITY = 0.9
 class Hooks(dict[str, Calls]):
     """Maps a hook's name to its calls: callbacks in order, the task, then late callbacks; () if nothing overrides it.
 
-    Callbacks' methods are bound to the trainer and the task.
+    Late are those that judge and save what the others have done: see MonitoringCallback. Callbacks' methods are bound
+    to the trainer and the task.
     """
 
     def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
@@ -60,24 +62,22 @@ class Hooks(dict[str, Calls]):
         self.of_task: dict[str, Calls] = {}
         self.of_callbacks: dict[str, Calls] = {}
         self.late: dict[str, Calls] = {}
-        order = {id(one): loop_part(one, "late") for one in callbacks}
+        monitoring = [callback for callback in callbacks if isinstance(callback, MonitoringCallback)]
+        plain = [callback for callback in callbacks if callback not in monitoring]
+        monitoring.sort(key=lambda callback: isinstance(callback, CheckpointCallback))
         for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
-            overriding = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
-            in_order = sorted(overriding, key=lambda callback: order[id(callback)])
             # those two do their work in the base class, so that they are called also where nothing overrides them
-            own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
-            self.of_task[name] = (getattr(task, name),) if own else ()
-            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if order[id(c)] <= 0)
-            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if order[id(c)] > 0)
+            works_anyway = name.endswith(("_model_eval", "_model_train"))
+            is_of_task = name in TASK_HOOKS and (works_anyway or overrides(task, Task, name))
+            self.of_task[name] = (getattr(task, name),) if is_of_task else ()
+            early, self.late[name] = (
+                tuple(partial(getattr(c, name), trainer, task) for c in group if overrides(c, Callback, name))
+                if name in CALLBACK_HOOKS
+                else ()
+                for group in (plain, monitoring)
+            )
             self.of_callbacks[name] = early + self.late[name]
             self[name] = early + self.of_task[name] + self.late[name]
-        together = sorted(
-            (c for c in callbacks if order[id(c)] > 0 or loop_part(c, "after_every_step")),
-            key=lambda callback: order[id(callback)],
-        )
-        asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
-        self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
-        """`on_train_batch_end` calls after a step for which this process had no batch."""
         self.may_draw = frozenset(name for name, calls in self.items() if not all(map(is_of_this_package, calls)))
         """Names of hooks with code that may draw random numbers; this package's own hooks draw none."""
 
@@ -96,20 +96,6 @@ def is_of_this_package(call: Callable[..., Any]) -> bool:
     """Return whether the code of a function, method, class or partial is this package's own."""
     function = call.func if isinstance(call, partial) else call
     return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
-
-
-def loop_part(owner: Any, name: str) -> Any:
-    """Return a part of a callback or logger that the loop takes besides hooks, such as `late` or `open`.
-
-    Of a class with `names_are_free` it is that of this package's own classes: programs written for another package may
-    use the word for something else.
-    """
-    if not getattr(type(owner), "names_are_free", False):
-        return getattr(owner, name)
-    package = __name__.partition(".")[0]
-    kinds = (kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] == package)
-    found = next(vars(kind)[name] for kind in kinds if name in vars(kind))
-    return found.__get__(owner, type(owner)) if hasattr(found, "__get__") else found
 
 
 def overrides(instance: object, base: type, name: str) -> bool:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ..base.run_names import CHECKPOINTS, REPLAY
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
-from .hooks import loop_part
 from .processes.agreement import Agreement
 from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
@@ -153,7 +152,7 @@ class Preemption:
         saved = False
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
-                loop_part(callback, "save")(trainer, always=True)
+                callback.save(trainer, always=True)
                 trainer.saver.wait()
                 # Waits for rank 0: the launcher takes the first exit for the end of all.
                 saved = trainer.broadcast(path.exists())

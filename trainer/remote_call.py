@@ -16,7 +16,6 @@ from .data.sampling import Layout
 from .data.transfer import to_host
 from .elastic.launcher import find_elastic_worker
 from .elastic.membership import RunFinished
-from .hooks import loop_part
 from .metrics.torchmetrics import load_states, states_of
 from .processes.launch import warm_up_for
 from .processes.place import Place, find_place
@@ -139,11 +138,12 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.saver.run_id = outcome.run_id
     trainer.run = Call.of(trainer, request)
     trainer.run.loop.open = False
-    for logger in trainer.loggers if trainer.run_dir is not None else ():
-        loop_part(logger, "follow")(trainer.run_dir)
+    if trainer.run_dir is not None:
+        for logger in trainer.loggers:
+            logger.follow(trainer.run_dir)
     trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
-        loop_part(callback, "find_folder")(trainer)
+        callback.find_folder(trainer)
     for callback in trainer.callbacks:
         pair = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
         if pair is not None:

@@ -460,7 +460,7 @@ class Run(JoinedCall):
         else:
             # a step's last batch is that of other processes: what hooks log here has no sample behind it
             self.metrics.muted = True
-            for hook in hooks.after_every_step:
+            for hook in hooks.late["on_train_batch_end"]:
                 hook(None, None, self.state.epoch_rounds - 1)
             self.metrics.muted = False
 

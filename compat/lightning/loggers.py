@@ -24,7 +24,6 @@ from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...tasks.hyperparameters import plain_containers
 from ...trainer.data.transfer import to_device
-from ...trainer.hooks import loop_part
 from .aliases import alias, item
 from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
@@ -83,8 +82,6 @@ class PlacesPoints:
 
 class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
     """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
-
-    names_are_free = True
 
     @property
     @abstractmethod
@@ -255,7 +252,6 @@ class FolderParts(PlacesPoints, logger.Logger):
     """The logger's own folder; None: the run directory."""
     prefix: str
     sub_dir: str | None = None
-    names_are_free = True
     # private in Lightning, and read and set by programs that subclass a logger
     _save_dir, _name, _version, _root_dir, _prefix = map(
         alias, ("own_folder.save_dir", "own_folder.name", "own_folder._version", "own_folder.root_dir", "prefix")
@@ -355,7 +351,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         if self._is_opening:
             return self.make_writer(None)
         if self._writer is None and rank_zero_only.rank == 0 and self.own_folder is not None:
-            loop_part(self, "open")(self.own_folder.path, None)
+            self.open(self.own_folder.path, None)
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -522,7 +518,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         if rank_zero_only.rank != 0:
             return DummyExperiment()
         if self._path is None and self.own_folder is not None:
-            loop_part(self, "open")(self.own_folder.path, None)
+            self.open(self.own_folder.path, None)
         if self._experiment is None:
             self._experiment = ExperimentWriter(self.log_dir or "", self)
         return self._experiment

@@ -369,8 +369,13 @@ class Trainer(TrainerAttributes):
         return state
 
     def check(self, *owners: Any) -> None:
-        """Warn of methods that are named almost like hooks; raise TaskError for hooks with wrong arguments."""
+        """Warn of methods that are named almost like hooks; raise TaskError for hooks with wrong arguments.
+
+        Callbacks of Lightning's kind are given the module's `log` and `log_dict` for the time of the call.
+        """
         for owner in owners:
+            if isinstance(owner, CallbackOfLightning):
+                owner.__dict__.update(log=self.task.log, log_dict=self.task.log_dict)
             check_hook_arguments(owner)
             for told in describe_misnomers(owner):
                 log.warning(told)
@@ -616,6 +621,10 @@ class Trainer(TrainerAttributes):
             for logger in self.loggers:
                 if isinstance(logger, PlacesPoints):
                     logger.trainer_of_points = None
+            for callback in self.callbacks:
+                if isinstance(callback, CallbackOfLightning):
+                    callback.__dict__.pop("log", None)
+                    callback.__dict__.pop("log_dict", None)
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:

@@ -14,20 +14,16 @@ from legato.trainer.processes.launch import run_workers
 pytestmark = pytest.mark.slow
 
 
-class Decay(lg.Callback):
+class Decay(lg.callbacks.MonitoringCallback):
     """Sets the learning rate after each step, as a function of the step."""
-
-    after_every_step = True
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         for group in trainer.optimizers[0].param_groups:
             group["lr"] = 0.1 * 0.5**trainer.global_step
 
 
-class Saves(lg.Callback):
+class Saves(lg.callbacks.MonitoringCallback):
     """Saves after the step for which rank 1 has no batch, which every process must do."""
-
-    after_every_step = True
 
     def __init__(self, path):
         self.path = path
@@ -37,10 +33,8 @@ class Saves(lg.Callback):
             trainer.save_checkpoint(self.path)
 
 
-class Logs(lg.Callback):
+class Logs(lg.callbacks.MonitoringCallback):
     """Logs from a hook, also where there is no batch for which that could count."""
-
-    after_every_step = True
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         task.log("hooked", float(trainer.global_step), on_step=False, on_epoch=True)
@@ -94,18 +88,22 @@ def test_a_process_without_a_batch_does_as_the_others(two, tmp_path, layout, nam
 class Notes(lg.Callback):
     """Notes for what it is called."""
 
-    def __init__(self, after_every_step):
-        self.after_every_step, self.seen = after_every_step, []
+    def __init__(self):
+        self.seen = []
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         self.seen.append((batch_idx, batch is None, outputs is None))
 
 
-def test_who_asks_for_it_is_called_there_with_none():
+class LateNotes(Notes, lg.callbacks.MonitoringCallback):
+    """Notes for what a callback is called that judges what the others have done."""
+
+
+def test_what_judges_is_called_there_with_none():
     """And the round is the index; other hooks may rely on a batch, and are not called."""
 
     def work():
-        plain, every = Notes(False), Notes(True)
+        plain, every = Notes(), LateNotes()
         trainer = lg.Trainer(**{**QUIET, **TWO, "max_epochs": 1}, callbacks=[plain, every])
         trainer.fit(Net(), loader(18))
         return trainer.strategy.collectives.gather_objects((plain.seen, every.seen))

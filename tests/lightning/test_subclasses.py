@@ -408,7 +408,7 @@ def test_rows_that_a_writer_of_ones_own_changes(tmp_path):
 
 
 def test_names_of_legatos_own_are_free(tmp_path):
-    """What a program calls so is its own, though Legato has a part of that name."""
+    """What a program calls so is its own, though Legato has had a part of that name."""
 
     def fails(self):
         raise AssertionError("called by the trainer")
@@ -416,15 +416,11 @@ def test_names_of_legatos_own_are_free(tmp_path):
     for package in PACKAGES:
         free = dict.fromkeys(("set_task", "extend_optimizers"), fails)
         callback = type("Own", (package.Callback,), {**free, "late": True})()
-        callback.after_every_step = callback.set_task = 3
-        saves = type("Saves", (package.callbacks.ModelCheckpoint,), dict.fromkeys(("save", "find_folder"), fails))
-        logger = type("Log", (package.loggers.TensorBoardLogger,), dict.fromkeys(("open", "follow", "log_text"), fails))
+        logger = type("Log", (package.loggers.TensorBoardLogger,), {"log_text": fails})
         folder = tmp_path / package.__name__[:6]
         made = logger(folder)
         made.folder = "mine"
-        given = [callback, saves(folder / "saved")]
-        trainer = trainer_of(package, folder, given, logger=made, enable_checkpointing=True)
+        trainer = trainer_of(package, folder, [callback], logger=made)
         run(trainer, "fit", module_of(package))
-        assert (callback.late, callback.set_task, made.folder) == (True, 3, "mine")
-        assert (folder / "saved" / "epoch=1-step=4.ckpt").exists()
+        assert (callback.late, made.folder) == (True, "mine")
         assert (folder / "lightning_logs" / "version_0").is_dir()

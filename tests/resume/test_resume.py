@@ -42,10 +42,8 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed):
     assert_same(trainer, task, undisturbed)
 
 
-class SavesEverywhere(lg.Callback):
+class SavesEverywhere(lg.callbacks.MonitoringCallback):
     """Saves in every hook in which it may, and notes what it has seen."""
-
-    late = 2
 
     def __init__(self, folder=None):
         self.folder, self.seen = folder, []

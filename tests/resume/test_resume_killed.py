@@ -36,10 +36,8 @@ def undisturbed(tmp_path_factory):
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
-class Killer(lg.Callback):
+class Killer(lg.callbacks.CheckpointCallback):
     """Ends this process by SIGKILL in the n-th call of a hook."""
-
-    late = 2
 
     def __init__(self, hook, count):
         self.left = count

@@ -35,15 +35,19 @@ class Evaluated(Tiny):
         self.log("test/loss", self.loss(batch))
 
 
-class Saving(lg.Callback):
-    """Saves by itself after every step, as a user may: next to what the Checkpoint callback writes, or over it."""
+class SavingBefore(lg.Callback):
+    """Saves by itself after every step, as a user may: next to what the Checkpoint callback writes, or before it."""
 
-    def __init__(self, name: str = "step-{:08d}", late: int = 3, **options: Any) -> None:
-        self.name, self.late, self.options = name, late, options
+    def __init__(self, name: str = "step-{:08d}", **options: Any) -> None:
+        self.name, self.options = name, options
 
     def on_train_batch_end(self, trainer: lg.Trainer, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         name = self.name.format(trainer.global_step)
         trainer.save_checkpoint(trainer.run_dir / "checkpoints" / name, **self.options)
+
+
+class Saving(SavingBefore, lg.callbacks.CheckpointCallback):
+    """Saves over what the Checkpoint callback has written."""
 
 
 def names_in(folder: Path) -> list[str]:
@@ -70,7 +74,7 @@ def test_two_callbacks_one_of_them_in_the_background(tmp_path: Path, strategy: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "saving", [Saving("step-{:07d}0"), Saving("mine"), Saving(), Saving(asynchronous=True), Saving("mine", late=0)]
+    "saving", [Saving("step-{:07d}0"), Saving("mine"), Saving(), Saving(asynchronous=True), SavingBefore("mine")]
 )
 def test_a_save_by_the_user_leaves_one_in_the_background_alone(tmp_path: Path, saving: Saving) -> None:
     """Into the same folder, at the same step, before it, over it, in the background too."""

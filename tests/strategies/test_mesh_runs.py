@@ -79,10 +79,8 @@ class Scheduled(GPT):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Saves(lg.Callback):
+class Saves(lg.callbacks.MonitoringCallback):
     """Writes a checkpoint after a step, in the middle of the run."""
-
-    late = 2
 
     def __init__(self, path, step):
         self.path, self.step = path, step

@@ -239,13 +239,11 @@ class Reads(lg.Callback):
     on_validation_end = lambda self, trainer, task: self.on_train_batch_end(trainer, task, None, None, 1)  # noqa: E731
 
 
-class Saves(lg.Callback):
+class Saves(lg.callbacks.MonitoringCallback):
     """Saves a checkpoint of its own every second step, in the folder where the Checkpoint callback has its own."""
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous, self.step = asynchronous, 0
-
-    after_every_step = True
 
     def on_train_start(self, trainer, task):
         self.step = trainer.global_step

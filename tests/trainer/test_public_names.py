@@ -64,6 +64,7 @@ def test_the_public_names():
         "LambdaCallback",
         "LearningRateMonitor",
         "ModelSummary",
+        "MonitoringCallback",
         "OnExceptionCheckpoint",
         "PredictionWriter",
         "Profile",

@@ -14,7 +14,7 @@ from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
 from ..data.steps import StepInput
-from ..hooks import Hooks, loop_part, overrides
+from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
 from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
@@ -297,7 +297,7 @@ class Optimization:
             name = str(config.monitor)
             # the mistake shows only at the end of an epoch: keep what it cost
             if self.trainer.checkpoint_callback is not None:
-                loop_part(self.trainer.checkpoint_callback, "save")(self.trainer, always=True)
+                self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
                 f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(known)}."
                 f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."

@@ -82,6 +82,20 @@ def load_task_weights(
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
+def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
+    """Add the parameter groups to optimizers that the saved run had added after configure_optimizers (finetuning).
+
+    With frozen parameters alone: another group is missing because configure_optimizers has changed, which is an error.
+    """
+    parameters = dict(task.named_parameters())
+    for optimizer, state in zip(optimizers, saved.get("optimizer_states", ()), strict=False):
+        for group in state["param_groups"][len(optimizer.param_groups) :] if has_names(state) else ():
+            added = [parameters[name] for name in group["params"] if name in parameters]
+            if len(added) == len(group["params"]) and not all(parameter.requires_grad for parameter in added):
+                # the settings of all groups are loaded later; without this one's torch's defaults would be described
+                optimizer.add_param_group({**group, "params": added})
+
+
 def require_same_optimizers(optimizers: Sequence[Optimizer], before: Mapping[str, Any]) -> None:
     """Raise CheckpointError if an optimizer is of another class than the one whose state was saved.
 

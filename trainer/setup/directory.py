@@ -16,7 +16,6 @@ from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
 from ..checkpoints import find
 from ..checkpoints.manifest import load_manifest
-from ..hooks import loop_part
 from ..resume.saver import new_identity
 from ..run import Call, Request
 from ..runs import places
@@ -201,7 +200,7 @@ def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
     """Return the folders outside of the run directory with checkpoints from which a run can resume."""
     task.trainer = trainer  # which configure_callbacks may ask
     callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
-    found = [one for one in callbacks if one.dirpath and loop_part(one, "is_elsewhere")]
+    found = [one for one in callbacks if one.dirpath and one.is_elsewhere]
     return [Path(str(one.dirpath)) for one in found if not one.save_weights_only]
 
 

@@ -8,7 +8,7 @@ from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators
 from ..data.sampling import Layout, mix
-from ..hooks import Hooks, loop_part
+from ..hooks import Hooks
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
@@ -76,17 +76,13 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
 
 
 def set_owners(call: Call) -> None:
-    """Give task and data module their trainer, and callbacks the task, whose own ones are added. Raises TaskError."""
+    """Give task and data module their trainer, and the trainer the task's own callbacks. Raises TaskError."""
     trainer = call.trainer
     call.task.trainer = trainer
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
     trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
     trainer.check(*trainer.callbacks)
-    for callback in trainer.callbacks:
-        set_task = loop_part(callback, "set_task")
-        set_task(call.task)
-        call.undo.callback(set_task, None)
 
 
 def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from ...base.errors import ConfigError
 from ...base.torch_private import spare_compiler
 from ..closure import use_closures
 from ..drift import DriftGuard
-from ..hooks import count_arguments, loop_part
+from ..hooks import count_arguments
 from ..optimization import kernels
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.nonfinite import make_guard
@@ -50,7 +50,9 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.goes_on else None
     make_loaders(call, begun or None)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
-    optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
+    optimization = (
+        make_optimizers(call, saved) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
+    )
     # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is
     # no difference to the one of the config.
     described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
@@ -96,7 +98,7 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
         hook(saved)
 
 
-def make_optimizers(call: JoinedCall) -> Optimization:
+def make_optimizers(call: JoinedCall, saved: dict[str, Any] | None) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     spare_compiler()
@@ -107,8 +109,8 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     except ValueError:
         require_parameters(task)
         raise
-    for callback in trainer.callbacks:
-        loop_part(callback, "extend_optimizers")(task, optimizers)
+    if saved is not None:
+        restore.add_saved_groups(task, optimizers, saved)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)

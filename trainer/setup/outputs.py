@@ -7,7 +7,6 @@ from typing import Any
 
 from ...base.environment import slurm_job
 from ..accelerators import name_of
-from ..hooks import loop_part
 from ..run import Call, JoinedCall, Run
 from ..runs import places
 from ..runs import record as run_record
@@ -59,7 +58,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
         return
     if not trainer.is_global_zero:
         for logger in trainer.loggers:
-            loop_part(logger, "follow")(trainer.run_dir)
+            logger.follow(trainer.run_dir)
         return
     # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.save`
     config = {} if run.goes_on else config_of(trainer.config_text, trainer.given_config)
@@ -72,7 +71,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     if run.stage == "fit" and identity_of(trainer.run_dir):
         logged.insert(0, run_settings(run))
     for logger in trainer.loggers:
-        loop_part(logger, "open")(trainer.run_dir, resume_step)
+        logger.open(trainer.run_dir, resume_step)
         log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
         if trainer.config_text is not None:
             logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)

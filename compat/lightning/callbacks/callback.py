@@ -1,15 +1,11 @@
 """Callback, as programs for Lightning subclass it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import wraps
 from inspect import getmembers, isfunction, signature
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ....callbacks import callback
-
-if TYPE_CHECKING:
-    from ....tasks.task import Task
 
 Kind = TypeVar("Kind")
 ROOM = __package__.rpartition(".")[0]
@@ -19,31 +15,31 @@ LIGHTNINGS_NAMES = {"task": "pl_module"}
 """Parameters of hooks that Lightning names otherwise."""
 
 
-def with_lightnings_names(function: FunctionType) -> FunctionType:
-    """Return a copy of a function whose parameters have Lightning's names.
+def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that also takes its parameters by Lightning's names.
 
-    It is the same code, so that it costs no call more; `copy_of` is the function itself, by which a hook that nothing
-    overrides is still known as such.
+    `copy_of` of one that does nothing is the function itself, by which a hook that nothing overrides is still known.
     """
+    parameters = signature(function).parameters.values()
 
-    def renamed(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(LIGHTNINGS_NAMES.get(name, name) for name in names)
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        for ours, theirs in LIGHTNINGS_NAMES.items():
+            if theirs in named:
+                named[ours] = named.pop(theirs)
+        return function(*given, **named)
 
-    old = function.__code__
-    code = old.replace(co_varnames=renamed(old.co_varnames), co_cellvars=renamed(old.co_cellvars))
-    found = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    found.__kwdefaults__, found.__doc__ = function.__kwdefaults__, function.__doc__
-    found.__module__, found.__qualname__ = function.__module__, function.__qualname__
-    annotations = function.__annotations__
-    found.__annotations__ = dict(zip(renamed(annotations), annotations.values(), strict=True))
-    found.__dict__.update(function.__dict__, copy_of=function)
-    return found
+    renamed = [one.replace(name=LIGHTNINGS_NAMES.get(one.name, one.name)) for one in parameters]
+    shown: Any = call
+    shown.__signature__ = signature(function).replace(parameters=renamed)
+    if function is vars(callback.Callback).get(function.__name__):
+        del shown.__wrapped__
+        shown.copy_of = function
+    return call
 
 
 class Callback(callback.Callback):
     """A Legato callback with what programs for Lightning find on one: `log` and `log_dict` while a run is under way."""
-
-    names_are_free = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give the parameters of this package's own classes, also in inherited methods, Lightning's names."""
@@ -53,14 +49,6 @@ class Callback(callback.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Restore the state when a run is resumed."""  # here with Lightning's type, which packages hold theirs against
-
-    def set_task(self, task: "Task | None") -> None:
-        """Give the callback the task's `log` and `log_dict` for the time of a run."""
-        for name in ("log", "log_dict"):
-            if task is not None:
-                self.__dict__[name] = getattr(task, name)
-            else:
-                self.__dict__.pop(name, None)
 
     def _generate_state_key(self, **kwargs: Any) -> str:
         """Return a key for `state_key`: the class's name and the given arguments."""

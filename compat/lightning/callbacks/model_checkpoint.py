@@ -206,7 +206,7 @@ class ModelCheckpoint(Checkpoint):
     # --- when to save -----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Find the folder, and warn if it is not empty."""
-        ModelCheckpoint.find_folder(self, trainer)  # a program may have a method of that name
+        self.find_folder(trainer)
         self._has_validated = False
         if stage == "fit" and trainer.is_global_zero:
             self.__warn_if_dir_not_empty(self.dirpath or "")
@@ -325,7 +325,7 @@ class ModelCheckpoint(Checkpoint):
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
         """Save before the trainer ends a run that cannot go on."""
-        ModelCheckpoint.find_folder(self, trainer)  # a program may have a method of that name
+        self.find_folder(trainer)
         if not trainer.fast_dev_run and self._last_global_step_saved != trainer.global_step:
             self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
 

@@ -45,9 +45,9 @@ class BaseFinetuning(finetuning.BaseFinetuning, Callback):
             self.finetune_function(task, trainer.current_epoch, optimizer)
             self._store(task, index, before, optimizer.param_groups)
 
-    # private in Lightning, and called by programs that unfreeze within an epoch
+    # private in Lightning, and called by programs that unfreeze within an epoch: a checkpoint has the groups anyway
     def _store(self, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: list[Any]) -> None:
-        self.record_groups(pl_module.trainer, pl_module)
+        pass
 
 
 class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
