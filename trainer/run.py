@@ -358,7 +358,7 @@ class JoinedCall(Call):
         self.strategy.timeouts.end_startup()
         self.agree_on_stop()
         self.preemption.stop_if_agreed()
-        self.membership.check_members(self.agreement.generation)
+        self.membership.check_members()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -610,14 +610,16 @@ def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypa
 
 def test_a_generation_published_before_the_first_point_after_a_recovery_is_noticed_where_each_step_is_logged():
     agreement = Agreement(SINGLE, 1, 0, 0.0)
-    agreement.restart(1, 5, 0.0, generation=2)
-    agreement.newest, agreed = lambda: 3, []
+    agreement.restart(1, 5, 0.0)
+    versions, agreed = [], []
+    agreement.add(lambda: [3.0], lambda told: versions.append(told[0]) or told[0] > 2)
     for step in range(6, 20):
         agreement.apply(step, agreement.contribution(step, wants_stop=False))  # as each point of the log does
         if step >= agreement.next_step:
             agreement.agree(step, wants_stop=False)
-            agreed.append((step, agreement.generation))
-    assert agreed[0] == (6, 3)
+            agreed.append(step)
+    assert agreed[0] == 6
+    assert set(versions) == {3.0}
 
 
 class Hasty:

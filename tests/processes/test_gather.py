@@ -157,10 +157,13 @@ def test_uneven_shares_come_as_a_list_that_says_so(two):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("dtype", r"\[torch.float32 \(2,\) on cpu.*\] on rank 0, and \[torch.int64 \(2,\) on cpu.*\] on rank 1"),
-        ("columns", r"\(2, 4\) on cpu\] on rank 0, and \[.*\(2, 5\) on cpu\] on rank 1"),
-        ("dimensions", r"\(2,\) on cpu\] on rank 0, and \[torch.float32 \(2, 2\) on cpu\] on rank 1"),
-        ("numbers of tensors", r"\[torch.float32 \(1,\) on cpu, .*\] on rank 0, and \[.*, .*, .*\] on rank 1"),
+        (
+            "dtype",
+            r"\[torch.float32 rows on cpu.*\] on rank 0, and \[torch.int64 rows on cpu.*\] on rank 1",
+        ),
+        ("columns", r"rows x 4 on cpu\] on rank 0, and \[.*rows x 5 on cpu\] on rank 1"),
+        ("dimensions", r"rows on cpu\] on rank 0, and \[torch.float32 rows x 2 on cpu\] on rank 1"),
+        ("numbers of tensors", r"\[torch.float32 rows on cpu, .*\] on rank 0, and \[.*, .*, .*\] on rank 1"),
     ],
 )
 def test_what_differs_is_named_on_every_rank(two, name, words):
@@ -348,6 +351,6 @@ def test_a_stream_cannot_be_made_even():
 
 @pytest.mark.slow
 def test_ranks_must_agree_on_whether_there_is_a_gradient():
-    words = r"with a gradient\] on rank 0, and \[torch.float32 \(4, 4\) on cpu\] on rank 1"
+    words = r"with a gradient\] on rank 0, and \[torch.float32 rows x 4 on cpu\] on rank 1"
     with pytest.raises(DisagreementError, match=words):
         train(Frozen())

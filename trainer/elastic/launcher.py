@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...base.environment import all_variables, get_variable, set_variable
+from ...base.environment import all_variables
 from ...base.errors import ConfigError
 from ..processes.launch import (
     SignalRelay,
@@ -36,15 +36,13 @@ LAUNCHER_POLL = 0.05
 """Seconds between two looks at the store."""
 
 T = TypeVar("T")
-VARIABLE = "LEGATO_ELASTIC_WORKER"
-"""Environment variable that describes a worker of an elastic run to itself."""
+_here: ElasticWorker | None = None
+"""This process, if it is a worker of an elastic run."""
 
 
 def find_elastic_worker() -> ElasticWorker | None:
     """Return what this process needs to join its elastic run; None outside of one."""
-    process, _, text = (get_variable(VARIABLE) or "").partition(" ")
-    # what a worker starts inherits the variable and is no member
-    return ElasticWorker.read(text) if process == str(os.getpid()) else None
+    return _here
 
 
 def run_elastic_workers(
@@ -79,9 +77,10 @@ def run_elastic_workers(
 
 
 def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attempt: int, threads: int) -> None:
+    global _here
     set_worker_environment(place, variables, "127.0.0.1", worker.port, attempt, threads)
-    set_variable(VARIABLE, f"{os.getpid()} {worker.text()}")
     keep_to_loopback()
+    _here = worker
 
 
 class ElasticWorkerGroup(WorkerGroup):
@@ -154,17 +153,16 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _read_messages(self) -> None:
         registry = self.registry
-        for message in self.store.new_messages():
-            member: Member = message["member"]
-            match message["what"]:
+        for event, member, number in self.store.new_messages():
+            match event:
                 case "begun":
-                    registry.begin(member, message["replicas"])
+                    registry.begin(member, number)
                 case "ready":
                     registry.add(member)
                 case "joined":
                     registry.have_state.add(member)
                 case "broken":
-                    registry.request_generation(message["version"])
+                    registry.request_generation(number)
                 case "finished":
                     registry.finish(member)
                     self.waiting_to_exit.append(member)

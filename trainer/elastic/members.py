@@ -68,6 +68,8 @@ class ElasticMembership(Membership):
         self.joins = elastic_worker.joins
         """Whether this process joined a run under way and has not taken part yet."""
         self.generation = Generation(0, ())
+        self.agreed_version = 0
+        """Version of the newest generation that the ranks have agreed on."""
         self.place = Place()
         self.taking_part = self.broken = False
         self.consistent = not elastic_worker.joins
@@ -101,29 +103,27 @@ class ElasticMembership(Membership):
         """Take part: first members have a group already; others wait for a generation with them."""
         self.taking_part = True
         self.snapshot.start()
+        # Ranks that looked for themselves could see a new version in different steps, and their collectives would no
+        # longer pair: rank 0 looks, and the agreement of the ranks carries it.
+        self.trainer.current_run.agreement.add(
+            lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._hear
+        )
         if self.joins:
             # Set up before it says so: members leave their group for it, and wait until all have arrived.
             self.store.post("ready", self.member)
             self.broken = True
             return
         self.loggers_open = self.place.rank == 0
-        self.store.post("begun", self.member, replicas=self.trainer.current_run.state.replicas)
+        self.store.post("begun", self.member, self.trainer.current_run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
-    @property
-    def version(self) -> int:
-        """Version of the generation that this process is in; 0: of none yet."""
-        return self.generation.version
+    def _hear(self, versions: list[float]) -> bool:
+        self.agreed_version = int(versions[0])
+        return self.agreed_version > self.generation.version
 
-    def newest(self) -> int:
-        """Return the newest generation's version on rank 0, which reads it for all; 0 elsewhere."""
-        # Ranks that looked for themselves could see a new version in different steps, and their collectives would no
-        # longer pair: rank 0 looks, and the agreement of the ranks carries it.
-        return self.store.version() if self.place.rank == 0 else 0
-
-    def check_members(self, version: int) -> None:
+    def check_members(self) -> None:
         """Raise MembershipChanged if the agreed generation is newer than the current one."""
-        if version > self.generation.version and self.taking_part:
+        if self.agreed_version > self.generation.version:
             raise MembershipChanged
 
     def __enter__(self) -> None:
@@ -171,7 +171,7 @@ class ElasticMembership(Membership):
         if self.breaks > MAX_BREAKS:
             return False
         log.warning("Connections broke although no process has died; they are opened again (%s).", error)
-        self.store.post("broken", self.member, version=self.generation.version)
+        self.store.post("broken", self.member, self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 
     @property
@@ -192,7 +192,7 @@ class ElasticMembership(Membership):
     def _recover(self) -> None:
         run = self.trainer.current_run
         # all that holds the old group, then the group, then the new one: peers learn of the break when sockets close
-        recovery.release(run.strategy)
+        run.strategy.regroup(None)
         leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
         generation = self._next_generation()
@@ -310,8 +310,6 @@ class ElasticProcesses(Elasticity):
 
     def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int) -> T:
         """Call `function` in new processes that may die and be replaced."""
+        if nodes > 1:
+            raise ConfigError("elastic=true stays on one machine: leave trainer.num_nodes out.")
         return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts)
-
-    def node_rank(self, nodes: int) -> int:
-        """Return 0: an elastic run stays on one machine."""
-        return 0

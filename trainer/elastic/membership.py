@@ -33,16 +33,7 @@ class Membership:
     def adopt_settings(self) -> None:
         """Take the settings of the run to join, before anything is set up."""
 
-    @property
-    def version(self) -> int:
-        """Version of the generation that this process is in; 0: of none."""
-        return 0
-
-    def newest(self) -> int:
-        """Return the version of the newest generation of members."""
-        return 0
-
-    def check_members(self, version: int) -> None:
+    def check_members(self) -> None:
         """Leave the loop if the ranks have agreed on a newer generation."""
 
     def returns_result(self, rank: int) -> bool:
@@ -84,9 +75,3 @@ class Elasticity:
         from ..processes.launch import run_workers
 
         return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes)
-
-    def node_rank(self, nodes: int) -> int:
-        """Return which of `nodes` machines this is."""
-        from ..processes.launch import node_rank
-
-        return node_rank(nodes)

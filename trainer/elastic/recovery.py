@@ -17,7 +17,6 @@ from .metrics import SharedMetrics
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
     from ..run import Run
-    from ..strategies.strategy import Strategy
 
 
 class MetricSnapshot:
@@ -96,11 +95,6 @@ def shared_metrics(run: "Run") -> SharedMetrics:
     return run.metrics
 
 
-def release(strategy: "Strategy") -> None:
-    """Drop all users of the process group, so that its connections close and the others see that this process left."""
-    strategy.regroup(None)
-
-
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
@@ -159,7 +153,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     """Set the loop state to the newest member's, with this process's share of the data."""
     trainer, state = run.trainer, run.state
-    run.agreement.restart(place.world_size, state.global_step, newest.elapsed, run.membership.version)
+    run.agreement.restart(place.world_size, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop
     run.drift.restart()
     trainer.should_stop |= newest.should_stop

@@ -4,9 +4,10 @@ Only the launcher writes generations. Every worker may post messages, which the 
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -26,8 +27,7 @@ class ElasticOptions:
     """Seconds after which a process that does not join a new group is killed."""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One process of an elastic run. Its rank is its index in the generation."""
 
     id: int
@@ -53,16 +53,6 @@ class ElasticWorker:
         """Whether the run is under way already."""
         return self.replicas is not None
 
-    def text(self) -> str:
-        """Return all fields as a line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> "ElasticWorker":
-        """Parse what `text` returned."""
-        values = json.loads(text)
-        return cls(**{**values, "member": Member(**values["member"])})
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -86,19 +76,20 @@ class MembershipStore:
     def publish(self, generation: Generation) -> None:
         """Publish the next generation; versions go up by one."""
         # first the value, then the version: a process that sees the new version must find its generation
-        self.entries.set(f"generation/{generation.version}", json.dumps(asdict(generation)))
+        self.entries.set(
+            f"generation/{generation.version}", json.dumps([generation.version, generation.members, generation.order])
+        )
         self.entries.add("version", 1)
 
     def version(self) -> int:
         """Return the newest generation's version; 0: there is none yet."""
         # `add` of 0 reads without waiting; `get` blocks until the key is there, and then has no number but bytes
-        found: int = self.entries.add("version", 0)
-        return found
+        return int(self.entries.add("version", 0))
 
     def generation(self, version: int) -> Generation:
         """Return a published generation."""
-        values = json.loads(self.entries.get(f"generation/{version}"))
-        return Generation(values["version"], tuple(Member(**member) for member in values["members"]), values["order"])
+        version, members, order = json.loads(self.entries.get(f"generation/{version}"))
+        return Generation(version, tuple(Member(*member) for member in members), order)
 
     def arrive(self, generation: Generation, member: Member) -> None:
         """Mark a member as ready to form the group of a generation."""
@@ -106,23 +97,23 @@ class MembershipStore:
 
     def is_complete(self, generation: Generation) -> bool:
         """Return whether the generation has members, and all have arrived."""
-        found: bool = self.entries.check([_arrival(generation, member) for member in generation.members])
-        return found
+        # one call, as each member asks again and again
+        return bool(self.entries.check([_arrival(generation, member) for member in generation.members]))
 
     def missing(self, generation: Generation) -> list[Member]:
         """Return the members that have not arrived."""
         return [member for member in generation.members if not self.entries.check([_arrival(generation, member)])]
 
     # --- messages ---------------------------------------------------------------------------------------------------
-    def post(self, what: str, member: Member, **more: Any) -> None:
+    def post(self, event: str, member: Member, number: int = 0) -> None:
         """Send a message to the launcher."""
-        self.entries.queue_push("messages", json.dumps({"what": what, "member": asdict(member), **more}))
+        self.entries.queue_push("messages", json.dumps([event, member, number]))
 
-    def new_messages(self) -> list[dict[str, Any]]:
-        """Return the messages since the last call, in the order in which they came."""
-        texts = [self.entries.queue_pop("messages") for _ in range(self.entries.queue_len("messages"))]
-        messages = [json.loads(text) for text in texts]
-        return [{**message, "member": Member(**message["member"])} for message in messages]
+    def new_messages(self) -> Iterator[tuple[str, Member, int]]:
+        """Yield event, member and number of each message since the last call, in the order in which they came."""
+        for _ in range(self.entries.queue_len("messages")):
+            event, member, number = json.loads(self.entries.queue_pop("messages"))
+            yield event, Member(*member), number
 
     def release_member(self, member: Member, returns_result: bool) -> None:
         """Permit a finished process to exit; with `returns_result` it sends the result first."""

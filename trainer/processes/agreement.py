@@ -24,8 +24,6 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, processes: int, step: int, elapsed: float) -> None:
         self.contributions: list[tuple[Read, Tell]] = []
-        self.newest: Callable[[], int] = int
-        """Returns the newest generation of an elastic run that this rank knows of."""
         self.join(ranks, processes, step, elapsed)
 
     def add(self, read: Read, tell: Tell) -> None:
@@ -33,20 +31,19 @@ class Agreement:
 
         Args:
             read: returns the numbers of this rank, equally many on every rank.
-            tell: called with the maximum of each over the ranks, each time that they have agreed.
+            tell: called with the maximum of each over the ranks, each time that they have agreed. Where it returns
+                true, on all ranks alike, they agree again after the next step.
         """
         self.contributions.append((read, tell))
 
-    def join(self, ranks: Ranks, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
+    def join(self, ranks: Ranks, processes: int, step: int, elapsed: float) -> None:
         """Agree with these ranks from now on."""
         self.ranks = ranks
-        self.restart(processes, step, elapsed, generation)
+        self.restart(processes, step, elapsed)
 
-    def restart(self, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
-        """Start again at `step`, possibly with other ranks; `generation`: the one that they are in."""
+    def restart(self, processes: int, step: int, elapsed: float) -> None:
+        """Start again at `step`, possibly with other ranks."""
         self.processes = processes
-        self.generation = generation
-        """Newest generation that any rank knew of at the last agreement; before the first one that of these ranks."""
         self.stop = False
         """Whether the run stops, as agreed."""
         self.signal = 0
@@ -63,8 +60,8 @@ class Agreement:
     def agree(self, step: int, wants_stop: bool, signal: int = 0) -> None:
         """Agree after `step`; every rank calls it after the same one.
 
-        `wants_stop`, `signal`: what this rank wants and has received. After a signal or a new generation
-        the next agreement follows at once.
+        `wants_stop`, `signal`: what this rank wants and has received. After a signal the next agreement follows at
+        once.
         """
         self.apply(step, self._highest(*self.contribution(step, wants_stop, signal)))
 
@@ -73,7 +70,7 @@ class Agreement:
         now = time.monotonic()
         # of which the maximum counts: the fastest rank's steps fill the second
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
-        numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest())]
+        numbers = [float(wants_stop), float(signal), now - self._started, pace]
         for read, _ in self.contributions:
             said = read()
             numbers += [float(len(said)), *said]
@@ -81,17 +78,17 @@ class Agreement:
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
         """Apply the maxima over ranks, agreed after `step`."""
-        stop, signal_of_any, self.elapsed, pace, generation, *said = highest
-        changed = self.generation < int(generation)  # acted on between two steps, not where values are logged
-        self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
+        stop, signal_of_any, self.elapsed, pace, *said = highest
+        self.stop, self.signal = bool(stop), int(signal_of_any)
         self._steps_between = self._interval(pace, self._steps_between)
-        # 0 comes before every step: at the next one
-        self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
+        is_urgent = self.signal > 0
         for _, tell in self.contributions:
             count, *said = said  # each part is sent with its length before it
-            tell(said[: int(count)])
+            is_urgent |= bool(tell(said[: int(count)]))
             said = said[int(count) :]
+        # 0 comes before every step: at the next one, as what is urgent is acted on between two steps
+        self.next_step = 0 if is_urgent else step + self._steps_between
 
     def now(self) -> float:
         """Return the seconds of the run so far by this rank's clock."""

@@ -6,7 +6,7 @@ raises on every rank.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,6 @@ class UnevenTensors(list[Tensor]):
         )
 
 
-class Description(NamedTuple):
-    """A tensor of one rank, as all ranks compare it."""
-
-    dtype: str
-    device: str
-    shape: tuple[int, ...]
-    with_gradient: bool
-
-
 def gather(
     strategy: Spread, data: Any, group: Any, sync_grads: bool, refuse_in_step: Callable[[int, bool], object] | None
 ) -> Any:
@@ -68,16 +59,9 @@ def gather(
         results = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
         return map_tensors(data, lambda _: next(results))
     with_gradient = [sync_grads and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
-    described: list[list[Description]] = ranks.gather_objects(
-        [
-            Description(str(tensor.dtype), tensor.device.type, tuple(tensor.shape), gradient)
-            for tensor, gradient in zip(tensors, with_gradient, strict=True)
-        ]
-    )
-    _require_same(described)
+    shapes = _gather_shapes(tensors, with_gradient, ranks)
     gathered = [
-        _exchange(tensor.detach(), [row[index].shape for row in described], ranks)
-        for index, tensor in enumerate(tensors)
+        _exchange(tensor.detach(), [row[index] for row in shapes], ranks) for index, tensor in enumerate(tensors)
     ]
     if any(with_gradient):
         # made on every rank, before any backward: a new group is collective, too
@@ -107,26 +91,30 @@ def _ranks_of(strategy: Spread, group: Any) -> Ranks:
     return Ranks(dist.get_rank(group), size, group)
 
 
-def _require_same(described: list[list[Description]]) -> None:
-    """Raise DisagreementError, on every rank, if the ranks' tensors differ by more than their rows."""
-    comparable = [
-        [tensor._replace(shape=(len(tensor.shape), *tensor.shape[1:])) for tensor in row] for row in described
-    ]
-    other = next((rank for rank, row in enumerate(comparable) if row != comparable[0]), None)
+def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of every rank's tensors, by rank.
+
+    Raises DisagreementError, on every rank, if the tensors differ by more than their rows.
+    """
+    kinds = list(map(_describe, tensors, with_gradient))
+    every: list[tuple[list[str], list[tuple[int, ...]]]] = ranks.gather_objects(
+        (kinds, [tuple(tensor.shape) for tensor in tensors])
+    )
+    other = next((rank for rank, (kinds_there, _) in enumerate(every) if kinds_there != every[0][0]), None)
     if other is not None:
+        words = [f"[{', '.join(every[rank][0])}]" for rank in (0, other)]
         raise DisagreementError(
-            f"all_gather takes {_words(described[0])} on rank 0, and {_words(described[other])} on rank {other}. All "
-            f"ranks must give the same tensors, of one dtype and one kind of device, that differ in their first "
-            f"dimension only; with sync_grads=True all or none need a gradient. Join what each rank has collected by "
-            f"torch.cat(outputs)."
+            f"all_gather takes {words[0]} on rank 0, and {words[1]} on rank {other}. All ranks must give the same "
+            f"tensors, of one dtype and one kind of device, that differ in their first dimension only; with "
+            f"sync_grads=True all or none need a gradient. Join what each rank has collected by torch.cat(outputs)."
         )
+    return [shapes for _, shapes in every]
 
 
-def _words(row: list[Description]) -> str:
-    words = [
-        f"{tensor.dtype} {tensor.shape} on {tensor.device}{' with a gradient' * tensor.with_gradient}" for tensor in row
-    ]
-    return f"[{', '.join(words)}]" if words else "no tensor"
+def _describe(tensor: Tensor, with_gradient: bool) -> str:
+    """Return what must be the same on all ranks: not the number of rows."""
+    shape = " x ".join(["rows", *map(str, tensor.shape[1:])]) if tensor.dim() else "scalar"
+    return f"{tensor.dtype} {shape} on {tensor.device.type}{' with a gradient' * with_gradient}"
 
 
 # --- how they travel --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -62,28 +63,16 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     `origin`: see Place. What started a single process is said only of a launcher: `legato check` starts one for its
     trials, which the run has no need of.
     """
-    nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
-    for entry in entries:
-        nodes.setdefault((entry[1], entry[2]), []).append(entry)
+    nodes = {place: list(members) for place, members in groupby(entries, lambda entry: entry[1:3])}
     where = f", met at {meeting}" if meeting else ""
-    nodes_there = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    count = f"{len(entries)} process{'es' * (len(entries) != 1)}"
+    count = f"{len(entries)} process{'es' * (len(entries) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
     by = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"
-    lines = [f"{count} on {nodes_there}{by}{where}"]
+    lines = [f"{count}{by}{where}"]
     for (index, host), members in nodes.items():
-        lines.append(f"  node {index} {host}: {'; '.join(_ranges(members))}")
+        runs = []
+        # ranks in a row on the same device have the same difference to their index
+        for (device, _), run in groupby(enumerate(members), lambda pair: (pair[1][3], pair[1][0] - pair[0])):
+            ranks = [entry[0] for _, entry in run]
+            runs.append(f"ranks {ranks[0]}-{ranks[-1]} on {device}" if ranks[1:] else f"rank {ranks[0]} on {device}")
+        lines.append(f"  node {index} {host}: {'; '.join(runs)}")
     return "\n".join(lines)
-
-
-def _ranges(members: Sequence[ProcessEntry]) -> list[str]:
-    """Return "ranks 0-3 on cpu" for consecutive ranks on the same device, "rank 4 on cuda:0" for a single one."""
-    runs: list[list[ProcessEntry]] = []
-    for entry in members:
-        if runs and runs[-1][-1][0] + 1 == entry[0] and runs[-1][-1][3] == entry[3]:
-            runs[-1].append(entry)
-        else:
-            runs.append([entry])
-    return [
-        f"rank {run[0][0]} on {run[0][3]}" if len(run) == 1 else f"ranks {run[0][0]}-{run[-1][0]} on {run[0][3]}"
-        for run in runs
-    ]

@@ -20,7 +20,7 @@ _PACKAGE_FOLDER = Path(__file__).parents[2]
 _OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_SECONDS_FOR_A_DUMP = 0.5
+_SECONDS_FOR_A_DUMP = 0.2
 _dump_file: IO[str] | None = None
 
 
@@ -126,15 +126,16 @@ def answer_dumps() -> None:
 
 def worker_stacks(dump: IO[str]) -> list[str]:
     """Return the stacks of this process's loader workers, which write them to `dump` on request."""
-    found = []
+    stacks = []
     for child in multiprocessing.active_children():
         if child.pid is not None and _answers(child.pid):
             # one file for all workers, inherited by fork: they share its descriptor, and so the offset
             os.ftruncate(dump.fileno(), 0)
             os.lseek(dump.fileno(), 0, os.SEEK_SET)
             os.kill(child.pid, DUMP)
-            found.append(f"Loader worker {child.pid}\n{_read_when_written(dump)}")
-    return found
+            time.sleep(_SECONDS_FOR_A_DUMP)  # it takes milliseconds, unless the worker is stopped
+            stacks.append(f"Loader worker {child.pid}\n{os.pread(dump.fileno(), 1 << 20, 0).decode(errors='replace')}")
+    return stacks
 
 
 def _answers(process: int) -> bool:
@@ -145,18 +146,6 @@ def _answers(process: int) -> bool:
         return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (DUMP - 1) & 1)
-
-
-def _read_when_written(dump: IO[str]) -> str:
-    """Return what a worker has written, once it is complete."""
-    text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        now = os.pread(dump.fileno(), 1 << 20, 0).decode(errors="replace")
-        if now and now == text:
-            break
-        text = now
-    return text
 
 
 def users_frame(dumps: list[str]) -> Frame | None:
