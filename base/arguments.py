@@ -214,6 +214,7 @@ TORCH_OPTIONS = {
     "output_device": "The outputs meet on the first of trainer.devices.",
     "dim": "Batches are scattered along their first dimension.",
     "join": "Leave it out: max_restarts replaces processes that die; an elastic run stays on one machine.",
+    "min_processes": "Leave it out: an elastic run goes on with any number of processes.",
     "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
     "static_graph": "Leave it out: the graph of each step is taken as it comes.",
 }

@@ -56,14 +56,6 @@ class Output:
 STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
-def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal; one of the user's own may not be able to say, or be closed."""
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False
-
-
 def let_be_seen() -> None:
     """Log to stderr, from INFO on or the level that the program has set, unless it has handlers of its own."""
     log = logging.getLogger("legato")

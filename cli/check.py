@@ -241,7 +241,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
     values |= OVERLAY | {"num_sanity_val_steps": min(1, abs(trainer.num_sanity_val_steps))}
     strategy, options = read_strategy(values)
     if options.get("elastic"):  # no process leaves or joins a trial
-        kept = {option: value for option, value in options.items() if option not in ("elastic", "min_processes")}
+        kept = {option: value for option, value in options.items() if option != "elastic"}
         # an elastic run takes what gradients there are
         values["strategy"] = {"name": strategy, **kept, "find_unused_parameters": True}
     run = {**config.values["run"], "root": str(folder), "save_code": False}

@@ -283,7 +283,7 @@ def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) ->
         r"seed: 3 +# more\.yaml:2\n",
         r"devices: 2 +# override\n",
         f"Run directory {folder}/runs/default/version_\\d\n",
-        r"\[rank 1\] Rank 1 of 2: process \d+ on cpu\n|Rank 1 of 2: process \d+ on cpu\n",
+        r"Rank 1 of 2: process \d+ on cpu\n",
         "Training data: DataLoader, 2 batches of each replica\n",
         f"JSONLinesLogger writes to {folder}/runs/default/version_\\d\n",
         f"Checkpoint {folder}/runs/default/version_\\d/checkpoints/step-00000002\n",

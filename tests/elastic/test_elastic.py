@@ -236,9 +236,7 @@ def test_a_replacement_takes_its_share_and_survivors_do_not_wait_for_it(tmp_path
         killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
 
     with Killer(folder, plan, kills=2):
-        task, trainer = fit(
-            tmp_path, folder, task=TellsShare(folder), elastic=True, devices=2, max_restarts=1, min_processes=1
-        )
+        task, trainer = fit(tmp_path, folder, task=TellsShare(folder), elastic=True, devices=2, max_restarts=1)
     assert steps[1] > steps[0]
     assert_same(task, trainer, undisturbed)
 
@@ -262,45 +260,13 @@ def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replace
         killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
         (folder / "enough").touch()
 
-    options = {"max_epochs": 1000, "log_every_n_steps": 1, "max_restarts": 1, "min_processes": 1}
+    options = {"max_epochs": 1000, "log_every_n_steps": 1, "max_restarts": 1}
     with Killer(folder, plan, steps=10**9):
         fit(tmp_path, folder, task=UntilTold(folder), elastic=True, devices=2, **options)
     assert (folder / "enough").exists()
 
 
-# --- too few ----------------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path, folder, undisturbed):
-    def plan(killer):
-        members = killer.wait_for_members(3)
-        killer.wait(lambda: killer.step() > 13)
-        killer.kill(members[1])
-
-    with Killer(folder, plan), pytest.raises(SystemExit) as ended:
-        fit(tmp_path, folder, elastic=True, devices=3, min_processes=3)
-    assert ended.value.code == 75
-    (run_dir,) = (tmp_path / "default").iterdir()
-    newest = find.newest_complete(run_dir / "checkpoints")
-    assert newest is not None
-    step = int(newest.name.removeprefix("step-"))
-    assert 13 < step < STEPS
-    task, trainer = fit(tmp_path, resume="auto", elastic=True, devices=2)
-    assert trainer.run_dir == run_dir
-    assert_same(task, trainer, undisturbed)
-
-
-@pytest.mark.slow
-def test_with_too_few_processes_the_run_waits_for_a_replacement_that_is_coming(tmp_path, folder, undisturbed):
-    def plan(killer):
-        members = killer.wait_for_members(2)
-        killer.kill(members[0])
-        killer.wait_for_members(2)
-
-    with Killer(folder, plan, kills=2):
-        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, min_processes=2, max_restarts=1)
-    assert_same(task, trainer, undisturbed)
-
-
+# --- all of them ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tmp_path, folder, undisturbed):
     def plan(killer):
@@ -582,23 +548,13 @@ def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_pa
     ("options", "message"),
     [
         ({"join": "127.0.0.1:1"}, "join.*max_restarts replaces processes that die"),
-        ({"min_processes": 0}, "min_processes=0: expected at least 1"),
+        ({"min_processes": 2}, "min_processes.*goes on with any number of processes"),
         ({"init_method": "tcp://127.0.0.1:7"}, "leave init_method out"),
     ],
 )
 def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, elastic=True, **options)
-
-
-def test_a_run_that_would_begin_with_too_few_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="min_processes=3, but the run would begin with 2"):
-        fit(tmp_path, elastic=True, devices=2, min_processes=3)
-
-
-def test_terms_without_elastic_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="set elastic=true"):
-        lg.Trainer(default_root_dir=tmp_path, accelerator="cpu", strategy={"name": "ddp", "min_processes": 2})
 
 
 def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...base.environment import all_variables
-from ...base.errors import ConfigError
 from ..processes.launch import (
     SignalRelay,
     WorkerGroup,
@@ -53,11 +52,6 @@ def run_elastic_workers(
     Returns what one of them returned. Errors: see `launch_workers`.
     """
     warm_up()
-    if processes < options.min_processes:
-        raise ConfigError(
-            f"min_processes={options.min_processes}, but the run would begin with {processes}: set trainer.devices to "
-            f"as many at least."
-        )
     # The store lives in the launcher, not in rank 0: a worker may die, and with the store would go the run.
     store: Any = host_store("127.0.0.1", 0, True)
     variables, threads, attempts = all_variables(), threads_of_worker(processes), itertools.count(1)
@@ -94,7 +88,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.ids = itertools.count()
         self.workers: dict[int, Member] = {}
         """Members by id, those that have ended included."""
-        self.registry = MemberRegistry([], options)
+        self.registry = MemberRegistry([])
         self.published_at = 0.0
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None
         self.survived_failures: list[Failure] = []
@@ -110,7 +104,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._context, self._relay.processes, self.enter = context, [], enter
         for slot in self._ranks:
             self._start_member(Member(next(self.ids), slot))
-        self.registry = MemberRegistry(list(self.workers.values()), self.options)
+        self.registry = MemberRegistry(list(self.workers.values()))
         self._publish(self.registry.generation)
 
     def _start_member(self, member: Member) -> None:
@@ -230,9 +224,7 @@ class ElasticWorkerGroup(WorkerGroup):
             log.warning("%s The run continues without it%s", failure.summary, more)
             if replaced:
                 self.restarts_left -= 1
-                fresh = Member(next(self.ids), member.slot)
-                self.registry.starting.add(fresh)
-                self._start_member(fresh)
+                self._start_member(Member(next(self.ids), member.slot))
         self.registry.remove(member)
 
     # --- the end of the run -----------------------------------------------------------------------------------------
@@ -252,8 +244,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if not self.registry.finished and self._preempted_at is None:
             self._failures += self.survived_failures
         self._announce_end()
-        for member in [*self.registry.spares, *self.registry.starting]:
-            self.registry.remove(member)
+        for member in set(self.workers.values()) - self.registry.finished:
             self._kill(member)
 
     def end(self) -> None:

@@ -203,10 +203,7 @@ class ElasticMembership(Membership):
         if self.joins:
             self.store.post("joined", self.member)
         self.joins, self.consistent, self.loggers_open = False, True, self.place.rank == 0
-        # before `leave` saves: the point of a step is logged before its checkpoint
         recovery.repeat_after_step(run)
-        if self.generation.order == "leave":
-            self._leave()
         self.broken = False
         if self.place.rank == 0:
             log.info("Step %d: going on with %d processes.", run.state.global_step, self.place.world_size)
@@ -219,9 +216,9 @@ class ElasticMembership(Membership):
             if version > seen:
                 seen, generation = version, self.store.generation(version)
                 self._raise_if_over(generation)
-                if self.member in generation.members and generation.order != "wait":
+                if self.member in generation.members:
                     self.store.arrive(generation, self.member)
-                elif self.member not in generation.members and not self.joins:
+                elif not self.joins:
                     raise WorkerError(f"The run went on without process {self.member.id}, which was late.")
             if (
                 seen > self.generation.version
@@ -255,19 +252,6 @@ class ElasticMembership(Membership):
             with connections.noting():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
             set_group_timeout(timedelta(seconds=self.timeout))
-
-    def _leave(self) -> None:
-        """Save the run and exit: fewer members than min_processes are left."""
-        run = self.trainer.current_run
-        path = run.preemption.save()
-        if self.place.rank == 0:
-            log.warning(
-                "%d processes are left, and min_processes is more: stopped at step %d, %s. Exit code %d asks for a new "
-                "start: resume=auto continues.",
-                self.place.world_size, run.state.global_step,
-                "there is nothing to save" if path is None else f"the checkpoint {path} is complete", RESUME_ME,
-            )  # fmt: skip
-        raise SystemExit(RESUME_ME)
 
     # --- after training ---------------------------------------------------------------------------------------------
     def returns_result(self, rank: int) -> bool:

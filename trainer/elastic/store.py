@@ -5,24 +5,21 @@ Only the launcher writes generations. Every worker may post messages, which the 
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-GroupOrder = Literal["train", "wait", "leave", "over", "lost"]
-"""Instruction to the members of a generation: form a group and train; wait for the next generation; form a group, save
-and exit; exit, as the run is done; exit, as the run has failed."""
+GroupOrder = Literal["train", "over", "lost"]
+"""Instruction to the members of a generation: form a group and train; exit, as the run is done; or as it has failed."""
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
     """Options of an elastic run."""
 
-    min_processes: int = 1
-    """Least number of processes: with fewer the run saves a checkpoint and exits, to be resumed."""
     timeout: float = 1800.0
     """Seconds after which a process that does not join a new group is killed."""
 
@@ -142,13 +139,10 @@ class MemberRegistry:
     So rank 0, the only one to write files, changes only when its process has died.
     """
 
-    def __init__(self, members: list[Member], options: ElasticOptions) -> None:
-        self.options = options
+    def __init__(self, members: list[Member]) -> None:
         self.members = list(members)
         self.spares: list[Member] = []
         """Replacements that are ready, until the next generation."""
-        self.starting: set[Member] = set()
-        """Replacements that are being started."""
         self.waiting_to_begin = set(members)
         self.have_state = set(members)
         """Members that have the run's state."""
@@ -170,13 +164,11 @@ class MemberRegistry:
 
     def add(self, member: Member) -> None:
         """Record that a process is ready to take part."""
-        self.starting.discard(member)
         if member not in self.members:
             self.spares.append(member)
 
     def remove(self, member: Member) -> None:
         """Record the death of a process."""
-        self.starting.discard(member)
         self.spares = [spare for spare in self.spares if spare != member]
         self.members = [other for other in self.members if other != member]
 
@@ -195,17 +187,9 @@ class MemberRegistry:
         """Return the next generation if one is due."""
         if not self.running or not self.members:
             return None
-        # once some have finished, or all save to leave, a newcomer could only wait for an end
-        if not self.finished and self.generation.order != "leave":
+        if not self.finished:  # once some have, a newcomer could only wait for the end
             self.members, self.spares = self.members + self.spares, []
-        order: GroupOrder = "train"
-        if len(self.members) < self.options.min_processes and not self.finished:
-            order = "wait" if self.starting else "leave"
-        if self.generation.order == "leave":
-            order = "leave"
-        next_generation = Generation(self.generation.version + 1, tuple(self.members), order)
-        is_same = replace(next_generation, version=self.generation.version) == self.generation
-        if is_same and not self.is_requested:
+        if tuple(self.members) == self.generation.members and not self.is_requested:
             return None
-        self.generation, self.is_requested = next_generation, False
-        return next_generation
+        self.generation, self.is_requested = Generation(self.generation.version + 1, tuple(self.members)), False
+        return self.generation

@@ -6,7 +6,7 @@ raises on every rank.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,6 @@ class Spread(Protocol):
     device: torch.device
     data_ranks: Ranks
     collectives: Ranks
-
-
-class UnevenTensors(list[Tensor]):
-    """List of every rank's tensor, by rank, returned if their first dimensions differ and they cannot be stacked."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        rows = [len(tensor) for tensor in self]
-        raise AttributeError(
-            f"all_gather returned a list of {len(rows)} tensors and no stacked one, since the ranks gave {rows} rows; "
-            f"a list has no {name!r}. torch.cat(list(...)) joins both a list and a stacked tensor."
-        )
 
 
 def gather(
@@ -70,13 +59,9 @@ def gather(
             if with_gradient[index]:
                 parts: Any = _WithGradient.apply(tensor, channel, gathered[index])  # type: ignore[no-untyped-call]
                 gathered[index] = list(parts)
-    joined = iter([_joined(parts) for parts in gathered])
+    # shares with unlike numbers of rows cannot be stacked
+    joined = iter([torch.stack(parts) if len({part.shape for part in parts}) == 1 else parts for parts in gathered])
     return map_tensors(data, lambda _: next(joined))
-
-
-def _joined(parts: list[Tensor]) -> Any:
-    even = all(part.shape == parts[0].shape for part in parts)
-    return torch.stack(parts) if even else UnevenTensors(parts)
 
 
 def _ranks_of(strategy: Spread, group: Any) -> Ranks:

@@ -63,7 +63,9 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
     `origin`: see Place. What started a single process is said only of a launcher: `legato check` starts one for its
     trials, which the run has no need of.
     """
-    nodes = {place: list(members) for place, members in groupby(entries, lambda entry: entry[1:3])}
+    nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
+    for entry in entries:
+        nodes.setdefault((entry[1], entry[2]), []).append(entry)
     where = f", met at {meeting}" if meeting else ""
     count = f"{len(entries)} process{'es' * (len(entries) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
     by = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"

@@ -12,7 +12,6 @@ from ..hooks import Hooks
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
-from ..processes.rank_output import mark_output
 from ..resume import restore
 from ..run import Call, JoinedCall, Request
 from ..runs import run_file
@@ -44,8 +43,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy.place, strategy.device, strategy.collectives, strategy.meeting)
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
-    if strategy.place.rank > 0:
-        undo.callback(mark_output(strategy.place.rank))
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(strategy.teardown)

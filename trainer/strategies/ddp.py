@@ -42,7 +42,6 @@ class DDPStrategy(GroupStrategy):
         self,
         *,
         elastic: bool = False,
-        min_processes: int = 1,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -50,9 +49,8 @@ class DDPStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`elastic`: the run goes on when processes die, which are replaced; with fewer than `min_processes` it saves a
-        checkpoint and ends. `timeout`: the seconds that a rank waits for another, or those of each phase: startup,
-        step, checkpoint. Without a backend, nccl on CUDA, else gloo.
+        """`elastic`: the run goes on when processes die, which are replaced. `timeout`: the seconds that a rank waits
+        for another, or those of each phase: startup, step, checkpoint. Without a backend, nccl on CUDA, else gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -63,9 +61,7 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             from ..elastic.members import ElasticProcesses
 
-            self.elastic = ElasticProcesses(self._elastic_options(min_processes))
-        elif min_processes != 1:
-            raise ConfigError("min_processes is for elastic runs: set elastic=true.")
+            self.elastic = ElasticProcesses(self._elastic_options())
         self.ddp: DistributedDataParallel | None = None
         """Lets gradients meet while backward computes them; None in one process, in one order, or in manual steps."""
         self.ddp_forward: Callable[..., Any] | None = None
@@ -77,10 +73,8 @@ class DDPStrategy(GroupStrategy):
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
-    def _elastic_options(self, min_processes: int) -> ElasticOptions:
+    def _elastic_options(self) -> ElasticOptions:
         """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
-        if min_processes < 1:
-            raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
                 "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
@@ -88,7 +82,7 @@ class DDPStrategy(GroupStrategy):
             )
         if self.init_method is not None:
             raise ConfigError("elastic=true meets on the loopback interface of one machine: leave init_method out.")
-        return ElasticOptions(min_processes, self.timeouts["step"].total_seconds())
+        return ElasticOptions(self.timeouts["step"].total_seconds())
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]

@@ -43,7 +43,7 @@ class Zero1Strategy(DDPStrategy):
         super().__init__(**options)
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
-    def _elastic_options(self, min_processes: int) -> ElasticOptions:
+    def _elastic_options(self) -> ElasticOptions:
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
     def prepare(
