@@ -110,11 +110,11 @@ def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
 @pytest.mark.slow
 def test_what_cannot_be_synchronized_is_refused(found, refused):
     said = found[1]
-    assert "all 4 replicas of a step at once, but they take turns on 2 processes" in said["turns"]
-    assert "does not go with elastic=true or reproducible: bitwise" in said["bitwise"]
-    assert "works under strategy ddp, not under 'fsdp'" in said["elsewhere"]
+    assert "needs strategy ddp with 4 processes" in said["turns"]
+    assert "and reproducible: order" in said["bitwise"]
+    assert "here strategy 'fsdp' has batches on 2" in said["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
-    assert "take turns on 1 processes" in message
+    assert "here strategy 'single' has batches on 1" in message
 
 
 @pytest.mark.slow

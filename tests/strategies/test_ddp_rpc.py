@@ -146,7 +146,7 @@ REFUSED = {
     "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients. Clip by value"),
     "half": (Ratings, {"precision": "16-mixed"}, "does not go with precision=16-mixed"),
     "skip": (Ratings, {"nan": "skip"}, "does not go with nan=skip"),
-    "sync": (Ratings, {"sync_batchnorm": True}, "sync_batchnorm=true does not go with strategy ddp_rpc"),
+    "sync": (Ratings, {"sync_batchnorm": True}, "strategy ddp_rpc does not go with sync_batchnorm=true"),
     "compile": (Ratings, {"compile": True}, "does not go with compile"),
     "backward": (OwnBackward, {}, "a backward of the task's own"),
     "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage averages all weights"),

@@ -105,14 +105,10 @@ class DDPStrategy(GroupStrategy):
     def _sync_batch_norm(self, task: "Task") -> None:
         """Compute the statistics of batch norm over all processes, until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
-        if not trainer.sync_batchnorm or trainer.stage != "fit" or replicas != self.data_ranks.size or replicas == 1:
+        fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
+        if not trainer.sync_batchnorm or not fits or self.elastic.changes or trainer.reproducible == "bitwise":
             super()._sync_batch_norm(task)
             return
-        if self.elastic.changes or trainer.reproducible == "bitwise":
-            raise ConfigError(
-                "sync_batchnorm=true ties a run to one number of processes, each with one replica; it does not go with "
-                "elastic=true or reproducible: bitwise. Leave one of the two out."
-            )
         # A group of its own: batch norm's sums wait within forward and backward, while DDP's buckets are on their way
         # in the strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:

@@ -147,27 +147,19 @@ class Strategy:
         """
         self.task = task
         self._sync_batch_norm(task)
-        empty = next((name for name, parameter in task.named_parameters() if parameter.is_meta), None)
-        if empty is not None:
-            raise TaskError(
-                f"{type(task).__name__} has no values in {empty}: it is on the device meta. Make its module outside of "
-                f"torch.device('meta'), or in configure_model and with strategy fsdp and its meta_init=true."
-            )
+        refuse_empty(task)
         self.precision.place(task)
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Have batch norm take statistics over all replicas of a step, where the trainer asks for it."""
-        trainer = task.trainer
-        if not trainer.sync_batchnorm or trainer.stage != "fit" or self.layout.replicas == 1:
-            return
-        if self.layout.replicas > self.data_ranks.size:
+        """Have batch norm take statistics over all replicas of a step. Raises ConfigError where it cannot."""
+        trainer, replicas = task.trainer, self.layout.replicas
+        if trainer.sync_batchnorm and trainer.stage == "fit" and replicas > 1:
             raise ConfigError(
-                f"sync_batchnorm=true takes statistics over all {self.layout.replicas} replicas of a step at once, but "
-                f"they take turns on {self.data_ranks.size} processes. Start {self.layout.replicas} processes "
-                f"(strategy ddp), or set replicas to their number."
+                f"sync_batchnorm=true takes statistics over all {replicas} replicas of a step at once. That needs "
+                f"strategy ddp with {replicas} processes, which stay, and reproducible: order; here strategy "
+                f"{self.name!r} has batches on {self.data_ranks.size}. Leave it out, or set replicas to their number."
             )
-        raise ConfigError(f"sync_batchnorm=true works under strategy ddp, not under {self.name!r}. Leave it out.")
 
     def prepare(
         self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
@@ -358,6 +350,17 @@ class SingleStrategy(Strategy):
     """One process, one device; with several replicas, one after the other on it."""
 
     name = "single"
+
+
+def refuse_empty(task: "Task") -> None:
+    """Raise TaskError for a task that has parameters without values."""
+    for name, parameter in task.named_parameters():
+        if parameter.is_meta:
+            raise TaskError(
+                f"{type(task).__name__} has no values in {name}: it is on the device meta, where torch.device('meta') "
+                f"makes modules, and whole_at_end=false leaves a task. Take a new one, whose weights are in a "
+                f"checkpoint; or make the module in configure_model, with strategy fsdp and meta_init=true."
+            )
 
 
 def trainable(task: nn.Module) -> Iterator[nn.Parameter]:

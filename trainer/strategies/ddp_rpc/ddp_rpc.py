@@ -158,13 +158,6 @@ class DDPRPCStrategy(DDPStrategy):
         # rank 0 loads weights on the servers; no other may call a module before that
         self.collectives.barrier()
 
-    def _sync_batch_norm(self, task: "Task") -> None:
-        """Refuse: the sums of batch norm's gradients would meet within distributed autograd."""
-        if task.trainer.sync_batchnorm:
-            raise ConfigError(
-                "sync_batchnorm=true does not go with strategy ddp_rpc. Leave it out, or use strategy ddp."
-            )
-
     def prepare(
         self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
     ) -> list[Optimizer]:
@@ -193,6 +186,10 @@ class DDPRPCStrategy(DDPStrategy):
             (trainer.reproducible == "bitwise", "reproducible: bitwise: sums on a server depend on the trainers"),
             (trainer.precision not in (32, "32", "32-true", "bf16-mixed"), f"precision={trainer.precision}"),
             (trainer.nan == "skip", "nan=skip: a step is dropped by looking at all gradients, which no process has"),
+            (
+                trainer.sync_batchnorm,
+                "sync_batchnorm=true: the gradients of its sums would meet in distributed autograd",
+            ),
             (bool(trainer.compile), "compile: remote calls are recorded as they are made"),
             (
                 type(task).backward is not Task.backward,

@@ -28,21 +28,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def has_empty_part(tensor: Tensor) -> bool:
-    """Return whether some rank has no number of a sharded tensor, as of 5 rows on 4 ranks: 2, 2, 1 and 0."""
-    if not isinstance(tensor, DTensor):
-        return False
-    shape = list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            dimension, ranks = placement.dim, tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
-            part = -(-shape[dimension] // ranks)
-            if part * (ranks - 1) >= shape[dimension]:
-                return True
-            shape[dimension] = part
-    return False
-
-
 class Readable(Protocol):
     """A tensor of a checkpoint of which only slices are read (checkpoints.shards.StoredTensor)."""
 

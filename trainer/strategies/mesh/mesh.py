@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError, first_names
-from ....base.torch_private import drop_sharded_gradients
+from ....base.torch_private import drop_sharded_gradients, local_part
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...optimization.model_checks import require_dense_gradients, require_dimensions
@@ -22,6 +22,7 @@ from ...processes.ranks import SINGLE, Phase, Ranks, serves_host
 from ..group import GroupStrategy
 from ..servers import build_remote_modules
 from ..state_dicts import ShardedStateDicts
+from ..strategy import refuse_empty
 from ..tree import ReplicaTree
 from . import dtensors, weight_broadcast
 from .shard_tree import ShardTree
@@ -60,28 +61,22 @@ def data_ranks(sizes: Sizes, rank: int) -> Ranks:
     return Ranks(index, sizes.replicating, group)
 
 
-def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
+def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
     """Raise ConfigError for optimizers that a strategy that `gathers` parameters around whole steps cannot use."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
-            f"strategy {name!r} needs automatic optimization: parameters are gathered around the forward and the "
-            f"backward of whole steps, which training_step would cut. Use strategy ddp."
+            f"strategy {name!r} needs automatic optimization: it gathers parameters around whole steps, which "
+            f"training_step would cut. Use strategy ddp."
         )
     if len(optimizers) > 1 and gathers:
         raise ConfigError(
-            f"strategy {name!r} takes one optimizer, got {len(optimizers)}: each of several reaches its own parameters "
-            f"only, which torch cannot tell apart while they are gathered. Use parameter groups of one optimizer, or "
-            f"strategy ddp."
+            f"strategy {name!r} takes one optimizer, got {len(optimizers)}: torch cannot tell the parameters of each "
+            f"apart while they are gathered. Use parameter groups of one optimizer, or strategy ddp."
         )
-
-
-def refuse_empty_parts(name: str, task: "Task", optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for optimizers of torchao where some rank has an empty part of a parameter.
-
-    They compile their update, which then goes wrong, in torch's fully_shard by hand too (torch 2.13, torchao 0.18).
-    """
+    # torchao compiles its update, which goes wrong on an empty part, in torch's fully_shard by hand too (torch 2.13,
+    # torchao 0.18)
     compiled = [one for one in optimizers if type(one).__module__.partition(".")[0] == "torchao"]
-    empty = [parameter_name for parameter_name, one in task.named_parameters() if dtensors.has_empty_part(one)]
+    empty = [parameter_name for parameter_name, one in task.named_parameters() if not local_part(one).numel()]
     if compiled and empty:
         raise ConfigError(
             f"torchao's {type(compiled[0]).__name__} computes wrong updates where a process has an empty part of a "
@@ -101,16 +96,6 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
         raise ConfigError(
             f"trainer.compile: torch's compiler fails on layers that are cut over processes; with tensor="
             f"{sizes.tensor} and pipeline={sizes.pipeline} leave it out."
-        )
-
-
-def refuse_empty(task: "Task", rank: int) -> None:
-    """Raise ConfigError for a task whose weights have no values on rank 0, which broadcasts them."""
-    empty = [name for name, parameter in task.named_parameters() if parameter.is_meta]
-    if empty and rank == 0:
-        raise ConfigError(
-            f"{type(task).__name__} has no values in {empty[0]}: it is on the device meta, where whole_at_end=false "
-            f"leaves a task. Take a new one; a checkpoint has its weights."
         )
 
 
@@ -230,7 +215,8 @@ class MeshStrategy(GroupStrategy):
             return
         self.task = task
         self._sync_batch_norm(task)
-        refuse_empty(task, self.place.rank)
+        if self.place.rank == 0:  # which has the values for all
+            refuse_empty(task)
         if self.data_ranks.size > 1:
             require_dimensions(task, self.name)
             require_dense_gradients(task, [f"strategy={self.name}"])
@@ -274,8 +260,7 @@ class MeshStrategy(GroupStrategy):
         if self.mesh is not None:
             if one_order:
                 self._refuse_bitwise(task, optimizers)
-            refuse_mesh_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
-            refuse_empty_parts(self.name, task, optimizers)
+            refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1 or self.sizes.pipeline > 1)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
             dtensors.step_one_by_one(optimizers)

@@ -214,8 +214,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """Compute the statistics of batch norm over all processes."""
         if self.micro_batches > 1 and task.trainer.sync_batchnorm:
             raise ConfigError(
-                "sync_batchnorm=true takes statistics over whole batches, of which micro_batches makes pieces. Leave "
-                "one of the two out."
+                "sync_batchnorm=true takes statistics over batches, of which micro_batches makes pieces. Leave one out."
             )
         super()._sync_batch_norm(task)
 

@@ -137,8 +137,6 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.schedules is not None and optimizers:
             from ....tasks.task import Task
 
-            if len(optimizers) > 1:
-                raise ConfigError(f"A pipeline takes one optimizer, got {len(optimizers)}; use its parameter groups.")
             if type(task).backward is not Task.backward:
                 raise ConfigError("A pipeline runs backward itself, stage by stage; a task's own backward cannot be.")
             if task.trainer.reproducible == "off":
