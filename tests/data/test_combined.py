@@ -26,7 +26,8 @@ from legato.trainer.data.sampling import Layout, epoch_key, permutation
 from legato.trainer.data.steps import Dealing
 from legato.trainer.data.streams import StreamData
 
-MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+BY_POSITION = ("min_size", "max_size_cycle")
+MODES = (*BY_POSITION, "max_size", "sequential")
 
 
 class Numbers(Dataset):
@@ -81,7 +82,7 @@ sizes = st.lists(st.tuples(st.integers(1, 23), st.integers(1, 5)), min_size=1, m
 @settings(max_examples=200, deadline=None)
 @given(
     loaders=sizes,
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(BY_POSITION),
     drop_last=st.booleans(),
     replicas=st.integers(1, 5),
     accumulate=st.integers(1, 3),
@@ -97,11 +98,10 @@ def test_the_same_steps_on_any_number_of_processes_and_from_any_position(
     whole = steps_of(loader, epoch, replicas, 1, accumulate)
     batches = [batch for _, _, parts in whole for _, batch in sorted((key[::-1], got) for key, got in parts.items())]
     counts = [length // size if drop_last else -(-length // size) for length, size in loaders]
-    total = {"min_size": min, "sequential": sum}.get(mode, max)(counts)
+    total = (min if mode == "min_size" else max)(counts)
     assert len(batches) == (total - total % replicas if drop_last else total)
     for number, count in enumerate(counts):
-        own = [piece for _, batch in batches for piece in (batch if mode != "sequential" else [batch])]
-        own = [piece[0] for piece in own if piece is not None and piece[0][0][0] == number]
+        own = [piece[0] for _, batch in batches for piece in batch if piece[0][0][0] == number]
         passes = [own[first : first + count] for first in range(0, len(own), count)]
         for rows in passes[: len(passes) - (len(passes[-1]) < count) if passes else 0]:  # each whole pass has all once
             seen = sorted(index for batch in rows for _, index in batch)
@@ -109,8 +109,7 @@ def test_the_same_steps_on_any_number_of_processes_and_from_any_position(
     for samples, _, parts in whole:
         assert samples == sum(count for count, _ in parts.values())
         for count, batch in parts.values():
-            pieces = [batch] if mode == "sequential" else batch
-            assert count == sum(len(piece[0]) for piece in pieces if piece is not None)
+            assert count == sum(len(piece[0]) for piece in batch)
     if replicas > 1:
         processes = data.draw(st.integers(2, replicas))
         assert steps_of(loader, epoch, replicas, processes, accumulate) == whole
@@ -136,7 +135,7 @@ def test_what_is_combined_is_what_lightning_combines(mode):
     plain = lambda batch: [only(piece) for piece in batch] if mode != "sequential" else batch[0]  # noqa: E731
     assert [plain(flat(batch)) for batch, _, _ in loader] == expected
     assert len(loader) == len(expected)
-    dealt = steps_of(loader, 0, 1, 1, 1)
+    dealt = steps_of(loader, 0, 1, 1, 1, kind=DealtData if mode in BY_POSITION else StreamData)
     assert [plain(batch) for _, _, parts in dealt for _, batch in parts.values()] == expected
     index = [(batch_idx, number) for _, batch_idx, number in loader]
     if mode == "sequential":
@@ -300,7 +299,7 @@ def test_an_evaluation_takes_each_combined_batch_once(trainer, mode, batches, lo
     found = []
     for process in range(processes):
         data = EvaluationData(parts, Dealing(Layout(3, processes), process, seed=1))
-        assert sum(data.counts()) == batches
+        assert sum(data.count(index) for index in range(len(data.loaders))) == batches
         found += [(item.dataloader_idx, item.batch_idx, item.replica, item.samples) for item in data.batches(0)]
     assert len(found) == len(set(found)) == batches
     task = Pairs()

@@ -91,18 +91,18 @@ def test_batches_of_ones_own_sampler_are_repeated_whole():
     assert [steps[1].samples for steps in found] == [7] * 3
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size", "sequential"])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 def test_loaders_that_are_combined_are_filled_up_each_by_itself(mode):
     """So that the batches of a round are of one size, and as many as with one torch sampler for each loader."""
     for lengths, replicas in product(((17, 9), (8, 21), (3, 4)), (1, 2, 3)):
         parts = [DataLoader(torch.arange(length), 4) for length in lengths]
         found = steps_of(lg.CombinedLoader(parts, mode), replicas)
         rounds = [len(of_torch(length, 4, replicas, drop_last=False)[0]) for length in lengths]
-        total = {"min_size": min(rounds), "sequential": sum(rounds)}.get(mode, max(rounds))
+        total = min(rounds) if mode == "min_size" else max(rounds)
         assert [len(steps) for steps in found] == [total] * replicas
         for steps in zip(*found, strict=True):
             parts_of = [[*step.batches[0].batch] for step in steps]
-            shapes = [[part if part is None else part.shape for part in of_replica] for of_replica in parts_of]
+            shapes = [[part.shape for part in of_replica] for of_replica in parts_of]
             assert shapes == shapes[:1] * replicas
             sizes = [step.batches[0].samples for step in steps]
             assert sizes == sizes[:1] * replicas

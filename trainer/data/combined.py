@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -254,7 +255,7 @@ class CombinedOrder(EpochOrder):
 
 
 class CombinedPart(MapLoader):
-    """One loader of a combination, dealt out by whole batches: position p is batch p % n of its pass p // n."""
+    """One loader of a combination, dealt out by whole batches: position p is batch p % count of its pass p // count."""
 
     def __init__(
         self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, keyed: bool, padded_for: int
@@ -263,53 +264,35 @@ class CombinedPart(MapLoader):
         self.name, positions = name, self.positions(0) or 0
         # to one replica: its batches are numbered here, and dealt out to replicas by the combination
         self.deal = Deal(positions, self.batch_size, padded_for, 1, self.drop_last, padded=True)
-        # Batches of a pass
-        self.count = self.deal.rounds * padded_for
+        # Batches of a pass, and how often it is read in an epoch
+        self.count, self.passes = self.deal.rounds * padded_for, 1
         if not self.count:
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
-        # The position of its first batch, and how often it is read in an epoch
-        self.offset, self.passes = 0, 1
         # a loader that restarts within an epoch passes through several epochs of its own
         self.tells_epoch, self.chunk = not in_order, max(1, CHUNK // self.batch_size)
-        self.order_of_pass = lru_cache(maxsize=4)(
-            self._order_of_pass
-        )  # as long as the dataset where a sampler draws it
-
-    def place(self, position: int) -> tuple[int, int] | None:
-        """Return (pass, batch) at a position of the epoch, or None if this loader has no batch there."""
-        index = position - self.offset
-        return divmod(index, self.count) if 0 <= index < self.count * self.passes else None
-
-    def span(self, batch: int) -> range:
-        """Return the positions of a batch within its pass."""
-        return self.deal.span(*divmod(batch, self.deal.replicas))
+        # as long as the dataset where a sampler draws it
+        self.order_of_pass = lru_cache(maxsize=4)(self._order_of_pass)
 
     def order_of_batches(self, epoch: int) -> EpochOrder:
-        """Return the order of a combined epoch, in which each position is a batch of this loader, or none."""
+        """Return the order of a combined epoch, in which each position is a batch of this loader."""
 
-        def batches_at(positions: Integers) -> list[KeyedIndices | None]:
-            found: list[KeyedIndices | None] = []
-            places = map(self.place, positions.tolist())
-            for number, group in groupby(places, lambda place: -1 if place is None else place[0]):
-                batches = [-1 if place is None else place[1] for place in group]
-                if number < 0:  # this loader has no batch here
-                    found += [None] * len(batches)
-                    continue
-                own_epoch, spans = epoch * self.passes + number, [self.span(batch) for batch in batches]
-                found += keyed_batches(self.order_of_pass(own_epoch).order, spans, own_epoch, self.own_batches)
-            return found
+        def place(position: int) -> tuple[int, range]:
+            """Return the pass, as an epoch of this loader, and the positions of a batch within it."""
+            number, batch = divmod(position, self.count)
+            return epoch * self.passes + number, self.deal.span(*divmod(batch, self.deal.replicas))
+
+        def batches_at(positions: Integers) -> list[KeyedIndices]:
+            batches: list[KeyedIndices] = []
+            for own_epoch, places in groupby(map(place, positions.tolist()), itemgetter(0)):
+                order, spans = self.order_of_pass(own_epoch).order, [span for _, span in places]
+                batches += keyed_batches(order, spans, own_epoch, self.own_batches)
+            return batches
 
         def size_of(position: int) -> int:
-            place = self.place(position)
-            if place is None:
-                return 0
-            span = self.span(place[1])
-            # batches of a sampler of one's own may have any size, which only their order tells
-            if self.own_batches:
-                return self.order_of_pass(epoch * self.passes + place[0]).samples(span.start, span.stop)
-            return len(span)
+            own_epoch, span = place(position)
+            return self.order_of_pass(own_epoch).samples(span.start, span.stop)
 
-        return EpochOrder(self.offset + self.count * self.passes, 1, batches_at, size_of)
+        return EpochOrder(self.count * self.passes, 1, batches_at, size_of)
 
     def _order_of_pass(self, own_epoch: int) -> EpochOrder:
         """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
@@ -346,13 +329,8 @@ class CombinedSource:
         self.length = loader.combine_lengths([part.count for part in self.parts])
         # Whether to drop a round in which some replica would have no batch
         self.drop_last = all(part.drop_last for part in self.parts)
-        offset = 0
         for part in self.parts:
-            # positions count over all loaders, so that a resume finds its loader without reading another
-            if loader.mode == "sequential":
-                part.offset, offset = offset, offset + part.count
-            if loader.mode == "max_size_cycle":
-                part.passes = -(-self.length // part.count)
+            part.passes = -(-self.length // part.count)
 
     def map_loaders(self) -> dict[str, MapLoader]:
         """Return the loaders by their names."""
@@ -373,21 +351,19 @@ class CombinedSource:
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""
-        opened, orders = dict[str, Iterator[Any]](), order.by_loader()
-        for step in range(start_step, deal.steps):
-            for span in deal.spans(step, dealing.replicas, dealing.leaders):
-                pieces: list[Any] = []
-                for part in self.parts:
-                    here = part.place(span.start) is not None
-                    if here and part.name not in opened:  # late: a later loader's workers start only when needed
-                        opened[part.name] = part.batches_of(orders[part.name], deal, dealing, step, epoch)
-                    if here or self.loader.mode != "sequential":
-                        pieces.append(next(opened[part.name]) if here else None)
-                yield pieces[0] if self.loader.mode == "sequential" else self.loader.fill(pieces)
+        orders = order.by_loader()
+        pieces = (part.batches_of(orders[part.name], deal, dealing, start_step, epoch) for part in self.parts)
+        return map(self.loader.fill, zip(*pieces, strict=False))
 
 
 def is_dealable_by_batch(loader: Any) -> bool:
-    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all know how many batches they have."""
-    return isinstance(loader, CombinedLoader) and all(
-        is_dealable(part) and MapLoader(part, 0).count_batches() for part in loader.flattened
+    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all know how many batches they have.
+
+    In other modes than these it is a stream, as in evaluations mostly: a position would not tell the batch of each
+    loader.
+    """
+    return (
+        isinstance(loader, CombinedLoader)
+        and loader.mode in ("min_size", "max_size_cycle")
+        and all(is_dealable(part) and MapLoader(part, 0).count_batches() for part in loader.flattened)
     )

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -261,15 +262,10 @@ class EvaluationData:
         is_stream = isinstance(self.sources[index], StreamData)
         return batches_at_most(self.loaders[index]) if is_whole and is_stream else self.count(index)
 
-    def counts(self) -> list[int | float]:
-        """Return the number of batches of every loader; infinity if unknown."""
-        found = [self.count(index) for index in range(len(self.loaders))]
-        return [float("inf") if count is None else count for count in found]
-
     def rounds(self) -> list[int | float]:
         """Return the most batches of every loader that one replica has; infinity if unknown."""
-        counts = enumerate(self.counts())
-        return [count if count == float("inf") else -(-int(count) // self._replicas(index)) for index, count in counts]
+        counts = [self.count(index) for index in range(len(self.loaders))]
+        return [inf if n is None else -(-n // self._replicas(index)) for index, n in enumerate(counts)]
 
     def _replicas(self, index: int) -> int:
         """Return the replicas that a loader is dealt out to."""

@@ -137,7 +137,7 @@ class EpochOrder:
         """Return the dataset indices of the samples at positions [start, stop)."""
         indices = self.order(np.arange(start, stop, dtype=np.int64))
         if self.size_of is not None:
-            indices = [index for batch in indices for index in batch or ()]
+            indices = [index for batch in indices for index in batch]
         listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
         return without(listed, self.left_out) if self.left_out else listed
 

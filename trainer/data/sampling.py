@@ -328,7 +328,7 @@ def keyed_batches(
         batch = indices[offset] if whole else indices[offset:end]
         if isinstance(batch, KeyedIndices):  # of one of several loaders, keyed by its own epoch and position
             batches.append(batch)
-        elif batch is not None:  # else that loader has none here
+        else:
             batches.append(KeyedIndices(without(batch, left_out) if left_out else batch, span.start, epoch))
         offset = end
     return batches  # no generator, which would add a Python call to every step

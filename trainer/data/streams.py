@@ -57,6 +57,11 @@ class StreamData:
     @property
     def rounds(self) -> int | None:
         """Batches of each replica in an epoch; None if the stream has no length."""
+        return self.share
+
+    @property
+    def share(self) -> int | None:
+        """Batches that this loader has for each replica; None if it has no length."""
         length = length_of(self.loader)
         if length is None:
             return self.limit if isinstance(self.limit, int) else None
@@ -89,7 +94,7 @@ class StreamData:
         arranged = by_replica if dealing.accumulate > 1 else list
         is_limited = isinstance(self.limit, int) or self.limit != 1.0
         # a stream that goes on beyond its length ends there: it may be endless
-        limit = (self.rounds or 0) * replicas if is_limited else self.most_batches
+        limit = (self.share or 0) * replicas if is_limited else self.most_batches
         if limit is not None:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
@@ -200,7 +205,8 @@ class StreamData:
 class OwnShares(StreamData):
     """A loader that yields this process's own share of the data; shares may be uneven.
 
-    The processes agree on the samples of each step beforehand, and go on until the last of them is done.
+    A process reads its share as if it were alone. The processes agree on the samples of each step beforehand, and go on
+    until the last of them is done.
     """
 
     forward_is_keyed = False
@@ -213,18 +219,20 @@ class OwnShares(StreamData):
         ranks: Ranks,
         count: Callable[[Any], int] | None = None,
     ) -> None:
-        """Wrap a loader.
+        """Wrap a loader. Collective.
 
-        ranks, count: see `StreamData`.
+        dealing: that of the whole run.
+        ranks: those that have the shares.
+        count: counts the samples of a batch.
         """
-        super().__init__(loader, dealing, limit, ranks, count)
         # a seed of its own: two shares of one dataset must not draw the same augmentations
-        alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)
-        self.own = StreamData(loader, alone, limit)
-        length = length_of(loader)
-        self.share = (limit if isinstance(limit, int) else None) if length is None else apply_limit(limit, length)
-        # collective, so in __init__, where all ranks come by
-        longest = int(ranks.all_reduce(torch.tensor(UNKNOWN if self.share is None else self.share), "max"))
+        seed = mix(dealing.seed, dealing.process)
+        super().__init__(
+            loader, Dealing(Layout(1, 1), 0, dealing.accumulate, seed, keyed=dealing.keyed), limit, SINGLE, count
+        )
+        self.run_dealing, self.sharers = dealing, ranks
+        share = self.share
+        longest = int(ranks.all_reduce(torch.tensor(UNKNOWN if share is None else share), "max"))
         self.longest = None if longest == UNKNOWN else longest
 
     @property
@@ -237,50 +245,40 @@ class OwnShares(StreamData):
 
         Raises DataError when some process has none although every replica needs a batch in each round.
         """
-        dealing, process = self.dealing, self.dealing.process
-        batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
-        limit = self.share if isinstance(self.limit, int) or self.limit != 1.0 else None
-        compares = True
-        for step in count(start_step):
-            found: list[ReplicaBatch] = []
-            for round in range(step * dealing.accumulate, (step + 1) * dealing.accumulate):
-                if dealing.keyed:
-                    seed_generators(key + round)
-                batch = next(batches, _END) if limit is None or round < limit else None
-                if batch is _END:
-                    self.own.ended = True
-                elif limit is None or round < limit:
-                    found.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
-            if compares:
-                compares = False
-                first = found[0].batch if found else None
-                require_different(first, self.ranks, f"epoch {epoch} of {type(self.loader).__name__}")
+        accumulate, steps, processes = self.dealing.accumulate, super().epoch(epoch, start_step), self.sharers.size
+        for number in count(start_step):
+            step = next(steps, None)
+            self.amount_read = ""  # shares differ, so there is nothing to compare
+            batches = step.batches if step is not None else []
+            for item in batches:
+                item.replica = self.run_dealing.process
+            if number == start_step:
+                first = batches[0].batch if batches else None
+                require_different(first, self.sharers, f"epoch {epoch} of {type(self.loader).__name__}")
             # one collective per step tells every process its samples, and whether anyone has batches left
-            own = torch.tensor(
-                [sum(item.samples for item in found), bool(found), len(found) == dealing.accumulate, len(found)]
-            )
-            samples, present, full, batches_of_all = self.ranks.all_reduce(own, "sum").tolist()
+            numbers = sum(item.samples for item in batches), bool(batches), len(batches) == accumulate, len(batches)
+            samples, present, full, batches_of_all = self.sharers.all_reduce(torch.tensor(numbers), "sum").tolist()
             if present == 0:
                 return
-            if dealing.whole_rounds and present < dealing.layout.processes:
+            if self.run_dealing.whole_rounds and present < processes:
                 raise DataError(
-                    f"Manual optimization and sync_batchnorm take a batch of every process; in step {step + 1} of "
-                    f"epoch {epoch} {present} of {dealing.layout.processes} processes had one left. Give all the same "
+                    f"Manual optimization and sync_batchnorm take a batch of every process; in step {number + 1} of "
+                    f"epoch {epoch} {present} of {processes} processes had one left. Give all the same "
                     f"number of batches (limit_train_batches does), or let Legato deal the samples out."
                 )
-            rest = dealing.accumulate if self.longest is None else self.longest - step * dealing.accumulate
-            rounds, whole = min(rest, dealing.accumulate), batches_of_all == dealing.layout.processes * len(found)
-            yield StepInput(found, samples, dealing.accumulate if full else rounds, whole)
+            rest = accumulate if self.longest is None else self.longest - number * accumulate
+            rounds = accumulate if full else min(rest, accumulate)
+            yield StepInput(batches, samples, rounds, whole=batches_of_all == processes * len(batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all processes' loaders. Collective."""
-        states = self.ranks.gather_objects(self.own.state_dict())
+        states = self.sharers.gather_objects(super().state_dict())
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict`; used only if the same epoch is opened next."""
         if "shares" in state:
-            self.own.load_state_dict(state["shares"][self.dealing.process])
+            super().load_state_dict(state["shares"][self.run_dealing.process])
 
 
 def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
@@ -288,7 +286,7 @@ def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = Non
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     tell_of_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
-        shares.own.first_read = getattr(data, "first_read", None)
+        shares.first_read = getattr(data, "first_read", None)
     return shares
 
 
