@@ -20,8 +20,8 @@ MORE = {
     "SECTION.KEY=VALUE: an override of the run's config",
     "replay": "step=N until=M: the first and the last step to compute again, replica=R: tell of this replica only\n"
     "save=DIR: where to write a checkpoint of the end\nSECTION.KEY=VALUE: an override of the run's config",
-    "export": "A model is the task's forward, with example_input_array as its input, or the inputs of the data's\n"
-    "first batch; its first dimension may vary. The file is loaded again, and its outputs compared with the task's.",
+    "export": "A model is the task's forward, with example_input_array as its input, whose first dimension may vary. "
+    "The file is loaded again, and its outputs compared with the task's.",
     "clean": "empty: runs without a step, a checkpoint or a logged value; failed: runs that ended with an error;\n"
     "checkpoints: of other runs all but the best and the newest. A run that is under way is left alone.",
     "completion": 'bash: eval "$(legato completion bash)"\nzsh:  eval "$(legato completion zsh)"',

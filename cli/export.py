@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +26,8 @@ from ..trainer.runs.directory import find_run
 from .config.build import build_config
 from .config.check import load_config
 
-if TYPE_CHECKING:
-    from .config.build import ConfiguredRun
-
 TOLERANCE = 1e-4
 """Greatest difference of outputs, relative to the largest of them: other kernels round otherwise."""
-STAGES = {"predict_dataloader": "predict", "val_dataloader": "validate"}
-"""Loaders whose first batch may be an example, and the stage that the data is set up for."""
 
 
 def run_export(arguments: Namespace) -> None:
@@ -89,8 +84,8 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
     Raises ConfigError if no config is known or a package is missing, TaskError if the task's `forward` is missing or
     cannot be exported, CheckpointError if the file computes something else than the task.
     """
-    task, run = trained_task(source, words)
-    arguments, options = example_input(task, run)
+    task = trained_task(source, words)
+    arguments, options = example_input(task)
     # the first size of each tensor may be another one, as far as forward allows; one of the two is empty
     auto = {0: torch.export.Dim.AUTO}
     shapes = mapped(options or arguments, lambda tensor: auto if tensor.dim() else None)
@@ -109,7 +104,7 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
         compare_outputs(expected, compute(partial, arguments, options))
 
 
-def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredRun]":
+def trained_task(source: Path, words: Sequence[str]) -> Any:
     """Return the task with the weights of a checkpoint, in evaluation mode."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
@@ -118,54 +113,37 @@ def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredR
         raise ConfigError(
             f"There is no {CONFIG} beside {checkpoint}, which would name its task: give the config after the file."
         )
-    run = build_config(load_config([*([] if files else [str(stored)]), *words]))
-    task: Any = run.task
-    if type(task).forward is Task.forward:
-        raise TaskError(f"{type(task).__name__} has no forward, which is what is exported: define forward(self, x).")
+    task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task
+    name = type(task).__name__
+    if type(task).forward is Task.forward or task.example_input_array is None:
+        raise TaskError(
+            f"{name} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}. Its forward "
+            f"is exported, with example_input_array as input: a tensor, a tuple of arguments, or a dict of them."
+        )
     task.configure_model()
     try:
         task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
-    return task.eval(), run
+    return task.eval()
 
 
-def example_input(task: Task, run: "ConfiguredRun") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for forward: `example_input_array`, else the inputs of the data's first batch."""
-    example, origin = task.example_input_array, "example_input_array"
-    if example is None:
-        batch, origin = first_batch(task, run), "the first batch of the data"
-        example = batch[0] if isinstance(batch, list | tuple) else batch
+def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and named arguments for forward. Raises TaskError where it does not take them."""
+    example: Any = task.example_input_array
     named = dict(example) if isinstance(example, Mapping) else {}
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
-    sizes = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
-    remedy = (
-        "Set example_input_array in the task: a tensor, a tuple of forward's arguments, or a dict of them by name; an "
-        "argument that is a dict itself stands in a tuple, (dict,)."
-    )
-    if sizes == {1}:  # torch.export takes a size of 1 for the only one
-        raise TaskError(f"{origin} holds a single sample, and forward would take no other number. {remedy} Give two.")
+    if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
+        # torch.export takes a size of 1 for the only one
+        raise TaskError("example_input_array holds a single sample, and forward would take no other number: give two.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:
-        held = f"the keys {', '.join(map(repr, named))}" if named else f"{len(positional)} inputs"
-        name = type(task).__name__
-        raise TaskError(f"{name}.forward does not take what {origin} holds, {held}: {error}. {remedy}") from error
+        raise TaskError(
+            f"{type(task).__name__}.forward does not take example_input_array: {error}. An argument that is a dict "
+            f"itself stands in a tuple: (dict,)."
+        ) from error
     return positional, named
-
-
-def first_batch(task: Task, run: "ConfiguredRun") -> Any:
-    """Return the first batch of the prediction or validation data. Raises ConfigError if there is none."""
-    source: Any
-    for source in filter(None, (run.data, task)):
-        source.prepare_data()
-        for name, stage in STAGES.items():
-            source.setup(stage)
-            loader: Any = getattr(source, name)()
-            loader = loader[0] if isinstance(loader, list | tuple) and loader else loader
-            if loader is not None:
-                return next(iter(loader))
-    raise ConfigError("There is no input to export with: set example_input_array in the task, or give it data.")
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -188,19 +166,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> None:
     """Raise CheckpointError if the file's outputs are not the task's."""
-    shapes = [[tuple(output.shape) for output in outputs] for outputs in (exported, expected)]
-    if shapes[0] != shapes[1]:
-        raise CheckpointError(f"The exported file returns shapes {shapes[0]}, the task {shapes[1]}. It was not kept.")
-    for index, (ours, theirs) in enumerate(zip(expected, exported, strict=True)):
-        if ours.numel() == 0:
-            continue
-        limit = TOLERANCE * max(1.0, float(ours.double().abs().max()))
-        worst = float((ours.double() - theirs.double()).abs().max())
-        if not worst <= limit:  # NaN is more than rounding
-            raise CheckpointError(
-                f"Output {index} of the exported file differs from the task's by {worst:.3g}, more than rounding "
-                f"({limit:.3g}). It was not kept."
-            )
+    largest = max((float(output.double().abs().max()) for output in expected if output.numel()), default=0.0)
+    limit = TOLERANCE * max(1.0, largest)
+    try:
+        torch.testing.assert_close(list(exported), list(expected), rtol=0.0, atol=limit, check_dtype=False)
+    except AssertionError as error:
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"The file computes something else than the task, and was not kept. {told}") from error
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

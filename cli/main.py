@@ -50,7 +50,7 @@ GROUPS = {
     },
     "runs on disk": {
         "runs": Command(".runs.runs:run_runs", "List runs: state, step, best value, and by what they differ."),
-        "show": Command(".runs.show:run_show", "Show one run: its config, metrics, last error and files."),
+        "show": Command(".runs.show:run_show", "Show one run: its config, metrics, last error and checkpoints."),
         "compare": Command(".runs.compare:run_compare", "Compare runs: configs that differ, metrics side by side."),
         "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs, and old checkpoints; asks before."),
         "samples": Command(".samples:run_samples", "Tell which samples a step had, or when a sample was seen."),

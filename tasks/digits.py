@@ -21,6 +21,7 @@ class Digits(Task):
     def __init__(self, channels: int = 32, dropout: float = 0.3, lr: float = 5e-3, weight_decay: float = 0.05) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.example_input_array = torch.zeros(2, 1, 8, 8)  # for `legato export`
         self.network = nn.Sequential(
             *_convolution(1, channels),
             *_convolution(channels, channels),

@@ -6,11 +6,9 @@ ValueChecker imports the classes for the types of their arguments. Each tells al
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +19,7 @@ from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ...base.values import Fitted, Key, Problem, describe, fit, is_target, name_of, same
 from ...trainer.strategies import STRATEGIES
 from ..launchers import LAUNCHERS
-from .classes import NO_DEFAULT, Parameter, Signature, load, read_arguments, signature_of
+from .classes import NO_DEFAULT, Parameter, Signature, argument_names, load, signature_of
 from .read import (
     MOVED,
     SECTION_OF,
@@ -150,7 +148,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
 
     Raises ConfigError for mistakes, which names up to five: those in keys, or if there are none, those in values.
     """
-    layer = read_config(words, default_of)
+    layer = read_config(words, own_defaults())
     config = check_config(layer, before_imports)
     config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
@@ -207,16 +205,14 @@ def options_of(value: Any) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def default_of(values: Any, key: Key) -> list[Any]:
-    """Return the default of a key for these values, in a list; [] where it is not known without an import."""
-    default = NO_DEFAULT
-    with suppress(LookupError, TypeError, AttributeError):
-        if len(key) > 1 and is_entry(key[:-1]):
-            default = (read_arguments(reduce(getitem, key[:-1], values)[TARGET]) or {})[str(key[-1])]
-        else:
-            signature = TOP if len(key) == 1 else _SIGNATURES[str(key[0])]
-            default = signature.parameters[str(key[-1])].default
-    return [] if default is NO_DEFAULT else [default]
+def own_defaults() -> dict[str, Any]:
+    """Return the defaults of Legato's own keys, which are known without an import."""
+
+    def defaults(signature: Signature) -> dict[str, Any]:
+        parameters = signature.parameters.items()
+        return {name: parameter.default for name, parameter in parameters if parameter.default is not NO_DEFAULT}
+
+    return {**defaults(TOP), **{name: defaults(signature) for name, signature in _SIGNATURES.items()}}
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -291,7 +287,7 @@ class KeyChecker:
             shown = describe(name if name is not None else value)
             yield Problem(key, f"{start} {', '.join(known)}, not {shown}.{hint}")
         elif isinstance(value, dict):
-            arguments: Mapping[str, Any] | None = read_arguments(class_path(kind, name)) if known[name] else {}
+            arguments = argument_names(class_path(kind, name)) if known[name] else []
             yield from self._unknown(options_of(value)[1], key, arguments, f"the {kind} {name!r}")
 
     def _entry(self, key: Key, value: Any) -> Iterator[Problem]:
@@ -314,13 +310,13 @@ class KeyChecker:
         if is_target(value) and isinstance(value[TARGET], str):
             owner = value[TARGET].rpartition(".")[2]
             given = {name: item for name, item in value.items() if name not in words}
-            yield from self._unknown(given, key, read_arguments(value[TARGET]), owner)
+            yield from self._unknown(given, key, argument_names(value[TARGET]), owner)
         if isinstance(value, dict | list):
             for name, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from self._nested(item, (*key, name))
 
     @staticmethod
-    def _unknown(given: Iterable[Any], key: Key, known: Mapping[str, Any] | None, owner: str) -> Iterator[Problem]:
+    def _unknown(given: Iterable[Any], key: Key, known: Collection[str] | None, owner: str) -> Iterator[Problem]:
         for name in given:
             if known is not None and name not in known:
                 yield Problem((*key, name), f"is no argument of {owner}.{_instead((*key, name), known)}")
@@ -330,7 +326,7 @@ class KeyChecker:
             return f" Did you mean '{dotted(MOVED[name]) if name in MOVED else f'trainer.{name}'}'?"
         for section in ("task", "data"):
             value = self.values.get(section)
-            if is_target(value) and name in (read_arguments(str(value[TARGET])) or ()):
+            if is_target(value) and name in (argument_names(str(value[TARGET])) or ()):
                 return f" Did you mean '{section}.{name}'?"
         known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
         return f" {FOREIGN[name]}" if name in FOREIGN else known

@@ -1,7 +1,7 @@
 """Classes and functions that a config names: their arguments, read from the source alone, or by an import.
 
-The source gives names and plain defaults in a millisecond a file, so that a misspelt key is refused before torch is
-imported. Types, and whatever a decorator or another class decides, are those of the imported class.
+The source gives names in a millisecond a file, so that a misspelt key is refused before torch is imported. Types and
+defaults, and whatever a decorator or another class decides, are those of the imported class.
 """
 
 import ast
@@ -26,12 +26,9 @@ _UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics"
 """Packages that are too large to be parsed, or have no source."""
 _UNREADABLE = (ImportError, AttributeError, ValueError, SyntaxError, OSError, RecursionError, MemoryError)
 
-Arguments = dict[str, Any]
-"""The default of each argument by its name."""
-
 
 # --- from the source --------------------------------------------------------------------------------------------------
-def read_arguments(path: str) -> Arguments | None:
+def argument_names(path: str) -> list[str] | None:
     """Return the arguments of the class or function at a dotted path from its source; None if that does not tell."""
     try:
         return _arguments_in(*_locate(path))
@@ -39,11 +36,11 @@ def read_arguments(path: str) -> Arguments | None:
         return None
 
 
-def _arguments_in(file: Path, module: str, name: str) -> Arguments | None:
+def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
     names = _bindings(ast.parse(file.read_bytes()).body, module, file.name == "__init__.py")
     bound = names.get(name)
     if isinstance(bound, str):  # imported from elsewhere
-        return read_arguments(bound)
+        return argument_names(bound)
     if isinstance(bound, ast.FunctionDef):
         return None if bound.decorator_list or bound.args.kwarg else _of_function(bound)
     if not isinstance(bound, ast.ClassDef):
@@ -52,10 +49,9 @@ def _arguments_in(file: Path, module: str, name: str) -> Arguments | None:
     methods = {node.name: node for node in bound.body if isinstance(node, ast.FunctionDef)}
     if not decorators <= {"dataclass", "final"} or "__new__" in methods or bound.keywords:
         return None
-    init, arguments = methods.get("__init__"), Arguments()
+    init, arguments = methods.get("__init__"), list[str]()
     if init is not None:
-        arguments = _of_function(init)
-        arguments.pop(init.args.args[0].arg, None)  # self
+        arguments = _of_function(init)[1:]  # without self
         if init.args.kwarg is None:
             return arguments
         if f"super().__init__(**{init.args.kwarg.arg})" not in ast.unparse(init):
@@ -63,7 +59,7 @@ def _arguments_in(file: Path, module: str, name: str) -> Arguments | None:
     elif "dataclass" in decorators:
         fields = [node for node in bound.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
         kept = [node for node in fields if "ClassVar" not in ast.unparse(node.annotation)]
-        arguments = {ast.unparse(node.target): _plain_default(node.value) for node in kept}
+        arguments = [ast.unparse(node.target) for node in kept]
     if not bound.bases:
         return arguments
     # the first base alone: what another would add is no argument that could be told here
@@ -72,22 +68,12 @@ def _arguments_in(file: Path, module: str, name: str) -> Arguments | None:
     if isinstance(home, ast.ClassDef):
         inherited = _arguments_in(file, module, top) if top != name else None
     else:
-        inherited = read_arguments(".".join([home, *rest])) if isinstance(home, str) else None
-    return None if inherited is None else inherited | arguments
+        inherited = argument_names(".".join([home, *rest])) if isinstance(home, str) else None
+    return None if inherited is None else [*dict.fromkeys(inherited + arguments)]
 
 
-def _of_function(node: ast.FunctionDef) -> Arguments:
-    positional = [*node.args.posonlyargs, *node.args.args]
-    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
-    names = [argument.arg for argument in (*positional, *node.args.kwonlyargs)]
-    return {name: _plain_default(default) for name, default in zip(names, defaults, strict=True)}
-
-
-def _plain_default(node: ast.expr | None) -> Any:
-    try:
-        return NO_DEFAULT if node is None else plain(ast.literal_eval(node))
-    except (ValueError, TypeError):
-        return NO_DEFAULT
+def _of_function(node: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
 
 
 _Bound = ast.ClassDef | ast.FunctionDef | str | None

@@ -5,7 +5,6 @@ and 1e-3 is a number. YAML 1.1, PyYAML's default, reads off as False, 1e-3 as a 
 keys and Python objects are rejected.
 """
 
-import difflib
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -65,12 +65,8 @@ _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _VARIABLE = re.compile(r"\$\{(?:oc\.)?env:\s*(\w+)\s*(?:,(?:[^${}]|\$\{[^{}]*\})*)?\}")
-_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _LEAST_WITHIN = 6  # characters of a secret that is looked for within longer texts
-
-Defaults = Callable[[Any, Key], Sequence[Any]]
-"""Returns the default of a key, for the values of a config, in a list of one; an empty one where there is none."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +140,12 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
         raise ConfigError(f"{name} is a Python script, not a YAML config: run it with `python {name}`.")
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        problem = " ".join(part for part in (error.context, error.problem) if part)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        words = (getattr(error, "context", None), getattr(error, "problem", None))
+        problem = " ".join(filter(None, words)) or " ".join(str(error).split())
         place = name if origin or mark is None else f"{name}:{mark.line + 1}"
         raise ConfigError(f"{place} is not YAML: {problem}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
-    except RecursionError as error:
-        raise ConfigError(f"{name} is nested too deeply.") from error
     if node is None:
         return Layer(None, {key: origin or f"{name}:1"})
     reader = _NodeReader(name, origin)
@@ -255,10 +248,10 @@ def replace_item(value: Any, key: Key, item: Any) -> Any:
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
-def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, key: ()) -> Layer:
+def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})) -> Layer:
     """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
 
-    defaults: finds the values of keys that are not there and that interpolations refer to.
+    defaults: values to which interpolations may refer where they are not set.
 
     Raises ConfigError where a file or an override cannot be read; the message says where.
     """
@@ -273,7 +266,10 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
     for word in files:
         require_local(word, "A config file")
         if not word.endswith((".yaml", ".yml")) and not os.path.exists(word):
-            raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{_word_instead(word, arguments)}")
+            names = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
+            hint = did_you_mean(f"{word}.yaml", names) or did_you_mean(word, [*names, *LEVELS])
+            way = " Write KEY=VALUE in one word, without dashes or spaces; KEY=null removes an entry."
+            raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{hint or way}")
     merged = reduce(merge, [_read_config_file(Path(word), ()) for word in files])
     merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
     _refuse_unused_vars(merged)
@@ -343,18 +339,13 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
             if candidate.is_file():
                 return candidate.resolve()
         siblings = sorted(one.name for folder in (path.parent, *project) for one in folder.glob("*.y*ml"))
+        if path.is_dir():  # such as a run directory
+            siblings = [str(path / CONFIG)] if (path / CONFIG).is_file() else []
     except (OSError, ValueError):  # a name that no file can have
         siblings = []
     place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
-    if os.path.islink(path):
-        raise ConfigError(f"{place} a link to {os.readlink(path)!r}, and that is no file.")
-    if os.path.isdir(path):
-        own = [path / CONFIG] if (path / CONFIG).is_file() else sorted(path.glob("*.y*ml"))
-        hint = f" Did you mean {str(own[0])!r}?" if own else ""
-        raise ConfigError(f"{place} a folder, not a YAML file.{hint}")
-    ready = ", ".join(ready_configs()) or "none"
-    hint = did_you_mean(path.name, [*siblings, *ready_configs()])
-    raise ConfigError(f"{place} not there, nor among the ready ones ({ready}).{hint}")
+    hint = did_you_mean(str(path), siblings, 0.3) or did_you_mean(path.name, [*siblings, *ready_configs()])
+    raise ConfigError(f"{place} not there, nor among the ready ones ({', '.join(ready_configs()) or 'none'}).{hint}")
 
 
 def project_configs() -> Path | None:
@@ -450,49 +441,18 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
     return layer
 
 
-def _word_instead(argument: str, arguments: Sequence[str]) -> str:
-    """Suggest a correction, as a sentence, for an argument that is neither a file nor an override."""
-    if argument.startswith("--") and (option := did_you_mean(argument, LEVELS)):
-        return option
-    parts = re.fullmatch(r"([^\w=]*)([\w.-]*)\s*(?:[=:\N{FULLWIDTH EQUALS SIGN}]\s*(.*))?", argument, re.DOTALL)
-    sign, key, value = parts.groups() if parts else ("", "", None)
-    if sign == "~":
-        return f" Write {key}=null to remove it."
-    if key and (sign or value):
-        following = [*arguments, "value"][arguments.index(argument) + 1]
-        return f" Write {_known_key(key.replace('-', '_'))}={value or following} instead."
-    files = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
-    known = {name.rpartition(".")[0]: name for name in files}
-    if argument in known:
-        return f" Did you mean {known[argument]!r}?"
-    return did_you_mean(argument, known.values()) or f" Write {argument.strip('=') or 'key'}=value."
-
-
-def _known_key(key: str) -> str:
-    """Return the key of a config that is closest to a word, such as trainer.max_epochs for max_epoch; else the word."""
-    from ...base.arguments import ARGUMENT_NAMES
-
-    known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | {f"trainer.{name}": "" for name in ARGUMENT_NAMES}
-    known |= {name: dotted(place) for name, place in MOVED.items()} | dict.fromkeys((*SECTIONS, *SECTION_OF), "")
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    return known[near[0]] or near[0] if near else key
-
-
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
     """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
-    texts = [text for _, text in _texts(merged.values, ()) if "${" in text]
-    used = {name for text in texts for name in re.findall(r"vars(?:\.|\[['\"]?)([\w-]+)", text)}
+    text = " ".join(text for _, text in _texts(merged.values, ()))
+    used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
-        unused = (
-            len(key) == 2 and key[0] == "vars" and key[1] not in used and not any("${vars}" in one for one in texts)
-        )
-        if origin == "override" and unused:
+        if origin == "override" and len(key) == 2 and key[0] == "vars" and key[1] not in used and "${vars}" not in text:
             hint = did_you_mean(str(key[1]), used)
             raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
 
 
-def _resolve(merged: Layer, defaults: Defaults) -> Layer:
+def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
     """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
     texts = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
     if not texts:
@@ -502,8 +462,8 @@ def _resolve(merged: Layer, defaults: Defaults) -> Layer:
 
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the latter before 2.4
     register("env", _environment, replace=True)
-    values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
-    _add_defaults(known, texts, defaults)
+    values, count = deepcopy(merged.values), 0
+    known = merge(Layer(defaults, {}), Layer(deepcopy(values), {})).values
     for key, text in texts:
         # a variable alone is read as YAML, so that it may be a number; within a longer text it stays letter by letter
         whole = _VARIABLE.fullmatch(text)
@@ -552,18 +512,6 @@ def _read_word(text: str) -> Any:
     loader: Any = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
     return loader.construct_object(node) if text else text
-
-
-def _add_defaults(values: Any, texts: Sequence[tuple[Key, str]], defaults: Defaults) -> None:
-    """Add the defaults of keys that the texts, each with its own key, refer to and that are not among the values."""
-    for key, text in texts:
-        for dots, path in _REFERENCE.findall(text):
-            wanted: Key = (*(key[: -len(dots)] if dots else ()), *path.split("."))
-            default, holder = defaults(values, wanted), values
-            for part in wanted[:-1] if default else ():
-                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
-            if default and isinstance(holder, dict):
-                holder.setdefault(wanted[-1], default[0])
 
 
 def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:

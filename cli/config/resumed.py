@@ -63,32 +63,28 @@ def _require_same_task(run: Path, given: Config, stored: Config) -> None:
 
 
 def _tell_differences(run: Path, given: Config, stored: Config) -> None:
-    found = list(_differences(given, stored))
-    if not found:
-        return
-    let_be_seen()
-    more = f" And {len(found) - LONGEST_LIST} more." if len(found) > LONGEST_LIST else ""
-    log.warning(
-        "resume=auto goes on with the config of %s, which counts where the given files differ: %s.%s To change a "
-        "value, set it on the command line.",
-        run,
-        "; ".join(found[:LONGEST_LIST]),
-        more,
-    )
+    differences = list(_differences(given, stored))
+    if differences:
+        more = f"; and {len(differences) - LONGEST_LIST} more" if len(differences) > LONGEST_LIST else ""
+        let_be_seen()
+        log.warning(
+            "resume=auto goes on with the config of %s, which counts where the given files differ: %s%s. To change a "
+            "value, set it on the command line.", run, "; ".join(differences[:LONGEST_LIST]), more,
+        )  # fmt: skip
 
 
 def _differences(given: Config, stored: Config) -> Iterator[str]:
     """Yield each key that a file sets to another value than the run has, with both values."""
+    theirs = dict(_single_values(stored.values, ()))
     for key, value in _single_values(given.values, ()):
         origin = given.origin(key)
         secret = key in given.secrets or key in stored.secrets
         if key[0] in OF_THE_COMMAND or secret or origin.startswith(("default", "override")):
             continue
-        there = _stored_value(stored.values, key)
-        if there == []:
+        if key not in theirs:
             yield f"{dotted(key)} is {format_value(value)} in {origin}, and not in the run's config"
-        elif not same(value, there[0]):
-            yield f"{dotted(key)} is {format_value(there[0])} in the run, not {format_value(value)} ({origin})"
+        elif not same(value, theirs[key]):
+            yield f"{dotted(key)} is {format_value(theirs[key])} in the run, not {format_value(value)} ({origin})"
 
 
 def _single_values(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
@@ -97,15 +93,6 @@ def _single_values(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
             yield from _single_values(item, (*key, name))
     else:
         yield key, value
-
-
-def _stored_value(values: Any, key: Key) -> list[Any]:
-    """Return the value at a key, in a list; [] where there is none."""
-    for name in key:
-        if not isinstance(values, Mapping) or name not in values:
-            return []
-        values = values[name]
-    return [values]
 
 
 def _origins(run: Path, stored: Config) -> dict[Key, str]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.errors import CheckpointError, ConfigError
-from ...base.quantities import format_bytes
+from ...base.quantities import counted, format_bytes
 from ...trainer.checkpoints import storage
 from ...trainer.runs.directory import CheckpointEntry, RunDirectory, find_runs
 from ...trainer.runs.lock import RunLock, is_held
 from ...trainer.runs.removal import is_own_checkpoint, is_own_run, remove_run
 from ...trainer.runs.run_file import FAILED, RUNNING, identity_of
-from .text import folder_size, plural
+from .text import folder_size
 
 DELETABLE = {
     "empty": "runs without a checkpoint or a logged value",
@@ -47,7 +47,7 @@ def run_clean(arguments: Namespace) -> None:
         for one in listed:
             print(f"  {one.path}  {format_bytes(one.size)}{one.note}")
         if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {len(listed)}, {total}?")):
-            print(f"{plural(delete(listed), 'folder')} deleted")
+            print(f"{counted(delete(listed), 'folder')} deleted")
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:

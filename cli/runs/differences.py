@@ -18,33 +18,21 @@ def config_of(run: RunDirectory) -> dict[str, str]:
 
 
 def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
-    """Return for each run the values by which it differs from others of the same task, under short keys.
+    """Return for each run the values that are not those of all runs of its task, under short keys.
 
-    A value that more than half of these runs have is left out, and so is a default that the run has not set.
+    A default that the run has not set is left out.
     """
-    groups: dict[str | None, list[Mapping[str, str]]] = {}
-    texts = [config_of(run) for run in runs]
-    for config in texts:
-        groups.setdefault(config.get(TASK), []).append(config)
-    known = {task: [config for config in configs if config] for task, configs in groups.items()}
-    counts = {
-        task: {key: Counter(config.get(key) for config in configs) for key in varying_keys(configs)}
-        for task, configs in known.items()
-    }
-    found = []
-    for run, config in zip(runs, texts, strict=True):
-        task = config.get(TASK)
-        short = short_names(list(counts[task]))
-        found.append(
-            {
-                short[key]: config[key]
-                for key, values in counts[task].items()
-                if key in config
-                and 2 * values[config[key]] <= len(known[task])
-                and (run.given_keys is None or key in run.given_keys)
-            }
-        )
-    return found
+    configs = [config_of(run) for run in runs]
+    tasks = {config.get(TASK) for config in configs}
+    names = {task: short_names(varying_keys([one for one in configs if one.get(TASK) == task])) for task in tasks}
+    return [
+        {
+            name: config[key]
+            for key, name in names[config.get(TASK)].items()
+            if key in config and (run.given_keys is None or key in run.given_keys)
+        }
+        for run, config in zip(runs, configs, strict=True)
+    ]
 
 
 def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -55,13 +43,7 @@ def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each key, with as many parts before it as tell it from the others."""
-    found = {}
-    for key in keys:
-        parts = key.split(".")
-        for count in range(1, len(parts) + 1):
-            name = ".".join(parts[-count:])
-            if sum(other == name or other.endswith(f".{name}") for other in keys) == 1:
-                break
-        found[key] = name
-    return found
+    """Return the last part of each key, or the whole key where another one ends likewise."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    counts = Counter(last.values())
+    return {key: name if counts[name] == 1 else key for key, name in last.items()}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...base.quantities import time_taken
+from ...base.quantities import counted, time_taken
 from ...trainer.runs.directory import ROOT, RunDirectory, find_runs
 from .differences import differing_values
-from .text import evaluated_values, fitting, number, plural, table
+from .text import evaluated_values, fitting, number, table
 
 MOST_ROWS = 50
 """The newest runs that are shown, unless all are asked for."""
@@ -34,7 +34,7 @@ def run_runs(arguments: Namespace) -> None:
         return
     print(fitting(table(table_rows(shown))))
     if len(shown) < len(found):
-        print(f"{plural(len(found) - len(shown), 'older run')} not shown; --all shows them.")
+        print(f"{counted(len(found) - len(shown), 'older run')} not shown; --all shows them.")
 
 
 def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:

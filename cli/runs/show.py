@@ -1,26 +1,20 @@
-"""`legato show`: one run: its state, config, metrics, last error and files."""
+"""`legato show`: one run: its state, config, metrics, last error and checkpoints."""
 
 import math
 import shlex
 from argparse import Namespace
-from fnmatch import fnmatch
 from pathlib import Path
 
-from ...base.quantities import format_bytes, time_taken
-from ...base.run_names import CHECKPOINTS
+from ...base.quantities import counted, format_bytes, time_taken
 from ...trainer.runs.directory import RunDirectory, find_run
-from ...trainer.runs.record import FILES, read_starts
+from ...trainer.runs.record import read_starts
 from ...trainer.runs.run_file import FAILED
 from .differences import config_of
 from .text import (
     evaluated_values,
     fitting,
-    folder_size,
     metric_names,
     number,
-    plural,
-    sparkline,
-    step_range,
     table,
     when,
 )
@@ -32,7 +26,14 @@ LAST_LINES = 12
 def run_show(arguments: Namespace) -> None:
     """Print what a run directory tells. Raises ConfigError if there is no such run."""
     run = find_run(arguments.run)
-    parts = [heading(run), error_text(run), config_text(run), metrics_text(run), evaluations_text(run), files_text(run)]
+    parts = [
+        heading(run),
+        error_text(run),
+        config_text(run),
+        metrics_text(run),
+        evaluations_text(run),
+        checkpoints_text(run),
+    ]
     print(fitting("\n\n".join(part for part in parts if part)))
 
 
@@ -54,19 +55,15 @@ def heading(run: RunDirectory) -> str:
 def start_rows(run: RunDirectory) -> list[list[str]]:
     """Return how the run was started the last time: the command, where, and the commit of the code."""
     try:
-        found = read_starts(run.path)[-1]
-        program, *words = map(str, found["arguments"])
-        where = [
-            f"{found['processes']} x {found['device']} on {found['host']['name']}",
-            f"strategy {found['strategy']}",
-        ]
-        code = found["git"] or {}
-        if code.get("commit"):
-            changed = f" and {code['diff_file']}" if code.get("diff_file") else ""
-            where.append(f"commit {str(code['commit'])[:10]}{changed}")
+        start = read_starts(run.path)[-1]
+        program, *words = map(str, start["arguments"])
+        where = f"{start['processes']} x {start['device']} on {start['host']['name']}, strategy {start['strategy']}"
+        code = start["git"] or {}
+        commit = f", commit {str(code['commit'])[:10]}" if code.get("commit") else ""
+        changed = f" and {code['diff_file']}" if code.get("diff_file") else ""
     except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # there is none, or somebody has edited it
         return []
-    return [["by", shlex.join([Path(program).name, *words])], ["on", ", ".join(where)]]
+    return [["by", shlex.join([Path(program).name, *words])], ["on", where + commit + changed]]
 
 
 def error_text(run: RunDirectory) -> str:
@@ -87,11 +84,11 @@ def config_text(run: RunDirectory) -> str:
 
 
 def metrics_text(run: RunDirectory) -> str:
-    """Return each metric with its first, last and extreme values and a chart."""
-    rows = [["metric", "first", "last", "min", "max", ""]]
+    """Return each metric with its first, last and extreme values."""
+    rows = [["metric", "first", "last", "min", "max"]]
     for name in metric_names(run.metrics):
         if values := [value for value in run.metrics[name].tolist() if math.isfinite(value)]:
-            rows.append([name, *map(number, (values[0], values[-1], min(values), max(values))), sparkline(values)])
+            rows.append([name, *map(number, (values[0], values[-1], min(values), max(values)))])
     return "\n".join(["metrics:", *indented(table(rows))]) if len(rows) > 1 else "metrics: none"
 
 
@@ -104,19 +101,11 @@ def evaluations_text(run: RunDirectory) -> str:
     return "\n".join(["evaluations:", *indented(table(rows))]) if rows else ""
 
 
-def files_text(run: RunDirectory) -> str:
-    """Return what the directory holds, a line each."""
-    rows = []
-    for path in sorted(run.path.iterdir()):
-        if path.name.startswith("."):
-            continue
-        name = path.name + "/" * path.is_dir()
-        text = next((text for pattern, text in FILES.items() if fnmatch(name, pattern)), "")
-        if path.name == CHECKPOINTS and run.checkpoints:
-            steps = [entry.step for entry in run.checkpoints if entry.complete]
-            text = f"{plural(len(run.checkpoints), 'checkpoint')}, {step_range(steps)}" if steps else "no complete one"
-        rows.append([name, format_bytes(folder_size(path)), text])
-    return "\n".join(["files:", *indented(table(rows))]) if rows else "files: none"
+def checkpoints_text(run: RunDirectory) -> str:
+    """Return how many checkpoints there are, and of which steps; README.txt in the directory names all files."""
+    steps = [str(entry.step) for entry in run.checkpoints if entry.complete]
+    size = format_bytes(sum(entry.size for entry in run.checkpoints))
+    return f"{counted(len(run.checkpoints), 'checkpoint')}, {size}; complete: {', '.join(steps) or 'none'}"
 
 
 def indented(text: str) -> list[str]:

@@ -1,22 +1,14 @@
-"""Tables, numbers and charts as text, cut to the terminal; as wide as they get where the output is none."""
+"""Tables and numbers as text, cut to the terminal; as wide as they get where the output is none."""
 
-import math
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...trainer.runs.directory import RunDirectory
-
-BARS = "▁▂▃▄▅▆▇█"
-"""Heights of a chart, from low to high."""
-
-
-def width() -> int | None:
-    """Return the columns of the terminal; None if the output is none, and lines need no cutting."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -32,8 +24,8 @@ def shortened(line: str, limit: int | None) -> str:
 
 
 def fitting(text: str) -> str:
-    """Return a text whose lines are cut to the terminal."""
-    limit = width()
+    """Return a text whose lines are cut to the terminal; whole where the output is none."""
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
 
@@ -42,22 +34,8 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def sparkline(values: Sequence[float], columns: int = 24) -> str:
-    """Return a chart of one line: means of equal parts of the values; a space for a part without a finite one."""
-    count = min(columns, len(values))
-    parts = (values[part * len(values) // count : (part + 1) * len(values) // count] for part in range(count))
-    finite = [[value for value in part if math.isfinite(value)] for part in parts]
-    means = [sum(part) / len(part) if part else math.nan for part in finite]
-    drawn = [mean for mean in means if math.isfinite(mean)]
-    low, spread = min(drawn, default=0.0), max(drawn, default=0.0) - min(drawn, default=0.0)
-    levels = (round((mean - low) / (spread or 1.0) * (len(BARS) - 1)) if math.isfinite(mean) else -1 for mean in means)
-    return "".join(" " if level < 0 else BARS[level] for level in levels)
-
-
 def when(seconds: float) -> str:
     """Return a time in seconds since 1970 as local date and time; "-" for one that no calendar has."""
-    import time
-
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -68,16 +46,6 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
     """Return the values that an evaluation has logged."""
     point = evaluation.last_point
     return "  ".join(f"{name} {number(float(point[name]))}" for name in metric_names(point)) or "logged nothing"
-
-
-def plural(count: int, what: str) -> str:
-    """Return a count with its noun."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def step_range(steps: Sequence[Any]) -> str:
-    """Return the first and the last of some steps."""
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def metric_names(names: Iterable[str]) -> list[str]:

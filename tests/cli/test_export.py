@@ -37,14 +37,15 @@ class Branches(WithExample):
         return x if x.sum().item() > 0 else self.layer(x)
 
 
-class Batches(Line):
+class Batches(WithExample):
     def forward(self, batch):
         return self.layer(batch["x"])
 
-    def val_dataloader(self):
-        return torch.utils.data.DataLoader([{"x": torch.ones(1), "y": torch.zeros(1)}] * 3, batch_size=3)
 
-    predict_dataloader = test_dataloader = val_dataloader
+class Named(Batches):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = {"x": torch.ones(3, 1), "y": torch.ones(3, 1)}
 
 
 class AsOne(Batches):
@@ -83,9 +84,8 @@ def use(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["Line", "WithExample"])
-def test_a_program_of_torch_export_computes_what_the_task_does_for_any_batch(folder: Path, task: str) -> None:
-    use(folder, task)
+def test_a_program_of_torch_export_computes_what_the_task_does_for_any_batch(folder: Path) -> None:
+    use(folder, "WithExample")
     assert main(["export", "run", "net.pt2"]) == 0
     found = torch.export.load("net.pt2").module()(torch.tensor([[0.0], [1.0], [3.0], [5.0], [7.0]]))
     assert found.flatten().tolist() == [1.0, 3.0, 7.0, 11.0, 15.0]
@@ -127,13 +127,13 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert "example_input_array holds a single sample" in capsys.readouterr().err
     use(folder, "Random")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "differs from the task's by" in capsys.readouterr().err
-    use(folder, "Batches")
+    assert "computes something else than the task" in capsys.readouterr().err
+    use(folder, "Named")
     assert main(["export", "run", "net.pt2"]) == 1
-    message = capsys.readouterr().err
-    assert "Batches.forward does not take what the first batch of the data holds, the keys 'x', 'y'" in message
-    assert "Set example_input_array" in message
-    assert len(message.splitlines()) <= 3
+    assert "Named.forward does not take example_input_array: " in capsys.readouterr().err
+    use(folder, "Line")
+    assert main(["export", "run", "net.pt2"]) == 1
+    assert "Line has no example_input_array. Its forward is exported" in capsys.readouterr().err
     (folder / "net.py").write_text(TASK)
     (folder / "plain.py").write_text(TASK)
     (folder / "run" / "config.yaml").write_text(CONFIG.replace("line.Line", "plain.Line"))
@@ -153,9 +153,6 @@ def test_weights_and_other_suffixes(folder: Path, capsys: pytest.CaptureFixture[
 def test_outputs_are_compared_up_to_rounding() -> None:
     ones = torch.ones(2, 3)
     compare_outputs([ones], [ones + 1e-6])
-    with pytest.raises(CheckpointError, match=r"Output 0 of the exported file differs from the task.s by 0\.5"):
-        compare_outputs([ones], [ones + 0.5])
-    with pytest.raises(CheckpointError, match="differs from the task's by nan"):
-        compare_outputs([ones], [ones / 0 * 0])
-    with pytest.raises(CheckpointError, match=r"returns shapes \[\(3, 2\)\], the task \[\(2, 3\)\]"):
-        compare_outputs([ones], [ones.T])
+    for other in (ones + 0.5, ones / 0 * 0, ones.T):
+        with pytest.raises(CheckpointError, match="computes something else than the task, and was not kept"):
+            compare_outputs([ones], [other])

@@ -105,11 +105,11 @@ def test_seed_and_run_have_keys_of_their_own() -> None:
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
 
-def test_an_interpolation_finds_defaults() -> None:
-    task = check.load_config(["base.yaml", "task.label='${task.lr} ${trainer.precision} ${seed}'"]).values["task"]
-    assert task["label"] == "0.001 32 0"
-    beside = check.load_config(["base.yaml", "task.free='${.lr}'", "task.table={a: '${..lr}'}"]).values["task"]
-    assert (beside["free"], beside["table"]) == (0.001, {"a": 0.001})
+def test_an_interpolation_finds_defaults_of_legatos_own_keys() -> None:
+    task = check.load_config(["base.yaml", "task.label='${trainer.precision} ${seed}'"]).values["task"]
+    assert task["label"] == "32 0"
+    beside = check.load_config(["base.yaml", "task.lr=0.1", "task.free='${.lr}'", "task.table={a: '${..lr}'}"])
+    assert (beside.values["task"]["free"], beside.values["task"]["table"]) == (0.1, {"a": 0.1})
     assert check.load_config(["base.yaml", "task.folder='${run.root}/x'"]).values["task"]["folder"] == "runs/x"
 
 
@@ -153,7 +153,7 @@ def test_shared_values_are_in_vars() -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("lr${task.lr}", "lr0.001"),
+        ("e${trainer.max_epochs}-s${seed}", "e3-s0"),
         ("${task._target_}/w${task.width}", "models.Tiny/w8"),
         ("plain", "plain"),
     ],
