@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torchmetrics
-from tiny import Tiny, Validated, make_data, make_loader, make_trainer
+from tiny import Tiny, make_data, make_loader, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from legato.base.errors import DisagreementError, TaskError
+from legato.base.errors import TaskError
 from legato.tasks.task import Task
-from legato.trainer.metrics.torchmetrics import gather_state
 from legato.trainer.processes.launch import run_workers
 
 
@@ -406,13 +405,3 @@ def test_a_hook_computes_metrics_though_a_rank_had_no_batch(trainer):
     expected = trainer().validate(Computes(), make_loader(4))
     (values,) = trainer(strategy="ddp", devices=2).validate(Computes(), make_loader(4))
     assert values == pytest.approx(expected[0])
-
-
-@pytest.mark.slow
-def test_ranks_whose_states_cannot_be_joined_are_named(trainer):
-    class Disagrees(Validated):
-        def on_validation_epoch_end(self):
-            gather_state(torch.zeros(2, 3) if self.global_rank else torch.zeros(2, dtype=torch.int64))
-
-    with pytest.raises(DisagreementError, match=r"shape \(2,\) and torch.int64 on rank 0, but shape \(2, 3\)"):
-        trainer(strategy="ddp", devices=2).validate(Disagrees(), make_loader(8))

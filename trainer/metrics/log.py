@@ -56,8 +56,6 @@ Sums = dict[int, list[float]]
 PENDING_LIMIT = 1024
 
 NO_STEP = -2
-# Step number of rows with the sums of the epoch so far, in an exchange of a step's values
-EPOCH_SO_FAR = -3
 NEVER = float("inf")
 
 
@@ -82,8 +80,6 @@ class Metrics:
         self.step = NO_STEP  # none has begun; -1 is the step of a series without values
         # Added to names logged by one of several evaluation loaders; `loader` is that loader's index
         self.suffix, self.loader = "", 0
-        # Values of the epoch up to the newest logging point, over all ranks: those for the progress bar
-        self.means_shown: dict[str, float] = {}
         self.batches: dict[str, int] = {}
         # Returns a description of the current stage, for messages
         self.describe_place: Callable[[], str] = lambda: self.stage
@@ -118,8 +114,6 @@ class Metrics:
         self.stage, self.in_step = stage, False
         self.leave_batches(1)
         self.loaders, self.loaders_seen, self.loaders_of = loaders if loaders > 1 else 0, set(), {}
-        if fresh and stage == "train":
-            self.means_shown = {}
         if fresh or stage not in self.stages:
             self.stages[stage], self.batches[stage] = {}, 0
         self.series = self.stages[stage]
@@ -242,7 +236,7 @@ class Metrics:
         """Record a loss, to check later that it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
-            self._read_losses()
+            self._first_bad_loss()
 
     # --- reading: at logging steps and at the end of epochs ---------------------------------------------------------
     def flush(self) -> None:
@@ -287,7 +281,11 @@ class Metrics:
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        self._read_losses()
+        """Read the pending losses; return the first step whose loss is not finite, or NEVER."""
+        losses, self.losses = self.losses, []
+        for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
+            if value - value != 0.0 and self.bad_loss is None:
+                self.bad_loss = step, value
         return NEVER if self.bad_loss is None else float(self.bad_loss[0])
 
     def _refuse_bad_loss(self, first: float) -> None:
@@ -300,23 +298,13 @@ class Metrics:
                 f"checkpoints are untouched."
             )
 
-    def _read_losses(self) -> None:
-        """Read pending losses and remember the first non-finite one."""
-        losses, self.losses = self.losses, []
-        for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
-            if value - value != 0.0 and self.bad_loss is None:
-                self.bad_loss = step, value
-
     def running_values(self) -> dict[str, float]:
-        """Return training's values of the epoch so far that are for the progress bar; no collective.
+        """Return training's values of the epoch so far that are for the progress bar, read from the device.
 
-        On several processes those up to the newest logging point, over all ranks; else they are read from the device,
-        between two steps.
+        None on several processes, of which each has its part alone: the bar shows the newest logged values there.
         """
-        if self.stage != "train" or self.series is None:
+        if self.stage != "train" or self.series is None or self.processes > 1:
             return {}
-        if self.processes > 1:
-            return dict(self.means_shown)
         self.flush()
         shown = [series for series in self.series.values() if series.prog_bar and series.sums]
         return {series.name: total(series.kind, series.sums) for series in shown}
@@ -346,20 +334,9 @@ class Metrics:
             for replica, (value, weight) in series.step.items()
             if not series.alone
         ]
-        gathered, maxima = self._gather(rows, self.batches_of_step == 0, extra, self._rows_to_show())
+        gathered, maxima = self._gather(rows, self.batches_of_step == 0, extra)
         values = [(series, total(series.kind, sums)) for series, sums in gathered]
         return values + [(series, total(series.kind, series.step)) for series in own if series.alone], maxima
-
-    def _rows_to_show(self) -> list[Row]:
-        """Return the sums of the training epoch so far that the progress bar shows, where ranks have parts of them."""
-        if self.stage != "train" or self.processes == 1:
-            return []
-        return [
-            Row(series, replica, value, weight, EPOCH_SO_FAR)
-            for series in (self.series or {}).values()
-            if series.prog_bar and not series.alone
-            for replica, (value, weight) in series.sums.items()
-        ]
 
     def with_values_of_step(self) -> list[Series]:
         """Return the series with values of the newest step."""
@@ -377,7 +354,6 @@ class Metrics:
                     series.metric.reset()
             self.stages[self.stage], self.series = {}, None
             self.batches[self.stage] = 0
-            self.means_shown = {}
             self.batches_left_out *= self.stage != "train"
         values = (series.value if series.kind == "metric" else total(series.kind, sums) for series, sums in gathered)
         return sort_out(zip((series for series, _ in gathered), values, strict=True), "_epoch")
@@ -416,13 +392,12 @@ class Metrics:
             self.states.forget(series.metric for series in others)
 
     def _gather(
-        self, rows: Sequence[Row], absent: bool, extra: Sequence[float], shown: Sequence[Row] = ()
+        self, rows: Sequence[Row], absent: bool, extra: Sequence[float]
     ) -> tuple[list[tuple[Series, Sums]], list[float]]:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
         absent: this rank had no batch and may have logged fewer names; series that only other ranks have are created
         here.
-        shown: rows of `_rows_to_show`, for `means_shown`.
 
         Raises DisagreementError, naming ranks and names, when ranks that had batches logged different names.
         """
@@ -431,17 +406,15 @@ class Metrics:
             for series, replica, value, weight, _ in rows:
                 sums.setdefault(series, {}).update({} if replica == NAME_ONLY else {replica: [value, weight]})
             return list(sums.items()), list(extra)
-        ranks, extras = self.exchange.gather([*rows, *shown], [float(absent), *extra])
-        numbers = [[row[0] for row in rank if row[4] != EPOCH_SO_FAR] for rank in ranks]
-        self.compare(numbers, [bool(of_rank[0]) for of_rank in extras])
-        so_far: dict[Series, Sums] = {}
-        for number, replica, value, weight, step in (row for rank in ranks for row in rank):
-            place = (so_far if step == EPOCH_SO_FAR else sums).setdefault(self.series_at(number), {})
+        ranks, extras = self.exchange.gather(rows, [float(absent), *extra])
+        self.compare([[row[0] for row in rank] for rank in ranks], [bool(of_rank[0]) for of_rank in extras])
+        for number, replica, value, weight, _ in (row for rank in ranks for row in rank):
+            description = self.exchange.descriptions[number]
+            of_replicas = sums.setdefault(self.find_series({} if self.series is None else self.series, description), {})
             if replica != NAME_ONLY:
-                place[replica] = [value, weight]
+                of_replicas[replica] = [value, weight]
         for series, of_ranks in sums.items():
             self._require_equal(series, [value for value, _ in of_ranks.values()])
-        self.means_shown |= {series.name: total(series.kind, of_ranks) for series, of_ranks in so_far.items()}
         return list(sums.items()), [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
@@ -463,21 +436,18 @@ class Metrics:
         present = {rank: own for rank, own in enumerate(names) if not absent[rank]} or dict(enumerate(names))
         expected = next(iter(present.values()))
         strays = {rank: own for rank, own in enumerate(names) if not set(own) <= set(expected)}
+        compared = {**present, **strays}
         if not strays and all(own == expected for own in present.values()):
             return
-        compared = {**present, **strays}
         common = set.intersection(*map(set, compared.values()))
-        extra = {rank: sorted(set(own) - common) for rank, own in compared.items() if set(own) - common}
-        told = "; ".join(f"rank {rank} also logged {own}" for rank, own in extra.items())
+        told = [
+            f"rank {rank} also logged {sorted({*own} - common)}" for rank, own in compared.items() if {*own} - common
+        ]
         raise DisagreementError(
             f"The ranks logged different names in {self.describe_place()}: all logged {sorted(common)}, but "
-            f"{told or 'not in the same order'}. Call self.log with the same names in the same order on every rank, "
-            f"never under a condition on the rank or on the content of a batch."
+            f"{'; '.join(told) or 'not in the same order'}. Call self.log with the same names in the same order on "
+            f"every rank, never under a condition on the rank or on the content of a batch."
         )
-
-    def series_at(self, number: int) -> Series:
-        """Return the open series with a number agreed between ranks; create an empty one if this rank has none."""
-        return self.find_series(self.series if self.series is not None else {}, self.exchange.descriptions[number])
 
     def find_series(self, among: dict[Key, Series], description: Sequence[Any]) -> Series:
         """Return the series with a description; create an empty one if there is none."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.errors import DisagreementError, TaskError
+from ...base.errors import TaskError
 from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..processes.ranks import Ranks
 
@@ -41,27 +41,12 @@ def is_metric(value: Any) -> bool:
 def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
     """Return every rank's `state`, by rank: what a metric's `compute()` calls in a hook. Collective.
 
-    torchmetrics sends an empty float vector for a list state without an update. If the other ranks hold matrices or
-    integers, gloo aborts the process. The empty tensor takes their dtype and dimensions here.
-
-    Raises DisagreementError, on every rank, if states that are not empty differ in dtype or number of dimensions.
+    torchmetrics sends an empty float vector for a list state without an update, at which gloo aborts the process where
+    the other ranks hold matrices or integers. So states are sent as objects, and empty ones are left out.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
-    layouts = ranks.gather_objects((state.numel(), state.dtype, tuple(state.shape)))
-    updated = [(rank, dtype, shape) for rank, (size, dtype, shape) in enumerate(layouts) if size]
-    if updated:
-        first, dtype, shape = updated[0]
-        for rank, other_dtype, other_shape in updated:
-            if (other_dtype, len(other_shape)) != (dtype, len(shape)):
-                raise DisagreementError(
-                    f"A state of a torchmetrics object has shape {shape} and {dtype} on rank {first}, but shape "
-                    f"{other_shape} and {other_dtype} on rank {rank}. Ranks may differ in sizes only: update the "
-                    f"metric with tensors of one dtype and one number of dimensions."
-                )
-        if len(updated) < len(layouts):
-            state = torch.atleast_1d(state) if state.numel() else state.new_empty((0, *shape[1:]), dtype=dtype)
-    gathered: list[Tensor] = sys.modules["torchmetrics"].utilities.distributed.gather_all_tensors(state, group)
-    return gathered
+    states = ranks.gather_objects(state.detach().cpu())
+    return [one.to(state.device) for one in states if one.numel()] or [state]
 
 
 class MetricStates:
@@ -256,13 +241,9 @@ def states_of(metric: Any) -> States:
 def load_states(metric: Any, states: States) -> None:
     """Load states into a metric, on its device."""
     for name in reductions_of(metric):
-        _set_state(metric, name, states[name])
+        value, device = states[name], metric.device
+        setattr(metric, name, [part.to(device) for part in value] if isinstance(value, list) else value.to(device))
     set_updates(metric, states[COUNT])
-
-
-def _set_state(metric: Any, name: str, value: Any) -> None:
-    moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
-    setattr(metric, name, moved)
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
@@ -300,44 +281,21 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
 def read_values(metrics: list[Any], collectives: Ranks, is_merged: bool, keep: bool = False) -> list[float]:
     """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
 
-    is_merged: the metrics hold the states of all ranks. Else states take one collective per operation and dtype, and
-    list states one together.
+    is_merged: the metrics hold the states of all ranks.
     """
     parts = metrics_within(metrics)
     before = [states_of(part) for part in parts] if keep else []
     if not is_merged:
-        _reduce_states(parts, collectives)
+        of_ranks = collectives.gather_objects([states_of(part) for part in parts])
+        for part, *states in zip(parts, *of_ranks, strict=True):
+            if any(one[COUNT] for one in states):
+                load_states(part, merged_in_order(part, dict(enumerate(states))))
     values = [_compute(metric) for metric in metrics]
     for part in parts:
         part.reset()
     for part, states_before in zip(parts, before, strict=bool(before)):
         load_states(part, states_before)
     return values
-
-
-def _reduce_states(metrics: Iterable[Any], collectives: Ranks) -> None:
-    others: list[tuple[Any, str]] = []
-    tensors: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
-    for metric in metrics:
-        for name, reduction in reductions_of(metric).items():
-            state, operation = getattr(metric, name), operation_of(reduction)
-            if operation is None or operation not in MERGED_EARLY or isinstance(state, list):
-                others.append((metric, name))  # of a metric that the task does not own, too
-            else:
-                # Counts may exceed 2^24, above which float32 skips integers; all states of one kind travel together.
-                wide = torch.float64 if state.is_floating_point() else torch.int64
-                tensors.setdefault((operation, wide), []).append((metric, name))
-    for (operation, wide), states in tensors.items():
-        own = [getattr(metric, name) for metric, name in states]
-        flat = torch.cat([state.detach().reshape(-1).to("cpu", wide) for state in own])
-        collectives.all_reduce(flat, operation)
-        for (metric, name), state, total in zip(states, own, flat.split([state.numel() for state in own]), strict=True):
-            setattr(metric, name, total.reshape(state.shape).to(state.device, state.dtype))
-    if others:
-        ranks = collectives.gather_objects([(_on_host(getattr(m, name)), m.update_count) for m, name in others])
-        for (metric, name), of_ranks in zip(others, zip(*ranks, strict=True), strict=True):
-            values, counts = map(list, zip(*of_ranks, strict=True))
-            _set_state(metric, name, merged_state(reductions_of(metric)[name], values, counts))
 
 
 def _on_host(state: Any) -> Any:
