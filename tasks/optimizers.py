@@ -78,69 +78,56 @@ def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
 
 
 def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    entries, schedulers = returned, []
     if returned is None:
         return [], []
-    if isinstance(returned, Optimizer):
-        return [returned], []
-    if isinstance(returned, Mapping):
-        return _read_dicts([returned])
-    if isinstance(returned, Sequence) and not isinstance(returned, str):
-        if returned and all(isinstance(item, Optimizer) for item in returned):
-            return list(returned), []
-        if returned and all(isinstance(item, Mapping) for item in returned):
-            return _read_dicts(returned)
-        if len(returned) == 2 and isinstance(returned[0], Sequence):
-            optimizers, schedulers = returned
-            schedulers = schedulers if isinstance(schedulers, Sequence) else [schedulers]
-            for item in optimizers:
-                _require_optimizer(item)
-            return list(optimizers), [_read_scheduler(item) for item in schedulers]
-    raise TaskError(f"configure_optimizers must return {FORMS}; it returned {_describe(returned)}.")
-
-
-def _read_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    optimizers, schedulers = [], []
-    for entry in dicts:
-        unknown = entry.keys() - {"optimizer", "lr_scheduler", "monitor"}
-        if unknown or "optimizer" not in entry:
-            wrong = sorted(unknown)[0] if unknown else ""
-            reason = f"has the unknown key {wrong!r}" if unknown else "has no 'optimizer'"
-            hint = did_you_mean(wrong, ("optimizer", "lr_scheduler", "monitor")) if unknown else ""
-            raise TaskError(f"The dict that configure_optimizers returned {reason}.{hint}")
-        optimizers.append(_require_optimizer(entry["optimizer"]))
-        if entry.get("lr_scheduler") is not None:
-            schedulers.append(_read_scheduler(entry["lr_scheduler"], entry.get("monitor")))
+    if isinstance(returned, (Optimizer, Mapping)):
+        entries = [returned]
+    elif isinstance(returned, Sequence) and len(returned) == 2 and isinstance(returned[0], Sequence):
+        entries, others = returned
+        schedulers = [_read_scheduler(item) for item in (others if isinstance(others, Sequence) else [others])]
+    elif not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
+        raise TaskError(f"configure_optimizers must return {FORMS}; it returned {_describe(returned)}.")
+    optimizers = []
+    for entry in entries:
+        values = entry if isinstance(entry, Mapping) else {"optimizer": entry}
+        _require_keys("The dict that configure_optimizers returned", values, ("optimizer", "lr_scheduler", "monitor"))
+        if not isinstance(values["optimizer"], Optimizer):
+            raise TaskError(
+                f"configure_optimizers must return {FORMS}; expected an optimizer, got "
+                f"{_describe(values['optimizer'])}."
+            )
+        optimizers.append(values["optimizer"])
+        if values.get("lr_scheduler") is not None:
+            schedulers.append(_read_scheduler(values["lr_scheduler"], values.get("monitor")))
     return optimizers, schedulers
+
+
+def _require_keys(place: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise TaskError for a key that is none of `keys`, of which the first one is needed."""
+    for key in values:
+        if key not in keys:
+            raise TaskError(f"{place} has the unknown key {key!r}.{did_you_mean(str(key), keys)}")
+    if keys[0] not in values:
+        raise TaskError(f"{place} has no {keys[0]!r}.")
 
 
 def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
     values = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
-    names = SchedulerConfig.__dataclass_fields__
-    for key in values:
-        if key not in names:
-            raise TaskError(f"The lr_scheduler dict has the unknown key {key!r}.{did_you_mean(key, names)}")
-    if "scheduler" not in values:
-        raise TaskError("The lr_scheduler dict has no 'scheduler'.")
+    _require_keys("The lr_scheduler dict", values, tuple(SchedulerConfig.__dataclass_fields__))
     config = SchedulerConfig(**values)
     if not hasattr(config.scheduler, "step"):
         raise TaskError(f"A learning rate scheduler needs a method `step`; got {_describe(config.scheduler)}.")
-    if config.interval not in ("step", "epoch"):
-        raise TaskError(f"lr_scheduler interval must be 'step' or 'epoch', got {config.interval!r}.")
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise TaskError(f"lr_scheduler frequency must be a positive integer, got {config.frequency!r}.")
-    if isinstance(config.scheduler, ReduceLROnPlateau):
-        config.reduce_on_plateau = True
+    if config.interval not in ("step", "epoch") or not isinstance(config.frequency, int) or config.frequency < 1:
+        raise TaskError(
+            f"The lr_scheduler dict takes the interval 'step' or 'epoch' and a positive integer as frequency; got "
+            f"{config.interval!r} and {config.frequency!r}."
+        )
+    config.reduce_on_plateau |= isinstance(config.scheduler, ReduceLROnPlateau)
     config.monitor = config.monitor or monitor
     return config
 
 
-def _require_optimizer(value: Any) -> Optimizer:
-    if not isinstance(value, Optimizer):
-        raise TaskError(f"configure_optimizers must return {FORMS}; expected an optimizer, got {_describe(value)}.")
-    return value
-
-
 def _describe(value: Any) -> str:
-    if isinstance(value, (LRScheduler, Optimizer)):
-        return f"a {type(value).__name__}"
-    return f"{type(value).__name__}: {value!r:.80}"
+    is_plain = not isinstance(value, (LRScheduler, Optimizer))
+    return f"{type(value).__name__}: {value!r:.80}" if is_plain else f"a {type(value).__name__}"

@@ -80,7 +80,7 @@ def test_no_optimizer_trains_nothing(trainer):
     ("form", "message"),
     [
         (lambda optimizer: "adam", "it returned str"),
-        (lambda optimizer: [optimizer, 3], "it returned list"),
+        (lambda optimizer: [optimizer, 3], "expected an optimizer, got int: 3"),
         (lambda optimizer: ([optimizer], [3]), "needs a method `step`"),
         (lambda optimizer: ([3], []), "expected an optimizer, got int"),
         (lambda optimizer: scheduler_of(optimizer), "it returned a StepLR"),
