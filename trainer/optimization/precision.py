@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError
 from ...base.tensors import map_tensors
 from ...base.torch_private import mark_stepped
 from ..accelerators import has_bfloat16, has_float64
 
-PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
@@ -37,11 +36,11 @@ _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 class Precision:
     """Dtypes, autocast and gradient scaler of a run on one kind of device.
 
-    Raises ConfigError for an unknown name and for a precision that the device does not support.
+    Raises ConfigError for a precision that the device does not support.
     """
 
     def __init__(self, name: str | int, device_type: str) -> None:
-        self.name = _canonical(name)
+        self.name = _SHORT_NAMES.get(str(name), str(name))
         self.device_type = device_type
         _refuse_what_the_device_lacks(self.name, device_type)
         # Dtype of parameters, buffers and input; None leaves them unchanged
@@ -165,17 +164,6 @@ class _DefaultDtype:
 def nothing() -> AbstractContextManager[Any]:
     """Return a no-op context."""
     return _OFF
-
-
-def _canonical(name: str | int) -> str:
-    word = str(name)
-    known = _SHORT_NAMES.get(word, word)
-    if isinstance(name, bool) or known not in PRECISIONS:
-        raise ConfigError(
-            f"trainer.precision must be one of {', '.join((*_SHORT_NAMES, *PRECISIONS))}; got {name!r}."
-            + did_you_mean(word, (*PRECISIONS, *_SHORT_NAMES))
-        )
-    return known
 
 
 def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:

@@ -111,8 +111,6 @@ def make_optimizers(call: JoinedCall, saved: dict[str, Any] | None) -> Optimizat
         raise
     if saved is not None:
         restore.add_saved_groups(task, optimizers, saved)
-    for optimizer in optimizers:
-        kernels.choose_fused(optimizer)
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.guard = make_guard(optimization)
     use_closures(call, optimization)
