@@ -80,7 +80,6 @@ def _add_of_runs(parser: ArgumentParser, name: str) -> None:
         add("--all", action="store_true", help="all runs, not the newest 50")
         add("--state", choices=STATES, help="only runs in this state")
         add("--sort", choices=SORTS, default="time", help="order; the newest, best or longest comes last (time)")
-        add("--json", action="store_true", help="all of it as JSON, for programs")
     elif name == "show":
         add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (the newest below runs/)")
     elif name == "compare":

@@ -3,11 +3,12 @@
 import inspect
 from argparse import Namespace
 from importlib import import_module
-from typing import Any
 
 from ..base.arguments import argument_texts, argument_types
-from ..base.errors import ConfigError, LegatoError, did_you_mean
+from ..base.errors import ConfigError, did_you_mean
 from ..trainer.strategies import STRATEGIES
+from .config.check import class_path
+from .config.classes import load
 from .config.read import MOVED, SECTIONS, dotted
 from .launchers import LAUNCHERS
 
@@ -23,9 +24,7 @@ def run_help(options: Namespace) -> None:
 
 def explain(topic: str) -> str:
     """Return the help of a key of a config, of a class by its name or its path, or of a strategy or launcher."""
-    name = topic.removeprefix("trainer.")
-    keys = {dotted(key): argument for argument, key in MOVED.items()}
-    argument = keys.get(topic, name)
+    argument = {dotted(key): name for name, key in MOVED.items()}.get(topic, topic.removeprefix("trainer."))
     if argument in argument_texts():
         key = dotted(MOVED[argument]) if argument in MOVED else f"trainer.{argument}"
         kind = argument_types()[argument]
@@ -33,28 +32,23 @@ def explain(topic: str) -> str:
         return f"{key}: {shown}\n    {argument_texts()[argument]}"
     if topic in SECTIONS:
         return f"{topic}\n    {SECTIONS[topic]}"
-    homes = {name: f"{NAME}.{room}" for room in ROOMS for name in import_module(f"{NAME}.{room}").__all__}
-    for options, room in ((STRATEGIES, "trainer.strategies"), (LAUNCHERS, "cli.launchers")):
-        homes |= {word: f"{NAME}.{room}{home.partition(':')[0]}" for word, home in options.items()}
-    names = {word: home.partition(":")[2] for word, home in {**STRATEGIES, **LAUNCHERS}.items()}
-    if topic in homes:
-        return _describe(f"{homes[topic]}.{names.get(topic, topic)}")
-    if "." in topic and topic.partition(".")[0] not in SECTIONS:
-        return _describe(topic)
-    known = [*(f"trainer.{argument}" for argument in argument_texts()), *argument_texts(), *SECTIONS, *homes]
-    hint = did_you_mean(topic, known) or f" The keys are {', '.join(SECTIONS)}, and those below them."
+    # only the names are read here; a class is imported when it is the one asked for
+    homes = {name: f"{NAME}.{room}.{name}" for room in ROOMS for name in import_module(f"{NAME}.{room}").__all__}
+    homes |= {name: class_path("strategy", name) for name in STRATEGIES}
+    homes |= {name: class_path("launcher", name) for name in LAUNCHERS}
+    if topic in homes or ("." in topic and topic.partition(".")[0] not in SECTIONS):
+        return _describe(homes.get(topic, topic))
+    topics = [*(f"trainer.{argument}" for argument in argument_texts()), *argument_texts(), *SECTIONS, *homes]
+    hint = did_you_mean(topic, topics) or f" The keys are {', '.join(SECTIONS)}, and those below them."
     raise ConfigError(f"{topic!r} is neither a command, a key of a config, nor a class of Legato.{hint}")
 
 
 def _describe(path: str) -> str:
     """Return the constructor and the docstring of a class."""
-    module, _, name = path.rpartition(".")
     try:
-        target: Any = getattr(import_module(module), name)
-    except LegatoError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        target = load(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be imported: {error}") from error
     texts = [inspect.getdoc(target), inspect.getdoc(getattr(target, "__init__", None))]
     arguments = str(inspect.signature(target)).removesuffix(" -> None")
     return "\n\n".join([f"{path}{arguments}", *(text for text in texts if text and "help(type(self))" not in text)])

@@ -1,6 +1,5 @@
 """`legato runs`: a table of the runs below a folder."""
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -24,11 +23,8 @@ def run_runs(arguments: Namespace) -> None:
     found = find_runs(root) if root.is_dir() or arguments.dir != ROOT else []
     if arguments.state:
         found = [run for run in found if run.state == arguments.state]
-    shown = found if arguments.all or arguments.json else found[-MOST_ROWS:]
+    shown = found if arguments.all else found[-MOST_ROWS:]
     shown = sorted(shown, key=ORDERS[arguments.sort])
-    if arguments.json:
-        print(json.dumps([as_json(run) for run in shown], indent=1))
-        return
     if not shown:
         print(f"There are no runs{f' that are {arguments.state}' if arguments.state else ''} in {root}.")
         return
@@ -64,10 +60,3 @@ ORDERS: dict[str, Callable[[RunDirectory], Any]] = {
     "step": lambda run: run.step,
     "duration": lambda run: run.seconds or 0,
 }
-
-
-def as_json(run: RunDirectory) -> dict[str, object]:
-    """Return a row for programs."""
-    best = None if run.best is None else vars(run.best)
-    names = ("name", "state", "step", "seconds", "began", "error")
-    return {"path": str(run.path), "best": best, **{name: getattr(run, name) for name in names}}

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import Validated, make_loader, make_trainer
 from waiting import free_port
 
-from legato.trainer.runs.directory import RunDirectory
+from legato.trainer.runs.directory import RunDirectory, find_runs
 
 pytestmark = pytest.mark.slow
 
@@ -166,8 +166,7 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
         assert re.search(rf"{one.name} .* step {one.step} +{values}\n", shown)
         assert re.search(rf"\n  {one.name} +{one.step} +{values}\n", listed)
     assert len([line for line in listed.splitlines() if line[0] != " "]) == 2
-    (listed_run,) = json.loads(legato("runs", "--json").stdout)
-    assert listed_run["path"] == str(run)
+    assert [one.path for one in find_runs("runs")] == [run]
 
 
 def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_its_own(folder: Path) -> None:
