@@ -160,6 +160,39 @@ def test_another_instruction_set_is_refused_on_resume(tmp_path):
     assert "cpu_capability: " in done.stderr
 
 
+class Clamped(bitwise_cases.Convolutions):
+    """Changes the gradients of each backward, which a sum over processes within backward would not leave apart."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+
+class Halves(bitwise_cases.Convolutions):
+    """Calls backward twice for each batch."""
+
+    def backward(self, loss, *arguments, **options):
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+
+
+def own_backwards(root, processes):
+    """Return the fingerprints of tasks that see, or make, the gradients of each replica."""
+    try:
+        cases = {kind.__name__: Case(kind, Noisy(21, (2, 6, 6))) for kind in (Clamped, Halves)}
+        options = {"strategy": "ddp" if processes > 1 else "single", "devices": processes}
+        return {name: run(case, root / f"{name} {processes}", **options) for name, case in cases.items()}
+    finally:
+        leave_process_group()
+
+
+@pytest.mark.slow
+def test_a_task_may_change_the_gradients_of_each_replica(tmp_path):
+    alone = own_backwards(tmp_path, 1)
+    for processes in (2, 3):
+        assert_same(start(own_backwards, processes, tmp_path), alone)
+
+
 def unlike_ranks(root, processes):
     """Rank 1 alone has a fused optimizer."""
     place = find_place()

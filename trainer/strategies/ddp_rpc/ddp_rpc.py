@@ -5,9 +5,9 @@ names it in `remote_modules`. Trainers are the first processes of the run, serve
 process with all batches: dense gradients meet in DDP, remote ones on their server, which updates once a step.
 """
 
-import logging
+import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,10 @@ from ..state_dicts import StateDicts, StateParts
 from ..strategy import trainable
 from . import remote
 from .remote import Remote, RpcSession, peers_gone
-from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-log = logging.getLogger("legato")
 _SERVER_POLL = 0.05  # seconds between two looks of a server at whether the run is over
 
 
@@ -144,8 +142,12 @@ class DDPRPCStrategy(DDPStrategy):
     def build_model(self, task: "Task") -> None:
         """Build the task's modules, with proxies that call the servers for those that it names as remote."""
         task.configure_model()
-        self.makers = named_modules(task)
-        self.remotes = {}
+        self.makers, self.remotes = dict(task.remote_modules()), {}
+        if not self.makers:
+            raise ConfigError(
+                f"strategy ddp_rpc: {type(task).__name__} names no remote_modules, so the servers would have nothing "
+                f"to hold. Define them, or use strategy ddp."
+            )
         homes = {
             name: f"server{index}" for index, names in enumerate(dealt(self.makers, self.servers)) for name in names
         }
@@ -329,6 +331,34 @@ class DDPRPCStrategy(DDPStrategy):
         if self.session is not None:
             self.session.end_stage(whole=self.finished)
         self.session = None
+
+
+def dealt(names: Iterable[str], servers: int) -> list[list[str]]:
+    """Return the names of the remote modules of each server: they are dealt out in turn."""
+    # in turn and not in blocks: tables listed side by side are often alike in size
+    listed = list(names)
+    return [listed[server::servers] for server in range(servers)]
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer's only group, with which the servers make theirs."""
+    known = inspect.signature(type(optimizer)).parameters.values()
+    any_name = any(one.kind is one.VAR_KEYWORD for one in known)
+    taken = optimizer.defaults.keys() if any_name else optimizer.defaults.keys() & {one.name for one in known}
+    # AdamW has the default decoupled_weight_decay, which it gives to Adam and does not take itself
+    return {name: value for name, value in optimizer.param_groups[0].items() if name in taken}
+
+
+def refuse_remote_optimizers(task: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for optimizers from whose options the servers could not make theirs."""
+    if len(optimizers) > 1:
+        raise ConfigError(f"strategy ddp_rpc does not go with {len(optimizers)} optimizers: the servers have one.")
+    groups = optimizers[0].param_groups
+    if len(groups) != 1 or [id(one) for one in groups[0]["params"]] != [id(one) for one in task.parameters()]:
+        raise ConfigError(
+            "strategy ddp_rpc needs an optimizer of one group with self.parameters(), to which those on the "
+            "servers belong as well."
+        )
 
 
 def servers_of(remotes: Mapping[str, Remote]) -> list[str]:

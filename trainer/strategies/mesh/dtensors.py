@@ -1,6 +1,6 @@
 """DTensors on a mesh: scatter and gather of tensors, norms and clipping of sharded gradients, their scaler."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ....base.errors import CheckpointError, ConfigError
+from ....base.errors import ConfigError
 from ....base.torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
 
 TensorChange = Callable[[Tensor], Any]
@@ -59,51 +59,6 @@ def fill(target: Tensor, value: Tensor | Readable) -> None:
         local_part(target).copy_(local_part(local_shard(value, target)))
     else:
         target.copy_(read_whole(value))
-
-
-def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
-    """Copy whole weights into a task of whose tensors this rank holds parts.
-
-    Other values (a module's extra state) are loaded by torch.
-    """
-    # with keep_vars, as the DTensors themselves are needed: without it state_dict returns detached ones
-    own = task.state_dict(keep_vars=True)
-    with torch.no_grad():
-        plain = {}
-        for name, value in weights.items():
-            target = own.get(name)
-            if isinstance(target, DTensor):
-                fill(target, value)
-                # filled in place above; handed on all the same, so that `strict` finds every name
-                plain[name] = target.detach()
-            else:
-                plain[name] = read_whole(value)
-        task.load_state_dict(plain, strict=strict)
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's whole state dict; this rank keeps its parts of it."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {}
-    for index, values in state["state"].items():
-        if not isinstance(index, int) or index >= len(parameters):
-            raise CheckpointError(f"The checkpoint's optimizer has a state for parameter {index}, this run has none.")
-        own[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
-    optimizer.load_state_dict({**state, "state": own})
-
-
-def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
-    readable = hasattr(value, "whole")
-    if not isinstance(parameter, DTensor) or not (isinstance(value, Tensor) or readable) or not value.shape:
-        return read_whole(value)
-    if value.shape != parameter.shape:
-        raise CheckpointError(
-            f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}, which cannot be dealt out over the ranks of a mesh. Go on with strategy single "
-            f"or ddp, or with an optimizer whose values have the parameters' shapes."
-        )
-    return local_shard(value, parameter)
 
 
 def tensor_slots(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:

@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ....base.errors import CheckpointError
 from ..state_dicts import ShardedStateDicts, StateParts
 from . import dtensors
 from .sizes import Size, fit_sizes
@@ -29,11 +33,42 @@ class MeshStateDicts(ShardedStateDicts):
         cut = world_size // sizes.data
         return StateParts(sizes.replicating, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
+    @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's parts of whole weights."""
-        dtensors.load_sharded_weights(task, weights, strict)
+        """Load this rank's parts of whole weights; other values (a module's extra state) are loaded by torch."""
+        # with keep_vars, as the DTensors themselves are needed: without it state_dict returns detached ones
+        own, plain = task.state_dict(keep_vars=True), {}
+        for name, value in weights.items():
+            target = own.get(name)
+            if isinstance(target, DTensor):
+                dtensors.fill(target, value)
+            # filled in place already; handed on all the same, so that `strict` finds every name
+            plain[name] = target.detach() if isinstance(target, DTensor) else dtensors.read_whole(value)
+        task.load_state_dict(plain, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's parts of an optimizer's state."""
-        dtensors.load_optimizer(optimizer, state)
+        """Load an optimizer's whole state dict; this rank keeps its parts of it."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = {}
+        for index, values in state["state"].items():
+            if not isinstance(index, int) or index >= len(parameters):
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has a state for parameter {index}, this run has none."
+                )
+            own[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
+        optimizer.load_state_dict({**state, "state": own})
         dtensors.step_one_by_one([optimizer])
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
+    is_tensor = isinstance(value, Tensor) or hasattr(value, "whole")
+    if not isinstance(parameter, DTensor) or not is_tensor or not value.shape:
+        return dtensors.read_whole(value)
+    if value.shape != parameter.shape:
+        raise CheckpointError(
+            f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}, which a mesh cannot deal out. Go on with strategy single or ddp, or with an "
+            f"optimizer whose values have the parameters' shapes."
+        )
+    return dtensors.local_shard(value, parameter)
