@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from legato.base.errors import ConfigError, DataError
+from legato.base.errors import ConfigError
 from legato.trainer.data.sampling import (
     Deal,
     DealtBatches,
@@ -96,14 +96,6 @@ def test_the_permutation_never_changes() -> None:
         732483171608,
         384056104614,
     ]
-
-
-@pytest.mark.parametrize("length", [1, 2, 1024, 1025, TRILLION])
-def test_positions_outside_the_epoch_are_refused(length: int) -> None:
-    for wrong in (-1, length, length + 5):
-        with pytest.raises(DataError, match=rf"expected positions in \[0, {length}\)"):
-            permutation(np.array([0, wrong]), length, 3)
-    assert permutation(np.array([], dtype=np.int64), length, 3).size == 0
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:
@@ -225,8 +217,6 @@ def test_layout_gives_contiguous_balanced_blocks() -> None:
 def test_layout_refuses_more_processes_than_replicas() -> None:
     with pytest.raises(ConfigError, match=r"at most 4 processes.*got 6.*trainer\.replicas=6"):
         Layout(4, 6)
-    with pytest.raises(ConfigError, match="at least one process, got 0"):
-        Layout(4, 0)
 
 
 # --- dealing --------------------------------------------------------------------------------------------------------
@@ -313,15 +303,6 @@ def test_dealing_is_exact_for_huge_runs() -> None:
     spans = deal.spans(last, range(16_384))
     assert sum(span.samples for span in spans) == samples_of(deal, last)
     assert max(span.stop for span in spans) == TRILLION + 7
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"length": -1}, {"batch_size": 0}, {"replicas": 0}, {"accumulate": 0}, {"limit_rounds": -1}]
-)
-def test_deal_refuses_impossible_numbers(wrong: dict[str, int]) -> None:
-    (name, value), *_ = wrong.items()
-    with pytest.raises(ConfigError, match=f"{name} .*got {value}"):
-        Deal(**{"length": 10, "batch_size": 2, "replicas": 2, "accumulate": 1, **wrong})
 
 
 # --- batch samplers -------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ REFUSED = {
     "bitwise": (
         lambda: DataLoader(Stream(share(range(61))), 4),
         {"reproducible": "bitwise"},
-        "ConfigError: Each process's loader is its own share of the training data (as they read different samples), so",
+        "loader is its own share of the training data (as they read different samples), but reproducible='bitwise'",
     ),
     "more replicas": (
         lambda: DataLoader(Stream(share(range(61))), 4),

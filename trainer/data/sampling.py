@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...base.errors import ConfigError, DataError
+from ...base.errors import ConfigError
 
 Integers = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -61,15 +61,9 @@ def permutation(positions: Integers, length: int, key: int) -> Integers:
     Above 1024: a generalised Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x columns that
     holds the length, with cycle walking for values outside. Up to 1024: the order of hashes ("prefix cipher"). Both
     after Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
-
-    Raises DataError for a position outside [0, length).
     """
     values = np.asarray(positions, dtype=np.int64).view(np.uint64)  # negative positions become huge
-    if values.size and int(values.max()) >= length:
-        raise DataError(
-            f"expected positions in [0, {length}), got one in "
-            f"[{int(np.min(positions))}, {int(np.max(positions))}]: ask only for positions of this epoch"
-        )
+    assert not values.size or int(values.max()) < length, "a position that this epoch has not"
     if length <= TABLE_LENGTH:
         return _table(length, key)[values]
     network = _network(length, key)
@@ -137,8 +131,6 @@ class Layout:
     processes: int
 
     def __post_init__(self) -> None:
-        if self.processes < 1:
-            raise ConfigError(f"expected at least one process, got {self.processes}: start one or more")
         if self.processes > self.replicas:
             raise ConfigError(
                 f"more processes than replicas: expected at most {self.replicas} processes, one for each replica of "
@@ -185,12 +177,6 @@ class Deal:
     drop_last: bool = False
     limit_rounds: int | None = None
     padded: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("batch_size", 1), ("replicas", 1), ("accumulate", 1), ("limit_rounds", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"expected {name} to be at least {least}, got {value}: set it to {least} or more")
 
     @cached_property
     def rounds(self) -> int:

@@ -70,30 +70,28 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 def plan_validation(call: Call) -> None:
     """Compute after how many batches of a replica, or seconds, validation is due; None: at the end of epochs."""
-    trainer, interval = call.trainer, call.trainer.val_check_interval
-    if isinstance(interval, (str, timedelta, Mapping)):
-        if "validation" in call.data.evaluations:
-            call.data.validation_seconds = parse_duration(interval).total_seconds()
-        return
-    if "validation" not in call.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
-        if trainer.check_val_every_n_epoch is None and "validation" in call.data.evaluations:
-            raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+    interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
+    if "validation" not in call.data.evaluations:
         return
     rounds = call.training_data.rounds
-    if isinstance(interval, float):
-        if rounds is None:
+    if isinstance(interval, (str, timedelta, Mapping)):
+        call.data.validation_seconds = parse_duration(interval).total_seconds()
+    elif isinstance(interval, float):
+        if over_epochs and interval == 1.0:
+            raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+        if interval != 1.0 and rounds is None:
             raise ConfigError(
                 f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
                 f"how long an epoch is; give a count of batches (int)."
             )
-        call.data.validation_rounds = max(1, int(rounds * interval))
-        return
-    if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
-        raise ConfigError(
-            f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
-            f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
-        )
-    call.data.validation_rounds = interval
+        call.data.validation_rounds = None if interval == 1.0 else max(1, int((rounds or 0) * interval))
+    else:
+        if rounds is not None and interval > rounds and not over_epochs:
+            raise ConfigError(
+                f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
+                f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
+            )
+        call.data.validation_rounds = interval
 
 
 def require_same_lengths(call: Call) -> None:
@@ -101,16 +99,11 @@ def require_same_lengths(call: Call) -> None:
 
     Such ranks would end an epoch after different steps, and wait for each other forever.
     """
-    if call.strategy.place.world_size == 1:
-        return
-    own: dict[str, int | None] = {}
-    if isinstance(call.data.training, DealtData):
-        own["training"] = call.data.training.source.positions(0)
+    sources: dict[str, Any] = {"training": call.data.training}
     for word, data in call.data.evaluations.items():
-        for index, source in enumerate(data.sources):
-            if isinstance(source, DealtData) and index not in data.shares:
-                own[f"{word} (loader {index})"] = source.source.positions(0)
-    every = call.strategy.collectives.gather_objects(own)
+        sources |= {f"{word} (loader {n})": one for n, one in enumerate(data.sources) if n not in data.shares}
+    lengths = {name: data.source.positions(0) for name, data in sources.items() if isinstance(data, DealtData)}
+    every = call.strategy.collectives.gather_objects(lengths)
     for rank, other in enumerate(every):
         if other != every[0]:
             told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
@@ -283,23 +276,20 @@ def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
 def require_shares_fit(call: Call, origin: str) -> None:
     """Raise ConfigError where the run does not take shares that depend on the number of processes."""
     replicas, processes = call.state.replicas, call.strategy.data_ranks.size
-    told = f"Each process's loader is its own share of the training data ({origin})"
-    instead = "give each process all of the data, which Legato deals out"
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
-    if call.members_change:
-        raise ConfigError(f"{told}, which an elastic run cannot deal to others when the process is gone: {instead}.")
-    if call.bitwise:
+    begun = isinstance(call, JoinedCall) and call.source is not None
+    ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
+    reasons = {
+        "which an elastic run cannot deal to others when the process is gone": call.members_change,
+        "but reproducible='bitwise' is the same on any number of processes": call.bitwise,
+        f"that of one replica, but there are {replicas} replicas on {processes} processes. {ways}": replicas
+        != processes,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(
-            f"{told}, so the samples of a step depend on the number of processes, which reproducible='bitwise' does "
-            f"not allow. Set reproducible='order', or {instead}."
-        )
-    if replicas != processes:
-        begun = call.source is not None if isinstance(call, JoinedCall) else False
-        ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
-        raise ConfigError(
-            f"{told}, the share of one replica, but there are {replicas} replicas on {processes} processes. {ways}; or "
-            f"{instead}."
+            f"Each process's loader is its own share of the training data ({origin}), {reason}; or give each process "
+            f"all of the data, which Legato deals out."
         )
 
 
