@@ -14,7 +14,12 @@ A message says what was expected, what came, and what to do.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+log = logging.getLogger("legato")
 
 
 class LegatoError(Exception):
@@ -89,3 +94,36 @@ def add_note(error: BaseException, note: str) -> None:
         error.strerror += f"\n{note}"
     elif not isinstance(error, SystemExit):  # its only argument is the exit code
         error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])
+
+
+class Errors:
+    """The first error of a run; those that come after it are added to it as notes."""
+
+    def __init__(self) -> None:
+        self.first: BaseException | None = None
+
+    def attempt(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call `function` and record what it raises, interrupts and exits included."""
+        try:
+            function(*arguments)
+        except BaseException as error:  # each of the others still has to be called
+            self.add(error, f"while {name_of(function)} was called")
+
+    def add(self, error: BaseException, when: str) -> None:
+        """Record an error."""
+        if self.first is None:
+            self.first = error
+        elif error is not self.first:
+            note = f"After that, {when}: {type(error).__name__}: {error}"
+            add_note(self.first, note)
+            if not isinstance(self.first, Exception):  # an exit or an interrupt is shown without its notes
+                log.warning("%s", note)
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """Return a function's qualified name; of a method with the class of its object."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", repr(function))
+    return name if owner is None else f"{type(owner).__name__}.{name}"

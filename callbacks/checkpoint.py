@@ -311,6 +311,11 @@ class Checkpoint(CheckpointCallback):
         if begun_step == trainer.global_step > self._newest_step:
             self.save(trainer)
 
+    def save_cut_epoch(self, trainer: "Trainer") -> None:
+        """Save before the validation of a run that was asked to stop within an epoch: see `save_last`."""
+        if self.save_last and self.filename is None:  # a name may need the values of the validation
+            self.save(trainer)
+
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Save the last step."""
         self._is_cut_off = trainer.state.epoch_steps > 0

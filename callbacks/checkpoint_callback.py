@@ -38,5 +38,8 @@ class CheckpointCallback(MonitoringCallback):
     def find_folder(self, trainer: "Trainer") -> None:
         """Set `dirpath` for this run."""
 
+    def save_cut_epoch(self, trainer: "Trainer") -> None:
+        """Save before the validation of a run that was asked to stop within an epoch. Every rank calls it."""
+
     def save(self, trainer: "Trainer", always: bool = False) -> None:
         """Write the current state; `always`: even if it would not be kept. Every rank calls it."""

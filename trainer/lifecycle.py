@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import TaskError, WorkerError
+from ..base.errors import Errors, TaskError, WorkerError
 from .processes.signals import RESUME_ME
 from .run import DOING_OF_STAGE, Call, Request, Run
 from .runs.run_file import identity_of
 from .setup import outputs
 from .setup.checks import check_task
 from .setup.start import set_up
-from .undo import Errors
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -42,7 +41,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
-    errors = Errors()
+    errors = call.errors
     try:
         yield set_up(call, request)
     except BaseException as caught:
@@ -127,7 +126,10 @@ def close(run: Call, errors: Errors) -> None:
     run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
     attempt(write_end, run, errors.first)
-    run.undo.close(errors)
+    try:
+        run.undo.close()
+    except BaseException as error:  # what it undoes was undone all the same
+        errors.add(error, "while the run's changes of the process were undone")
 
 
 def tell_of_error(run: Call, errors: Errors) -> None:

@@ -6,7 +6,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.contracts import Stateful
-from ..base.errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
+from ..base.errors import ConfigError, DataError, Errors, NonFiniteError, TaskError, first_names
 from ..base.torch_private import count_graphs
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -43,7 +43,6 @@ from .runs.record import note_epoch
 from .runs.run_file import RunFile
 from .schedule import Schedule
 from .state import State
-from .undo import Undo
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -192,7 +191,9 @@ class Call:
     strategy: "Strategy"
     loop: LoopState
     data: RunData
-    undo: Undo
+    errors: Errors
+    undo: ExitStack
+    """Undoes what the call changes in the process, when it is closed."""
     hooks: Hooks
     """Those of the task; those of callbacks too once processes have met, which they may ask about."""
     agreement: Agreement
@@ -218,7 +219,8 @@ class Call:
             strategy,
             loop,
             RunData(keys_forward=trainer.reproducible != "off"),
-            Undo(),
+            Errors(),
+            ExitStack(),
             Hooks(trainer, request.task, []),
             agreement,
             metrics,
@@ -644,6 +646,11 @@ class Run(JoinedCall):
             f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
             f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
         )
+
+    def save_cut_epoch(self, complete: bool) -> None:
+        """Save before the validation of a run that was asked to stop within an epoch, which is not `complete`."""
+        for callback in () if complete else self.trainer.checkpoint_callbacks:
+            callback.save_cut_epoch(self.trainer)
 
     def end_validation(self) -> None:
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""

@@ -3,62 +3,25 @@
 Each of them happens once, also after a resume from a checkpoint that any hook has saved: `State` holds what is done.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .data.steps import StepInput
+from .optimization.optimization import Optimization
 from .state import State
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
 
 
-class CountedStep(Protocol):
-    """What is counted of a step."""
-
-    rounds: int
-    samples: int
-
-
-class ScheduledCall(Protocol):
-    """The call of fit whose steps are counted: its parts are those of `run.JoinedCall`."""
-
-    @property
-    def trainer(self) -> "Trainer": ...  # noqa: D102
-    @property
-    def state(self) -> State: ...  # noqa: D102
-    @property
-    def loop(self) -> Any: ...  # noqa: D102
-    @property
-    def data(self) -> Any: ...  # noqa: D102
-    @property
-    def agreement(self) -> Any: ...  # noqa: D102
-    @property
-    def metrics(self) -> Any: ...  # noqa: D102
-
-    def agree(self) -> None:
-        """Agree with the other ranks on whether to stop."""
-
-
-class ScheduledOptimization(Protocol):
-    """The optimizers whose learning rate schedulers are stepped."""
-
-    updating: bool
-    has_plateau_by_steps: bool
-    schedulers: list[Any]
-    stepped: list[Any]
-
-    def update_scale(self) -> None:
-        """Update the loss scale."""
-
-    def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
-        """Step the schedulers that are due after `count` intervals."""
-
-
 class Schedule:
     """Counts the steps of a fit, and decides what is due after each of them."""
 
-    def __init__(self, call: ScheduledCall, optimization: ScheduledOptimization) -> None:
+    def __init__(self, call: Any, optimization: Optimization) -> None:
+        # `call` is the JoinedCall whose steps are counted: run.py knows this module, and not the other way round
         self.call, self.optimization = call, optimization
-        self.trainer, self.state, self.loop, self.data = call.trainer, call.state, call.loop, call.data
+        self.trainer: Trainer = call.trainer
+        self.state: State = call.state
+        self.loop, self.data = call.loop, call.data
 
     # --- the end ----------------------------------------------------------------------------------------------------
     @property
@@ -105,7 +68,7 @@ class Schedule:
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
-    def count(self, step: CountedStep) -> None:
+    def count(self, step: StepInput) -> None:
         """Count a finished step, and advance the schedulers that go by steps; after an epoch's last one all others."""
         state, optimization = self.state, self.optimization
         optimization.updating = True  # also where a guard dropped the update

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..base.arguments import TrainerArguments, suggesting
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
@@ -42,15 +40,9 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
     def __post_init__(self) -> None:
         check_arguments(self)
         self.state = State()
-        self.run = self.run_dir = None
-        self.given_dir: Path | None = None
-        self.config_text: str | None = None
-        self.given_config: str | None = None
+        self.run = self.run_dir = self.given_dir = self.config_text = self.given_config = None
         self.command = list(sys.orig_argv), list(sys.argv)
-        self.lengths: dict[str, Any] = {}
-        self.callback_metrics: dict[str, Tensor] = {}
-        self.logged_metrics: dict[str, float] = {}
-        self.progress_bar_metrics: dict[str, float] = {}
+        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.lengths = {}, {}, {}, {}
         self.should_stop = False
         self.strategy = make_strategy(self, self.strategy)
         self.loggers = make_loggers(self.logger)
@@ -213,6 +205,7 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
         if complete:
             schedule.step_by_epoch()
         if schedule.validation_ends_epoch(complete):
+            run.save_cut_epoch(complete)  # a resume goes on without the validation, and must not count it
             self.validate_now()
         schedule.after_validation(ends_epoch=True)
         run.call_epoch_end("train")
@@ -239,10 +232,9 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
         self.callback_metrics.update(reduced.tensors())
         self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
-        if not write:
-            return
-        self.logged_metrics.update(reduced.loggers)
-        if reduced.loggers and self.running and not self.sanity_checking:
+        if write:
+            self.logged_metrics.update(reduced.loggers)
+        if write and reduced.loggers and self.running and not self.sanity_checking:
             self.current_run.write_point(reduced.loggers)
 
     # --- evaluation -------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ class TrainerView(TrainerArguments):
     """The newest run; while it is set up, the phase that it has reached."""
     state: State
     run_dir: Path | None
+    given_dir: Path | None
+    """The run directory to take, where a subclass or the process that started this one has chosen it."""
     config_text: str | None
     """The config as YAML, every default included; None where the Trainer was made by a script."""
     given_config: str | None
@@ -49,6 +51,7 @@ class TrainerView(TrainerArguments):
     loggers: "list[Logger]"
     callback_metrics: "dict[str, Tensor]"
     logged_metrics: dict[str, float]
+    progress_bar_metrics: dict[str, float]
 
     # --- progress ---------------------------------------------------------------------------------------------------
     @property

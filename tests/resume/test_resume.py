@@ -9,7 +9,7 @@ from tiny import Tiny, make_loader
 
 import legato as lg
 from legato.base.errors import CheckpointError, TaskError
-from legato.callbacks import EarlyStopping
+from legato.callbacks import EarlyStopping, ExponentialMovingAverage
 from legato.loggers.json_lines import JSONLinesLogger
 from legato.trainer.checkpoints import find
 from legato.trainer.processes.launch import run_workers
@@ -40,6 +40,30 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed):
     fit(tmp_path)
     trainer, task = fit(tmp_path, weights=4)
     assert_same(trainer, task, undisturbed)
+
+
+class StopsAt(lg.Callback):
+    """Asks the run to stop after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        trainer.should_stop |= trainer.global_step == self.step
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_run_goes_on_without_the_validation_of_its_stop(tmp_path, averages):
+    """EarlyStopping and other callbacks count the validations of the undisturbed run."""
+    ends = []
+    for folder, stops in (("whole", [STEPS]), ("stopped", [4, STEPS])):
+        for stop in stops:
+            callbacks = [StopsAt(stop), *([ExponentialMovingAverage(0.5)] if averages else [])]
+            trainer, task = fit(tmp_path / folder, callbacks, val_check_interval=1.0)
+        assert trainer.global_step == STEPS
+        stopping, counter = trainer.callbacks[:2]
+        ends.append((everything(trainer, task).tolist(), stopping.wait_count, stopping.best_score, counter.counts))
+    assert ends[0] == ends[1]
 
 
 class SavesEverywhere(lg.callbacks.MonitoringCallback):

@@ -45,7 +45,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
-    undo.callback(strategy.teardown)
+    undo.callback(call.errors.attempt, strategy.teardown)  # whose note names the method
     # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
     seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
