@@ -17,7 +17,7 @@ from .data.transfer import to_host
 from .elastic.launcher import find_elastic_worker
 from .elastic.membership import RunFinished
 from .metrics.torchmetrics import load_states, states_of
-from .processes.launch import node_rank, warm_up_for
+from .processes.launch import find_node, warm_up_for
 from .processes.place import Place, find_place
 from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
@@ -104,7 +104,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     elastic = trainer.strategy.elastic.for_stage(request.stage)
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
-    node, began = node_rank(trainer.num_nodes), time.time()
+    node, began = find_node(trainer.num_nodes)[0], time.time()
     if trainer.replicas is not None and not elastic.changes:
         # raises before any process is started, and before a run directory is made
         Layout(trainer.replicas, _batch_holders(trainer))

@@ -111,7 +111,7 @@ class ElasticWorkerGroup(WorkerGroup):
         assert self.enter is not None
         self.workers[member.id] = member
         worker = ElasticWorker(member, self.port, self.store.attempt, self.registry.replicas)
-        self._start_one(member.id, True, self.enter(worker))
+        self._start_one(member.id, self.enter(worker))
 
     def _publish(self, generation: Generation) -> None:
         self.store.publish(generation)

@@ -40,17 +40,6 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def failure_of(error: BaseException, named: frozenset[str]) -> Failure:
-    """Return the failure report of this worker for `error`.
-
-    The death of a loader worker reaches torch as a signal, whose handler may raise at any moment, in here too.
-    """
-    try:
-        return Failure.of_exception(error, named)
-    except RuntimeError as cause:
-        return Failure.of_exception(cause, named)
-
-
 def end_process(error: BaseException, tell: bool = True) -> NoReturn:
     """Kill this process and its children, with `error` in the report, or printed if there is no launcher and `tell`.
 

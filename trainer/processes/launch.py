@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
 from ...base.errors import ConfigError, TaskError, WorkerError
 from . import signals
-from .failures import alive_file, failure_of, set_report_file, write_atomically
+from .failures import alive_file, set_report_file, write_atomically
 from .place import Place
 from .rendezvous import host_store
 from .signals import END_SIGNALS, raise_for_signal
@@ -83,7 +83,7 @@ def launch_workers(
     *,
     max_restarts: int = 0,
     start_method: str | None = None,
-    make_group: "WorkerGroupFactory | None" = None,
+    make_group: "Callable[[Path, range, int, SignalRelay], WorkerGroup] | None" = None,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
 
@@ -176,17 +176,20 @@ class SignalRelay:
             send_signal(process, number)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        now, again = time.monotonic(), number in self.received
-        if again and number != signal.SIGINT:
-            return
-        if not again:
+        now, is_first = time.monotonic(), number not in self.received
+        if is_first:
             self.received.append(signal.Signals(number))
-        if again:  # workers finish a checkpoint first, and tell one Ctrl-C that arrives twice from two
-            self.due_at, self.due_by = min(self.due_at, now), self.due_by or number
-        elif number == signal.SIGINT:
-            self.interrupted_at = now
-        elif number != getattr(signal, "SIGUSR1", 0) and not self.due_by:
-            self.due_at, self.due_by = now + signals.GRACE, number
+        elif number != signal.SIGINT:
+            return
+        due_at = float("inf")
+        if number == signal.SIGINT:
+            self.interrupted_at = self.interrupted_at or now
+            # workers finish a checkpoint before a second one ends them, and tell one press that comes twice from two
+            due_at = due_at if is_first else now
+        elif number != getattr(signal, "SIGUSR1", 0):
+            due_at = now + signals.GRACE
+        if due_at < self.due_at:
+            self.due_at, self.due_by = due_at, number
         for process in self.processes:
             send_signal(process, number)
 
@@ -232,11 +235,11 @@ class WorkerGroup:
         """Start one process for each rank, which first calls what `enter(rank)` returns."""
         self._context, self._relay.processes = context, []
         for rank in self._ranks:
-            self._start_one(rank, rank == self._ranks[0], enter(rank))
+            self._start_one(rank, enter(rank))
 
-    def _start_one(self, rank: int, answers: bool, enter: Callable[[], None]) -> None:
+    def _start_one(self, rank: int, enter: Callable[[], None]) -> None:
         _report_path(self._folder, rank).unlink(missing_ok=True)
-        arguments = (rank, answers, self._folder, _Streams(), enter)
+        arguments = (rank, self._folder, _Streams(), enter)
         process = self._context.Process(target=_serve, args=arguments, name=f"legato-{rank}")
         try:
             with _without_main():
@@ -280,10 +283,10 @@ class WorkerGroup:
             return
         unresponsive = [(rank, process) for rank, process in self._pending.values() if not self._is_responsive(rank)]
         self._unresponsive |= {rank for rank, _ in unresponsive}
-        for number, seconds in ((DUMP, _DUMPING), (signal.SIGKILL, 0.0)):
+        for number in (DUMP, signal.SIGKILL) if unresponsive else ():
             for _, process in unresponsive:
                 send_signal(process, number)
-            time.sleep(seconds if unresponsive else 0.0)
+            time.sleep(_DUMPING)
 
     def _is_responsive(self, rank: int) -> bool:
         try:
@@ -378,15 +381,16 @@ class WorkerGroup:
             send_signal(process, number)
 
 
-WorkerGroupFactory = Callable[[Path, range, int, SignalRelay], WorkerGroup]
-"""Factory of the worker group of one attempt."""
-
-
 class _Streams:
     """Standard output and error of the caller; the fork server may have been started with others."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {str(number): reduction.DupFd(number) for number in (1, 2) if os.name == "posix" and _is_open(number)}
+        copies = {}
+        for number in (1, 2) if os.name == "posix" else ():
+            with suppress(OSError):  # it is closed
+                os.fstat(number)
+                copies[str(number)] = reduction.DupFd(number)
+        return copies
 
     def adopt(self) -> None:
         """Make them this process's own."""
@@ -398,14 +402,6 @@ class _Streams:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager
@@ -422,7 +418,7 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Callable[[], None]) -> None:
+def _serve(rank: int, folder: Path, streams: _Streams, enter: Callable[[], None]) -> None:
     """Main function of a worker: set it up, call the function, write the report to `folder`."""
     # An own process group: Ctrl-C of the terminal reaches only the caller, which forwards it once (it would kill loader
     # workers in the middle of the step that is to be saved), and children of this process can be killed with it.
@@ -431,9 +427,9 @@ def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Cal
     threading.Thread(target=_exit_with_caller, args=(folder,), daemon=True).start()
     set_report_file(_report_path(folder, rank))
     try:
-        end = _work(rank, answers, folder, streams, enter)
+        end = _work(rank, folder, streams, enter)
     except RuntimeError as error:  # torch raises from a signal handler, at any moment, when a loader worker died
-        end = failure_of(error, frozenset())
+        end = Failure.of_exception(error, frozenset())
     write_atomically(_report_path(folder, rank), pack(end))
     if end != 0:
         # Not through the exit handlers of threading and multiprocessing, which join threads that may never end.
@@ -446,7 +442,7 @@ def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Cal
         os._exit(RESUME_ME if end == RESUME_ME else 1)
 
 
-def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Callable[[], None]) -> Any:
+def _work(rank: int, folder: Path, streams: _Streams, enter: Callable[[], None]) -> Any:
     """Call the function and save its value; return how that ended: 0, RESUME_ME or a Failure."""
     named: frozenset[str] = frozenset()
     try:
@@ -461,13 +457,12 @@ def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Call
         value = function()
         for number in END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the work is done; only the report is missing
-        if answers:
-            _answer(folder / f"value-{rank}", pack(value, named), rank)
+        _answer(folder / f"value-{rank}", pack(value, named), rank)
         return 0
     except SystemExit as error:
         return RESUME_ME if error.code == RESUME_ME else Failure.of_exception(error, named)
     except BaseException as error:
-        return failure_of(error, named)
+        return Failure.of_exception(error, named)
 
 
 def _answer(path: Path, content: bytes, rank: int) -> None:
@@ -531,7 +526,7 @@ def run_workers(
     if nodes > 1 and max_restarts:
         raise ConfigError("max_restarts restarts one node's workers only; with num_nodes > 1 use torchrun's.")
     warm_up()
-    node_rank, host, port = _node(nodes) if nodes > 1 else (0, "127.0.0.1", 0)
+    node_rank, host, port = find_node(nodes)
     store: Any = None
     if node_rank == 0:
         # Here and not in rank 0, which may die: the workers of a restart meet at the same store. No worker is forked
@@ -550,12 +545,13 @@ def run_workers(
     return result
 
 
-def node_rank(nodes: int) -> int:
-    """Return the rank of this machine among `nodes`. Raises ConfigError where no variable has it."""
-    return _node(nodes)[0] if nodes > 1 else 0
+def find_node(nodes: int) -> tuple[int, str, int]:
+    """Return the rank of this machine among `nodes`, and host and port of their store (0: any).
 
-
-def _node(nodes: int) -> tuple[int, str, int]:
+    Raises ConfigError where no variables have them.
+    """
+    if nodes == 1:
+        return 0, "127.0.0.1", 0
     node_rank = read_int("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
     host, port = (get_variable("MASTER_ADDR") or ""), read_int("MASTER_PORT")
     if node_rank is None or not host or not port:
@@ -568,15 +564,12 @@ def _node(nodes: int) -> tuple[int, str, int]:
     return node_rank, host, port
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads_of_worker(processes: int) -> int:
     """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
     import torch
 
-    return min(read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(read_int("OMP_NUM_THREADS") or max(1, cores // processes), torch.get_num_threads())
 
 
 def set_worker_environment(

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -77,10 +78,7 @@ def _needs_its_process(obj: Any) -> bool:
 
 
 def _named_class(module: str, name: str) -> Any:
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(name)(sys.modules[module])
 
 
 def _parameter(data: Any, requires_grad: bool, attributes: dict[str, Any]) -> Any:
