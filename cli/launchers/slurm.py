@@ -135,13 +135,14 @@ class SlurmLauncher(Launcher):
             **self.options,
         }
         for option, value in options.items():
-            if value is True:
+            if value is True:  # a flag; one that is false or None is left to the partition's default
                 yield f"--{option}"
             elif value is not None and value is not False:
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
         """Return the lines with which a requeued job resumes the run that it has begun, if it has begun one."""
+        # by grep in the text: Python would take seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [
             'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] &&',

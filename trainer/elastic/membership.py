@@ -72,6 +72,6 @@ class Elasticity:
 
     def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int) -> T:
         """Call `function` in new processes, `processes` on each node; return what rank 0 returned."""
-        from ..processes.launch import run_workers
+        from ..processes.launch import run_workers  # here: only a process that starts others needs it
 
         return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes)

@@ -12,7 +12,7 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
     Raises ConfigError where there are fewer than asked for.
     """
     kind = find_kind(accelerator)
-    if kind == "cpu":
+    if kind == "cpu":  # its "devices" are processes that share it, so that any number will do
         return [torch.device("cpu")] * _wanted(devices, 1, "cpu", limited=False)
     there = torch.accelerator.device_count()
     if isinstance(devices, list):
@@ -28,8 +28,9 @@ def _wanted(devices: int | str | list[int], there: int, kind: str, limited: bool
         return len(devices) or 1
     if devices == "auto" or devices in (-1, "-1"):
         return there
-    if isinstance(devices, str) and devices.isdigit():
+    if isinstance(devices, str) and devices.isdigit():  # as a command line gives it
         devices = int(devices)
+    # True is an int, and devices=true no count
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ConfigError(f"trainer.devices={devices!r}: expected a positive count, a list of indices, -1 or 'auto'.")
     if limited and devices > there:

@@ -37,7 +37,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)  # on a full disk a smaller file may have room, such as a failure report
         raise
-    partial.replace(path)
+    partial.replace(path)  # the launcher may read it at any moment
 
 
 def end_process(error: BaseException, tell: bool = True) -> NoReturn:

@@ -44,7 +44,7 @@ def gather(
         return tensor
 
     data = map_tensors(data, note, number=lambda value: note(torch.as_tensor(value, device=strategy.device)))
-    if ranks.size == 1:
+    if ranks.size == 1:  # a dimension of one rank, so that a task reads alike on any number of processes
         results = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
         return map_tensors(data, lambda _: next(results))
     with_gradient = [sync_grads and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
@@ -146,6 +146,7 @@ class _WithGradient(torch.autograd.Function):
         received = sent.new_empty(world * own)
         dist.all_to_all_single(received, sent, [own] * world, context.sizes, group=context.channel)
         total, *others = received.view(world, own).unbind()
+        # one after the other, not by sum(0), whose order torch chooses: each rank has the same bits
         for other in others:
             total = total + other
         return total.view(context.shape), None, None

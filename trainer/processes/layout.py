@@ -25,6 +25,7 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     """
     if place.origin in ("alone", "legato"):
         return
+    # num_nodes=1 is the default, which nobody may have meant
     nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
     local = place.world_size // nodes if trainer.devices in ("auto", -1, "-1") else count()
     # of ranks set by hand, without LOCAL_WORLD_SIZE, or of a script's group only the number of processes is certain

@@ -118,11 +118,12 @@ def _read(names: Variables, origin: str) -> Place | None:
         local_world_size = tasks[node_rank or 0] if (node_rank or 0) < len(tasks) else -(-world_size // nodes)
     else:
         local_world_size = read_int(*names.local_world_size) or world_size
-    local_world_size = max(local_world_size, 1)
+    local_world_size = max(local_world_size, 1)  # a variable that is set to 0 would divide by it
     nodes = nodes or -(-world_size // local_world_size)
     if node_rank is None:
         # ranks are counted node by node
         node_rank = min(rank // local_world_size, nodes - 1) if origin == "mpi" else 0
+    # launchers fill one node after the other, and whoever sets RANK by hand rarely sets this
     local_rank = rank % local_world_size if local_rank is None else local_rank
     for number, left, size, right, most in (
         (rank, names.rank, world_size, names.world_size, world_size - 1),

@@ -34,6 +34,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        # not dist.barrier, which takes a device of its own choice under NCCL
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any) -> Any:
@@ -41,6 +42,7 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
+        # named, as torch would choose by the backends of the group, of which one may be for an accelerator
         dist.broadcast_object_list(values, group_src=0, device=torch.device("cpu"), group=self.group)
         return values[0]
 
@@ -159,6 +161,7 @@ class Timeouts:
                     f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
                     f"{did_you_mean(str(phase), PHASES)}"
                 )
+            # "not >", which refuses NaN too
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
                 place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
                 raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")

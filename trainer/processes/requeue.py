@@ -24,6 +24,7 @@ def requeue_job(number: int) -> None:
         log.warning("requeue=true: this is not a SLURM job (there is no SLURM_JOB_ID), so nothing is requeued.")
         return
     if number == signal.SIGTERM:
+        # RUNNING: the job is to make room. CANCELLED, TIMEOUT and COMPLETING are ends that somebody has decided on
         state, problem = _call("squeue", "--noheader", "--format=%T", f"--jobs={job}")
         if problem or state.strip() != "RUNNING":
             log.warning(

@@ -70,6 +70,7 @@ def exit_at_once(number: int) -> None:
     if number != signal.SIGINT:
         name = signal.Signals(number).name
         os.write(2, f"{name}: nothing was being trained. Exit code {RESUME_ME} asks for a new start.\n".encode())
+    # not sys.exit: an import that is under way may take SystemExit for a missing module
     os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
 
@@ -177,7 +178,7 @@ class SignalWatch:
                     return
                 for number in arrived:
                     self.record(number)
-            if has_signal:
+            if has_signal:  # else a launcher kills this process, as none of its threads would run
                 touch_alive_file()
             self.end_if_due()
 
@@ -188,6 +189,7 @@ class SignalWatch:
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
+        # a save that has just ended leaves as long again for what follows it
         since = max(self.received_at, self.answered_at, SAVES.progressed_at)
         return (
             self.signal_to_answer

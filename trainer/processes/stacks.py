@@ -75,6 +75,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     collective = collective_of(stack)
     if collective is not None:
         return f"waits in {collective}{called}", True
+    # files such as <frozen importlib> are nobody's
     innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
     if innermost is None:
         return "has no stack", False
@@ -96,7 +97,7 @@ def collective_of(stack: list[Frame]) -> str | None:
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):
-            name = frame.function
+            name = frame.function  # of the outermost such frame: what was called, and no helper of torch's
         elif not frame.is_in("torch/distributed/"):
             break
     return name
@@ -128,6 +129,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
     """Return the stacks of this process's loader workers, which write them to `dump` on request."""
     stacks = []
     for child in multiprocessing.active_children():
+        # children of the user's own have no handler, and the signal would end them
         if child.pid is not None and _answers(child.pid):
             # one file for all workers, inherited by fork: they share its descriptor, and so the offset
             os.ftruncate(dump.fileno(), 0)

@@ -109,6 +109,7 @@ def pickled_by_value() -> Iterator[frozenset[str]]:
     These are the caller's script or notebook, and modules that a tool loaded from a file (pytest's importlib mode).
     """
     kept = cloudpickle.list_registry_pickle_by_value()
+    # a list: looking for a module may import others
     modules = {name: module for name, module in list(sys.modules.items()) if _needs_pickling_by_value(name, module)}
     added = [module for name, module in modules.items() if name not in kept]
     for module in added:
@@ -140,6 +141,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     path = package.submodule_search_locations if package else None
     if above and path is None:
         return None
+    # not importlib.util.find_spec, which answers from sys.modules: a worker has none of these modules yet
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path) if find else None
@@ -313,7 +315,7 @@ class Failure:
             return cause
         if not isinstance(error, BaseException):
             return cause
-        error.__cause__ = cause
+        error.__cause__ = cause  # frames do not pickle; the text of the traceback does
         return error
 
 
