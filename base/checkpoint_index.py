@@ -46,6 +46,7 @@ class CheckpointIndex:
         if self.monitor is not None:
             sign = 1 if self.mode == "min" else -1
             scores = {name: sign * one.score for name, one in self.checkpoints.items() if one.score is not None}
+            # sorted() is stable, so of equal scores the earlier checkpoint stays first
             ranked = sorted(scores, key=scores.__getitem__)
         if save_top_k == -1:
             return ranked + [name for name in self.checkpoints if name not in ranked]

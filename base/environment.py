@@ -51,6 +51,7 @@ def unset_variable(name: str) -> None:
 
 def replace_variables(variables: Mapping[str, str]) -> None:
     """Set exactly these variables."""
+    # a notebook or a test must not see what a run has set
     os.environ.clear()
     os.environ.update(variables)
 
@@ -58,6 +59,7 @@ def replace_variables(variables: Mapping[str, str]) -> None:
 def lead_python_path(folder: str) -> None:
     """Put a folder first on the module path of every Python process that is started from here on."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # workers import the task's module by its name, from wherever the program was started
     if folder not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
 

@@ -69,6 +69,7 @@ SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bflo
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean X?' for the known word nearest to `word`, '' if none is at least `cutoff` similar."""
     names = [str(name) for name in known]
+    # 0.6 is difflib's own measure of what looks alike to a person
     near = difflib.get_close_matches(word, names, 1, cutoff)
     # of words that differ much in length the similar letters are chance: "root" in "dropout"
     near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]

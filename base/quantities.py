@@ -78,5 +78,6 @@ def format_bytes(count: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, in the plural where needed."""
+    # the only noun of Legato's messages that takes more than an s
     plural = "batches" if noun == "batch" else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"

@@ -42,6 +42,7 @@ def run_directory_gone(folder: Path) -> ConfigError:
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
     """Return the error for a run directory that is not writable any more; `reason`: the system's."""
+    # by text: a caller has the words of the system alone
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
         f"The run directory {folder} cannot be written to: {reason}. The run ends here; "
@@ -53,6 +54,7 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
 def name_problem(name: str) -> str | None:
     """Return why a run's name is not a folder below the root; None if it is."""
     parts = Path(name).parts
+    # a name with slashes is fine: it becomes nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
         return f"must be a plain name, since it becomes a folder below run.root, not {name[:60]!r}."
     return path_problem(name)

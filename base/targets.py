@@ -25,6 +25,7 @@ POSITIONAL = "_args_"
 def misspelt_word(name: object) -> str:
     """Return ' Did you mean ...?' for a name that is nearly one of these words; "" for any other."""
     words = (TARGET, PARTIAL, POSITIONAL)
+    # only words with an underscore: a key such as `target` may be an argument
     likely = isinstance(name, str) and name.startswith("_") and name not in words
     return did_you_mean(str(name), words, 0.8) if likely else ""
 
@@ -76,6 +77,7 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
 
     top = path.partition(".")[0]
     try:
+        # resolve_name imports: so only within packages that the program has imported by itself
         found = pkgutil.resolve_name(path) if top in sys.modules and top not in sys.stdlib_module_names else None
     except (ImportError, AttributeError, ValueError):
         found = None

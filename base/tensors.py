@@ -28,14 +28,17 @@ def map_tensors(
         return batch
     if move is not None and callable(getattr(batch, "to", None)):
         return move(batch)
+    # before tuples: a named tuple takes its items one by one
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(item, change, move, number) for item in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(item, change, move, number) for item in batch)
     if isinstance(batch, dict):
+        # a subclass, such as transformers' BatchEncoding, is made anew by its own type
         changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
         return changed if type(batch) is dict else type(batch)(changed)
     if is_dataclass(batch) and not isinstance(batch, type):
+        # replace() refuses fields that __init__ does not take
         initialized = (field for field in fields(batch) if field.init)
         values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in initialized}
         return replace(batch, **values)

@@ -91,6 +91,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
         return fitted, [Problem(key, _wrong((expected,), value)) if one.key == key else one for one in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)
+    # before shapes: a mapping with `_target_` is an object for any class that is wanted
     if is_target(value):
         if origin in _PLAIN:
             return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {name_of(expected)}.")]
@@ -119,6 +120,7 @@ def _fit_list(origin: Any, parts: Any, value: list[Any], key: Key, build: Build)
         fit(kind, item, (*key, index), build) for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
     ]
     problems = [problem for _, inner in fitted for problem in inner]
+    # YAML has lists alone; the annotation says what they stand for
     made = tuple if origin is tuple else set if origin in _SETS else list
     return (value if problems else made(item for item, _ in fitted)), problems
 

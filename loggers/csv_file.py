@@ -37,6 +37,7 @@ class CSVLogger(Logger):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows, self.columns = _read(self._path)
         kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
+        # the point at the step of the checkpoint is logged again when the run goes on: what it has here stays as it is
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
         self._recorded = {name for row in last for name, value in row.items() if value}
@@ -55,6 +56,7 @@ class CSVLogger(Logger):
         row["step"] = int(step)
         if not row.keys() <= set(self.columns) or not self._path.exists():
             rows, _ = _read(self._path)
+            # sorted, so that the header does not depend on which metric came first
             self.columns = sorted({*self.columns, *row})
             self._write_anew(rows)
         with self._path.open("a", newline="") as file:
@@ -80,6 +82,7 @@ class CSVLogger(Logger):
 
     def _write_anew(self, rows: list[dict[str, str]]) -> None:
         assert self._path is not None
+        # beside the file and not in a temporary folder: a rename is atomic only within one file system
         partial = self._path.with_name(f"{self._path.name}.partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
@@ -94,6 +97,7 @@ def _read(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Return the whole rows of a file and its columns, without one that was torn by a power cut."""
     if not path.exists():
         return [], []
+    # a kill leaves whole rows, but a power cut may leave half of the last one
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     reader = csv.DictReader(io.StringIO(whole.decode(errors="replace"), newline=""))
     rows = [row for row in reader if None not in row and None not in row.values() and row.get("step", "").isdigit()]

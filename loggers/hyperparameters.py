@@ -12,6 +12,7 @@ HPARAMS_FILE = "hparams.yaml"
 def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
     """Write `hparams.yaml`; values that are neither numbers, texts, nor lists or mappings of these become text."""
     folder.mkdir(parents=True, exist_ok=True)
+    # "{}" and not an empty file, which YAML reads as null
     (folder / HPARAMS_FILE).write_text(yaml.safe_dump(plain(params), sort_keys=False) if params else "{}\n")
 
 

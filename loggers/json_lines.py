@@ -60,6 +60,7 @@ class JSONLinesLogger(Logger):
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
         if step == self._resume_step:
+            # a resume validates again at the step of its checkpoint: the values of then stay, and others join them
             values = {name: value for name, value in values.items() if name not in self._recorded}
             if not values:
                 return

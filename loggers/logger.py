@@ -11,6 +11,7 @@ PICTURES = " Call its experiment's: TensorBoard's add_image, add_figure and add_
 class NoExperiment:
     """No-op writer: any method may be called and does nothing."""
 
+    # so that a task may draw and write by `self.logger.experiment` without asking for its rank
     def __getattr__(self, name: str) -> "NoExperiment":
         if name.startswith("__"):
             raise AttributeError(name)
@@ -64,6 +65,7 @@ class Logger:
         """N of `version_N`, or the folder's name; None before a run."""
         if self._directory is None:
             return None
+        # Lightning's programs count with the number: f"version_{logger.version}"
         found = re.fullmatch(r"version_(\d+)", self._directory.name)
         return int(found[1]) if found else self._directory.name
 
@@ -112,6 +114,7 @@ class Logger:
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; for a method of one service alone it says where that is."""
+        # methods that programs call by Lightning's and Legato's older names
         instead = PICTURES if name in ("log_image", "log_figure", "log_histogram") else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 

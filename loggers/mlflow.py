@@ -85,6 +85,7 @@ class MLFlowLogger(Logger):
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
+        # a database keeps no files, for which MLflow would make a folder where the process happens to run
         artifacts = self._artifact_location
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,7 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.get_run(self._run_id).info.experiment_id
             return client
         experiment = client.get_experiment_by_name(self._experiment_name)
+        # a deleted experiment keeps its name, and takes no runs
         if experiment is not None and experiment.lifecycle_stage != "deleted":
             self._experiment_id = experiment.experiment_id
         else:
@@ -125,6 +127,7 @@ class MLFlowLogger(Logger):
 
         now = int(time.time() * 1000)
         values = [
+            # MLflow refuses a point with any other character in a name, and all points beside it
             Metric(re.sub(r"[^a-zA-Z0-9_/. -]+", "", name), float(value), now, int(step))
             for name, value in metrics.items()
             if not isinstance(value, str)
@@ -146,6 +149,7 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Param
 
         kept = self.experiment.get_run(self.run_id).data.params
+        # 250 letters are what each version of MLflow takes
         new = [Param(name, str(value)[:250]) for name, value in flat_params(params).items() if name not in kept]
         for start in range(0, len(new), 100):  # as many as MLflow takes at once
             self.experiment.log_batch(self.run_id, params=new[start : start + 100], **self._options)

@@ -38,6 +38,7 @@ class DataHooks:
         """
         from ..trainer.data.transfer import to_device
 
+        # by `vars`: a task raises where it has no trainer, and a nn.Module looks through its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
         return to_device(batch, device, None if trainer is None else trainer.strategy.copies)
 

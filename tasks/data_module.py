@@ -35,6 +35,7 @@ class DataModule(DataHooks, Hyperparameters):
 
         Raises CheckpointError if some are missing.
         """
+        # an import at the top would be a circle: what resumes runs knows data modules
         from ..trainer.resume.rebuild import rebuild_data_module
 
         return rebuild_data_module(cls, Path(checkpoint_path), hparams_file, kwargs)

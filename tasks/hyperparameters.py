@@ -29,6 +29,7 @@ class Hyperparameters:
     @property
     def hparams(self) -> AttributeDict:
         """The saved hyperparameters; empty if none were saved."""
+        # not in __init__: a task may save hyperparameters before it calls super().__init__()
         kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return kept
 
@@ -91,6 +92,7 @@ class Hyperparameters:
         Other methods of the object may be in between, such as a dataclass's `__post_init__`.
         """
         found: dict[str, Any] = {}
+        # from the innermost __init__ outwards, so that what a subclass was given replaces what it handed on
         while frame is not None:
             values = inspect.getargvalues(frame)
             if not values.args or values.locals.get(values.args[0]) is not self:
@@ -112,6 +114,7 @@ def plain_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
 def built_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
     """Return the configs of those hyperparameters that a config built, by name."""
     recorded = owner.__dict__.get("_hparams_configs", {})
+    # by identity: a task may have put another object under the name since the config built one
     return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
 
 

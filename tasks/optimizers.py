@@ -49,6 +49,7 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
                 "ReduceLROnPlateau needs a metric: return {'scheduler': ..., 'monitor': 'val/loss'} for it in "
                 "configure_optimizers."
             )
+        # a scheduler of its own kind may have no optimizer, and is stepped all the same
         if getattr(config.scheduler, "optimizer", None) not in [None, *optimizers]:
             raise TaskError(
                 f"configure_optimizers returned a {type(config.scheduler).__name__} of an optimizer that it did not "
@@ -59,6 +60,7 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
 
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     """Return what is wrong with parameters that optimizers train and that are not the task's; "" if there are none."""
+    # by id: comparing tensors with `in` compares their values
     known = set(map(id, task.parameters()))
     found = [
         tuple(parameter.shape)
@@ -83,6 +85,7 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
         return [], []
     if isinstance(returned, (Optimizer, Mapping)):
         entries = [returned]
+    # of two optimizers the first is no sequence, so the pair cannot be mistaken
     elif isinstance(returned, Sequence) and len(returned) == 2 and isinstance(returned[0], Sequence):
         entries, others = returned
         schedulers = [_read_scheduler(item) for item in (others if isinstance(others, Sequence) else [others])]

@@ -210,6 +210,7 @@ class Exchange:
 
     def reset(self) -> None:
         """Forget the agreed series numbers, because the set of ranks has changed."""
+        # a rank that joins knows none of the numbers, so all agree on them anew
         self.descriptions, self.numbers, self.rows = [], {}, ROWS
 
     def gather(

@@ -62,6 +62,7 @@ class MetricStates:
         for metric in self.by_path.values():
             metric.dist_sync_fn = metric.dist_sync_fn or gather_state
         self.replicas = list(replicas)
+        # swapping copies states between batches, so it is left out where every state can be merged early
         self.swaps_states = bool(self.by_path) and (by_replica or any(map(must_stay_apart, self.by_path.values())))
         # States of the replicas that are not loaded into the metrics, by path
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
@@ -149,6 +150,7 @@ class MetricStates:
         """Return to states per replica; keep what a hook has reset or updated in the meantime."""
         for path, count in self.merged_updates.items():
             metric = self.by_path[path]
+            # back to what the metric was made with, which a program may have switched off
             set_synced(metric, metric.sync_on_compute)
             if count and not metric.update_count:
                 self.kept[path] = {}
@@ -172,6 +174,7 @@ class MetricStates:
             self.store_replica()
             own = {path: self._own(path) for path in paths}
         else:
+            # one state for all replicas of the process goes under the first of them, which no other process has
             own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
         # by pickle: list states differ in length from rank to rank
         ranks = collectives.gather_objects(own)
@@ -218,6 +221,7 @@ def metrics_within(metrics: Iterable[Any]) -> list[Any]:
 
 def updates_within(metric: Any) -> int:
     """Return the number of updates of a metric and its nested metrics."""
+    # a program may update a metric past its wrapper, which then counts nothing
     return sum(inner.update_count for inner in metrics_within([metric]))
 
 

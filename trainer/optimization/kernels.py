@@ -28,6 +28,7 @@ CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni",
 @contextmanager
 def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, threads: int | None) -> Iterator[None]:
     """Set torch's process-wide switches, and restore them on exit."""
+    # the process goes on after the run, perhaps with another one in a notebook
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
     filled = switches.fill_uninitialized_memory
@@ -89,6 +90,7 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
     first = by_rank[0]
     for rank, own in enumerate(by_rank):
         differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
+        # a run on unequal machines would end well, and not be the same when it is repeated
         if differing:
             raise ConfigError(
                 f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
@@ -209,6 +211,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
         # the second forward must not update running statistics again
+        # (first forward, recomputation)
         contexts = (nullcontext(), _on_copies_of_buffers(self))
         # The reentrant way needs an input that requires a gradient, and gives shared weights theirs twice.
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)

@@ -20,6 +20,7 @@ def require_parameters(task: nn.Module) -> None:
 def require_sendable(task: nn.Module) -> None:
     """Raise TaskError for a task that cannot be sent to other processes: torch pickles no parametrized module."""
     for name, module in task.named_modules():
+        # a parametrized module has a class that was made for it, which pickle cannot find by its name
         if parametrize.is_parametrized(module):
             raise TaskError(
                 f"{type(task).__name__}.{name} is parametrized, as by spectral_norm or weight_norm, and torch cannot "
@@ -34,6 +35,7 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
         for name, module in task.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     ]
+    # torch fails in the first backward or clip, with a name of a kernel and without one of a layer
     if names and reasons:
         raise ConfigError(
             f"{' and '.join(reasons)} cannot work on the sparse gradients of {first_names(names)}: make the layer with "
@@ -43,6 +45,7 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
 
 def require_dimensions(task: nn.Module, strategy: str) -> None:
     """Raise TaskError for parameters without dimensions, which a strategy that shards parameters cannot cut."""
+    # torch's sharding fails here without a name
     names = [name for name, parameter in task.named_parameters() if parameter.dim() == 0]
     if names:
         raise TaskError(

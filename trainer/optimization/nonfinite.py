@@ -47,6 +47,7 @@ class StepGuard:
         metrics.losses.clear()
         if len(metrics.pending) > PENDING_LIMIT // 2:
             metrics.flush()  # a flush within the step would make its values impossible to drop
+        # each step, since whether it will be skipped is known only when its gradients are there
         self.metrics_before = metrics.states.snapshot()
         self.buffers = list(self.optimization.task.buffers())
         self.before = [buffer.detach().clone() for buffer in self.buffers]
@@ -71,6 +72,7 @@ class StepGuard:
         self._roll_back()
         state.skipped_in_a_row += 1
         limit = self.optimization.trainer.nan_skips
+        # a scaled loss may overflow now and then; a model that has diverged skips every step from then on
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
             error = NonFiniteError(

@@ -19,6 +19,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def may_draw(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may draw random numbers: torch's own draw none."""
+    # torch.optim draws nothing; of others nobody can know, and seeding the generators costs microseconds
     return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
@@ -36,6 +37,7 @@ class ManualOptimizer:
     """
 
     @property  # type: ignore[misc]
+    # isinstance reads it, and torch's schedulers refuse what is no Optimizer
     def __class__(self) -> Any:
         return type(self.optimizer)
 

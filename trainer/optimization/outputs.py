@@ -13,6 +13,7 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
 
     Raises TaskError for any other output.
     """
+    # the usual case first: this is in every step
     if isinstance(output, Tensor) and optimizers == 1:
         return (output,)
     if output is None:
@@ -41,6 +42,7 @@ def as_outputs(output: Any) -> dict[str, Any]:
         return {"loss": output.detach()}
     if output is None:
         return {}
+    # a copy, since hooks may add to it what is not the task's
     values = dict(output) if isinstance(output, Mapping) else {"loss": output}
     loss = values.get("loss")
     if isinstance(loss, Tensor):
@@ -50,6 +52,7 @@ def as_outputs(output: Any) -> dict[str, Any]:
 
 def describe_bad_loss(loss: Tensor) -> str:
     """Explain why backward cannot start from `loss`."""
+    # torch names neither training_step nor what to write instead
     if loss.numel() != 1:
         return (
             f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "

@@ -71,6 +71,7 @@ class Precision:
         Parameters stay the same objects, so optimizers that hold them stay valid.
         """
         if self.weights_dtype is not None:
+            # Module.double() and its like convert floating point tensors alone: indices in buffers stay
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:

@@ -11,6 +11,7 @@ def set_training_mode(task: nn.Module) -> list[str]:
     A module whose parameters are all frozen keeps its mode, with all below it. Returns the names of the outermost
     modules that came in evaluation mode.
     """
+    # a frozen backbone with batch norm must keep its running statistics: nobody trains it
     frozen = [(module, module.training) for top in _frozen(task) for module in top.modules()]
     names = []
     for name, module in task.named_modules():

@@ -29,6 +29,7 @@ class WeightWatch:
     def end_step(self) -> tuple[list[str], list[str]]:
         """Return the names of the parameters and of the buffers that have changed since the step began."""
         parameters, buffers = self._marks_of_parameters(), self._marks_of_buffers()
+        # a teacher that changes every n steps is missed; three steps find what is updated in each
         self.steps_left -= 1
         return (
             [name for name, mark in parameters.items() if self.parameters.get(name, mark) != mark],
@@ -49,6 +50,7 @@ class WeightWatch:
         return {
             f"{path}.{name}".lstrip("."): self._values(buffer)
             for path, module in self.task.named_modules()
+            # these write buffers in each forward on purpose, and those of the first replica count
             if not (type(module).__module__.startswith("torch.") or hasattr(module, "running_mean"))
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point()
