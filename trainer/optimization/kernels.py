@@ -31,28 +31,21 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
     # the process goes on after the run, perhaps with another one in a notebook
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
-    filled = switches.fill_uninitialized_memory
-    benchmark, anomaly, threads_before = (
-        torch.backends.cudnn.benchmark,
-        torch.is_anomaly_enabled(),
-        torch.get_num_threads(),
-    )
+    filled, benchmark = switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    threads_before = torch.get_num_threads()
     try:
         if deterministic:
             set_deterministic(True, deterministic == "warn")
             torch.backends.cudnn.benchmark = False
             # filling new memory with NaN only helps to find reads of it, and takes a fifth of the step time
             switches.fill_uninitialized_memory = False
-        if detect_anomaly:
-            torch.autograd.set_detect_anomaly(True)
         if threads is not None:
             torch.set_num_threads(threads)
-        yield
+        with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
+            yield
     finally:
         set_deterministic(*before)
-        switches.fill_uninitialized_memory = filled
-        torch.backends.cudnn.benchmark = benchmark
-        torch.autograd.set_detect_anomaly(anomaly)
+        switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, benchmark
         torch.set_num_threads(threads_before)
 
 
