@@ -48,7 +48,7 @@ Batches = Annotated[int, Range(0)] | Annotated[float, Range(0.0, 1.0)]
 Interval = Annotated[int, Range(1)] | Annotated[float, Range(0.0, 1.0, exclusive=True)] | Duration
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TrainerArguments:
     """Trains, validates, tests and predicts; the fields are the arguments of the Trainer.
 

@@ -577,31 +577,10 @@ def all_together(L, folder):
     ]  # fmt: skip
 
 
-@scenario
-def spikes(L, folder):
-    kinds, found = L.pytorch.callbacks, []
-    for number, options in enumerate(
-        [{}, {"rtol": 20.0}, {"atol": 3.0, "rtol": None}, {"mode": "max"}, {"warmup": 4}, {"window": 2, "rtol": 1.2}]
-    ):
-        losses = [1.0, 1.1, 0.9, 2.5, 4.0, 1.0, float("nan"), 1.0]
-        module = make_module(L)
-        first = type(module).training_step
-        type(module).training_step = lambda self, batch, i, losses=losses, first=first: (
-            first(self, batch, i) * 0 + losses[self.global_step % len(losses)]
-        )
-        callback, told = kinds.SpikeDetection(exclude_batches_path=folder / str(number), **options), ""
-        try:
-            fit(L, folder, [callback], module, val=False, max_epochs=2, enable_checkpointing=False)
-        except RuntimeError as error:
-            told = f"{type(error).__name__}: {error}"
-        written = folder / str(number) / "skip_batches.json"
-        found.append([told, callback.bad_batches, json.loads(written.read_text()) if written.exists() else None])
-    return found
-
-
 DIFFERENT_ARGUMENTS = {
     "LambdaCallback": "takes any hook by name",
     "ModelPruning": "a placeholder",
+    "SpikeDetection": "a placeholder",
     "WeightAveraging": "has avg_fn as an argument of its own",
 }
 

@@ -309,9 +309,7 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, word: str) -> list[int | float]:
-        # of the newest call that had such loaders
-        if not self.lengths:
-            self.current_run  # noqa: B018 (which raises where there is no run)
+        # of the newest call that had such loaders; none before
         return list(self.lengths.get(word, []))
 
     def broadcast(self, value: Any) -> Any:

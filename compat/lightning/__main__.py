@@ -2,7 +2,11 @@
 
 import sys
 
-from ...cli.main import main
+from ...base.errors import ConfigError
+from .script import run_lightning
 
 if __name__ == "__main__":
-    sys.exit(main(["lightning", *sys.argv[1:]]))
+    try:
+        run_lightning(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"legato: {error}")

@@ -42,8 +42,8 @@ class Accelerator(str):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return figures of a device by name."""
-        return {}
+        """Return torch's figures of a device's memory; none of a CPU."""
+        return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod
     def parse_devices(cls, devices: Any) -> Any:
@@ -77,19 +77,11 @@ class CPUAccelerator(Accelerator):
 
     kind = "cpu"
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return the use of CPU and memory in percent. Needs psutil."""
-        return get_cpu_stats()
-
 
 class CUDAAccelerator(Accelerator):
     """CUDA devices."""
 
     kind = "cuda"
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's figures of CUDA memory."""
-        return torch.cuda.memory_stats(device)
 
     @classmethod
     def is_available(cls) -> bool:
@@ -102,10 +94,6 @@ class MPSAccelerator(Accelerator):
 
     kind = "mps"
 
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return the memory of the GPU, and the use of CPU and memory. Needs psutil."""
-        return get_device_stats()
-
     @classmethod
     def is_available(cls) -> bool:
         """Return whether there is one."""
@@ -115,35 +103,33 @@ class MPSAccelerator(Accelerator):
 KINDS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 
 
-class Accelerators(dict[str, Any]):
-    """The registry of accelerators: word -> class."""
+class Registry(dict[str, Any]):
+    """What programs register under a word: a class, or a function that makes an object of it."""
+
+    def register(
+        self, name: str, made: Any = None, description: str = "", override: bool = False, **init_params: Any
+    ) -> Any:
+        """Keep a class under a word, with arguments; without a class return a decorator.
+
+        Raises ValueError for a word that is taken, without `override`.
+        """
+        if name in self and not override:
+            raise ValueError(f"{name!r} is registered already: say override=True to replace it.")
+        if made is None:
+            return partial(self.register, name, description=description, override=override, **init_params)
+        self[name] = partial(made, **init_params)
+        return made
+
+    def remove(self, name: str) -> None:
+        """Forget a word."""
+        del self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an object of the class behind a word. Raises KeyError for an unknown one."""
         return self[name]() if name in self or default is None else default
 
-    def register(
-        self, name: str, accelerator: Any = None, description: str = "", override: bool = False, **init_params: Any
-    ) -> Any:
-        """Remember a class under a word, also as a decorator; Trainer takes the kinds of this module alone."""
-        if accelerator is None:
-            return partial(self.register, name, description=description, override=override, **init_params)
-        self[name] = partial(accelerator, **init_params) if init_params else accelerator
-        return accelerator
 
-    def available_accelerators(self) -> set[str]:
-        """Return the words."""
-        return set(self)
-
-    def remove(self, name: str) -> None:
-        """Forget a word."""
-        self.pop(name)
-
-    def __str__(self) -> str:
-        return f"Registered Accelerators: {', '.join(self)}"
-
-
-AcceleratorRegistry = Accelerators({**KINDS, "gpu": CUDAAccelerator})
+AcceleratorRegistry = Registry({**KINDS, "gpu": CUDAAccelerator})
 
 
 def read_devices(devices: Any) -> Any:
@@ -186,58 +172,3 @@ def register_classes(registry: Any, method: str, module: ModuleType, parent: typ
     for _, found in getmembers(module, isclass):
         if issubclass(found, parent) and getattr(found, method, None) is not getattr(parent, method, None):
             getattr(found, method)(registry)
-
-
-def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of CUDA devices on which a tensor can be made.
-
-    Raises RuntimeError if fewer than `num_devices` (-1: all there are) can be used.
-    """
-    if num_devices == 0:
-        return []
-    usable: list[int] = []
-    for index in range(torch.cuda.device_count()):
-        try:
-            torch.zeros(1, device=torch.device("cuda", index))
-        except RuntimeError:
-            continue
-        usable.append(index)
-        if len(usable) == num_devices:
-            break
-    if num_devices > len(usable):
-        raise RuntimeError(f"Asked for {num_devices} CUDA devices, but only {usable} can be used.")
-    return usable
-
-
-def get_cpu_stats() -> dict[str, float]:
-    """Return the use of CPU, memory and swap in percent. Needs psutil."""
-    import psutil
-
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "cpu_vm_percent": psutil.virtual_memory().percent,
-        "cpu_swap_percent": psutil.swap_memory().percent,
-    }
-
-
-def get_device_stats() -> dict[str, float]:
-    """Return the memory of an Apple GPU in bytes, and the use of CPU and memory. Needs psutil."""
-    import psutil
-
-    return {
-        "M1_vm_percent": psutil.virtual_memory().percent,
-        "M1_percent": psutil.cpu_percent(),
-        "M1_swap_percent": psutil.swap_memory().percent,
-    }
-
-
-def get_nvidia_gpu_stats(device: Any) -> dict[str, float]:
-    """Return the use of a CUDA device by NVIDIA's library, as torch reports it."""
-    index = torch.device(device) if isinstance(device, str) else device
-    free, total = torch.cuda.mem_get_info(index)
-    return {
-        "utilization.gpu (%)": float(torch.cuda.utilization(index)),
-        "memory.used (MB)": (total - free) / 2**20,
-        "memory.free (MB)": free / 2**20,
-        "temperature.gpu (°C)": float(torch.cuda.temperature(index)),
-    }

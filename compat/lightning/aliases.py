@@ -16,12 +16,3 @@ def alias(path: str) -> Any:
         setattr(owner_of(given), name, value)
 
     return property(lambda given: getattr(owner_of(given), name), assign)
-
-
-def item(owner: str, key: str) -> Any:
-    """Return a property that reads and sets an item of a dict, None without one."""
-
-    def assign(given: Any, value: Any) -> None:
-        getattr(given, owner)[key] = value
-
-    return property(lambda given: getattr(given, owner).get(key), assign)

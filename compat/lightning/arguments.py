@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...base.arguments import LIMITS
 from ...base.errors import ConfigError
 from ...callbacks.callback import Callback
 from ...loggers.logger import Logger
@@ -26,13 +25,14 @@ COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "lo
 """Arguments that are counts, and may be written as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
 """Arguments that Legato's Trainer does not have."""
+LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
 DEFAULTS = {
     "precision": "32-true",
     "val_check_interval": 1.0,
     "num_sanity_val_steps": 2,
     "log_every_n_steps": 50,
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
-    **{f"limit_{stage}_batches": 1.0 for stage in ("train", "val", "test", "predict")},
+    **dict.fromkeys(LIMITS, 1.0),
 }
 """Values that None stands for."""
 BAREBONES: dict[str, Any] = {

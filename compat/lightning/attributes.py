@@ -1,17 +1,18 @@
 """TrainerAttributes: what a program reads of a Trainer, under Lightning's names and with its answers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from legato import CombinedLoader, Trainer
+
 from ...loggers.logger import Logger
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
-from ...trainer import trainer
-from ...trainer.data.combined import CombinedLoader
 from ...trainer.hooks import overrides
-from ...trainer.metrics.reduce import Reduced, sort_out, total
+from ...trainer.metrics.reduce import sort_out, total
 from ...trainer.optimization.optimizers import ManualOptimizer
 from ...trainer.setup.data import LOADERS, make_training_data
 from .accelerators import AcceleratorConnector
@@ -30,7 +31,30 @@ if TYPE_CHECKING:
     from .module import LightningModule
 
 
-class TrainerAttributes(OwnParts, trainer.Trainer):
+class LoggedMetrics(dict[str, Any]):
+    """Values that loggers are given, as tensors.
+
+    Those that are in no `callback_metrics`, since rank 0 alone logs them, are shown there on this rank.
+    """
+
+    def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.owner = trainer  # not `trainer`, by which the Tuner knows parts of a trainer that it copies
+        self.of_rank_0: set[str] = set()
+
+    def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take new values."""
+        shown = vars(self.owner)["_callback_metrics"]
+        self.of_rank_0 |= values.keys() - shown.keys()
+        super().update({name: torch.as_tensor(value) for name, value in values.items()})
+        self.owner.take_own({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be a plain dict where the trainer is sent to another process."""
+        return dict, (dict(self),)
+
+
+class TrainerAttributes(OwnParts, Trainer):
     """Attributes that answer before, during and after a run as Lightning's do."""
 
     epoch_is_cut = False
@@ -48,10 +72,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     """The newest run's optimization, and what the module gets of its optimizers."""
     predictions: list[Any]
     """Result of the newest predict."""
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the optimizers of the newest fit, which other processes do not need."""
@@ -240,7 +260,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     @logged_metrics.setter
     def logged_metrics(self, value: dict[str, Any]) -> None:
-        self.__dict__["_logged_metrics"] = value
+        self.__dict__["_logged_metrics"] = LoggedMetrics(self, value)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -273,12 +293,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             if self.world_size > 1:
                 self._own_values[name] = shown[name], agreed if last is own else last
 
-    def take_logged(self, reduced: Reduced) -> None:
-        """Keep values of loggers, as tensors, and those that were logged on rank 0 alone."""
-        logged: dict[str, Any] = self.__dict__["_logged_metrics"]
-        logged.update({name: torch.tensor(value) for name, value in reduced.loggers.items()})
-        self.take_own(reduced.alone)
-
     def _read_newest(self) -> None:
         """Read what this process has logged since the last look, but for what the steps of an evaluation have."""
         run = self.run
@@ -301,7 +315,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             measured = sort_out(newest, "_step" if of_step else "_epoch").all
             metrics.measured_at.update(dict.fromkeys(measured, self.state.global_step))
         self.__dict__["_progress_bar_metrics"].update(reduced.progress_bar)
-        self.take_logged(reduced)
+        self.__dict__["_logged_metrics"].update(reduced.loggers)
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
@@ -337,9 +351,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def num_training_batches(self) -> int | float:
         """Batches of an epoch; infinity where that is not known, as before a run."""
         return float("inf") if self.run is None else super().num_training_batches
-
-    def _counts(self, word: str) -> list[int | float]:
-        return [] if self.run is None else super()._counts(word)
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:

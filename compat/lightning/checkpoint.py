@@ -24,11 +24,9 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...tasks.hyperparameters import plain_containers
-from ...trainer.checkpoints.commit import Owner
 from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
-from ...trainer.processes.ranks import Ranks
 from ...trainer.resume.checkpoint_format import DirectoryFormat
 from ...trainer.resume.left_out import BUILT, LEFT_OUT
 from ...trainer.resume.parameter_names import has_names, named, numbered
@@ -250,7 +248,7 @@ def run_of(path: Path) -> str | None:
     return None
 
 
-def in_one_piece(value: Any, ranks: Ranks) -> Any:
+def in_one_piece(value: Any, ranks: Any) -> Any:
     """Return nested values with every sharded tensor in one piece, on rank 0; every one of `ranks` calls it."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
@@ -279,7 +277,7 @@ class LightningFile:
         """Return the path of what a run saves when it is told to end, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, owner: Any) -> None:
         """Write a file on rank 0, which gets all shards."""
         run, problem = self.trainer.current_run, None
         contents = in_one_piece(dict(contents), ranks)
@@ -294,7 +292,7 @@ class LightningFile:
         if problem is not None:
             raise problem
 
-    def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file.
 
         The weights are the averages, where there are some, unless a callback of this run goes on with them.
@@ -317,7 +315,7 @@ class LightningFile:
             if callback.state_key in callbacks:
                 callback.load_state_dict(callbacks[callback.state_key])
 
-    def _read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def _read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         if path.is_dir():
             return DirectoryFormat().read(path, ranks, names, in_parts)
         try:

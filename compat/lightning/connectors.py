@@ -1,14 +1,11 @@
 """Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
 
-from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...trainer.resume.contents import contents
-from ...trainer.setup.parts import with_callbacks_of
 from .attributes import TrainerAttributes
-from .checkpoint import in_one_piece, read, to_file, with_hyperparameters
+from .checkpoint import in_one_piece, to_file, with_hyperparameters
 from .placeholders import inner_part_missing
 
 
@@ -58,49 +55,7 @@ class DataLoaderSource(Connector):
 
 
 class CheckpointConnector(Connector):
-    """Contents of a checkpoint: of the run, or of a file that a program restores from within one."""
-
-    def __init__(self, trainer: TrainerAttributes) -> None:
-        super().__init__(trainer)
-        self._loaded_checkpoint: dict[str, Any] = {}  # private in Lightning, and read by programs
-
-    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Read a checkpoint, or none."""
-        self._loaded_checkpoint = {} if checkpoint_path is None else read(checkpoint_path, "cpu", weights_only)
-
-    def resume_end(self) -> None:
-        """Forget what was read."""
-        self._loaded_checkpoint = {}
-
-    def restore(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Take over weights, states of callbacks, optimizers and schedulers; the counts of the run stay."""
-        self.resume_start(checkpoint_path, weights_only)
-        self.restore_model()
-        self.restore_callbacks()
-        self.restore_optimizers_and_schedulers()
-        self.resume_end()
-
-    def restore_model(self) -> None:
-        """Take over the weights of what was read."""
-        read, module = self._loaded_checkpoint, self.trainer.lightning_module
-        if read:
-            module.on_load_checkpoint(read)
-            module.load_state_dict(read["state_dict"], strict=module.strict_loading)
-
-    def restore_callbacks(self) -> None:
-        """Take over the states of callbacks."""
-        states = self._loaded_checkpoint.get("callbacks", {})
-        for callback in self.trainer.callbacks:
-            if callback.state_key in states:
-                callback.load_state_dict(deepcopy(states[callback.state_key]))
-
-    def restore_optimizers_and_schedulers(self) -> None:
-        """Take over the states of optimizers and schedulers, where what was read has some."""
-        read = self._loaded_checkpoint
-        for optimizer, state in zip(self.trainer.optimizers, read.get("optimizer_states", ()), strict=False):
-            optimizer.load_state_dict(state)
-        for config, state in zip(self.trainer.lr_scheduler_configs, read.get("lr_schedulers", ()), strict=False):
-            config.scheduler.load_state_dict(state)
+    """Contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's file of this moment would hold; every rank calls it."""
@@ -144,15 +99,6 @@ class LoggerConnector(Connector):
         trainer = self.trainer
         trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to every logger now."""
-        values, trainer = {name: float(value) for name, value in metrics.items()}, self.trainer
-        own = trainer.state.global_step - trainer.step_is_ending + trainer.logged_ahead
-        point = own if step is None else step
-        for logger in self.trainer.loggers if self.trainer.is_global_zero and values else []:
-            logger.log_metrics(values, point)
-            logger.save()
-
     @property
     def should_update_logs(self) -> bool:
         """Whether values are logged after the step that is under way."""
@@ -162,14 +108,6 @@ class LoggerConnector(Connector):
 
 class CallbackConnector(Connector):
     """Order of callbacks, and those that a module brings."""
-
-    def _attach_model_callbacks(self) -> None:
-        module, trainer = self.trainer.lightning_module, self.trainer
-        if module is not None:
-            trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
-
-    def _attach_model_logging_functions(self) -> None:
-        """Do nothing: callbacks log by the module of the run."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))

@@ -4,7 +4,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from ...base.errors import CheckpointError
-from ...cli.export import path_of
 from ...trainer.checkpoints import find, reading, storage
 from .checkpoint import to_file, write
 from .lightning_files import setting
@@ -14,7 +13,7 @@ SUFFIX = ".ckpt"
 
 def run_convert(arguments: Namespace) -> None:
     """Run `legato convert`."""
-    source, target = path_of(arguments.source), Path(arguments.target)
+    source, target = Path(arguments.source), Path(arguments.target)
     if source.is_file():
         raise CheckpointError(
             f"{source} is a file. `legato lightning SCRIPT` goes on from one of Lightning's, and load_from_checkpoint "

@@ -1,20 +1,18 @@
 """EvaluationPoints: what steps of an evaluation log with `on_step`, of which Lightning writes a point a batch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...trainer.metrics.reduce import Reduced, to_floats
+from ...trainer.metrics.reduce import to_floats
 from .loggers import FabricLogger
-
-if TYPE_CHECKING:
-    from ...trainer.run import Run
 
 
 class EvaluationPoints:
     """Keeps what the steps of one run's evaluations log for a batch, and writes it when the batch ends."""
 
-    def __init__(self, trainer: Any, run: "Run") -> None:
+    def __init__(self, trainer: Any, run: Any) -> None:
         self.trainer, self.run = trainer, run
         self.newest: dict[str, tuple[Any, bool, bool]] = {}
         """By name the value of the batch, whether the progress bar shows it, and whether loggers get it."""
@@ -42,8 +40,8 @@ class EvaluationPoints:
         index = self.batches[doing, dataloader_idx] = self.batches.get((doing, dataloader_idx), -1) + 1
         logged = {name: values[name] for name in newest if newest[name][2]}
         if logged:
-            self.trainer.logged_metrics.update(logged)
-            self.trainer.take_logged(Reduced(loggers=logged))
+            # by the method of dict: values of a batch are not shown in callback_metrics
+            dict.update(self.trainer.logged_metrics, {name: torch.tensor(value) for name, value in logged.items()})
             self.run.write(index, logged)
             for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
                 if isinstance(logger, FabricLogger):  # whose points are saved one by one

@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 from ...base.environment import get_variable, read_int, set_variable, unset_variable
-from ...base.messages import STDERR
 
 RANKS = "LEGATO_SCRIPT_RANKS"
 """Variable with the number of ranks in processes that this module has started, or that have started others."""
@@ -77,7 +76,7 @@ def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
         if failed:
             time.sleep(SECONDS_TO_END)
             code = children[failed[0] - 1].returncode
-            print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=STDERR, flush=True)
+            print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=sys.stderr, flush=True)
             _end(children)
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -105,7 +104,7 @@ def _follow(rank_0: int) -> None:
     while os.getppid() == rank_0:  # an orphan gets another parent
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)
-    print("legato: rank 0 of the script has ended.", file=STDERR, flush=True)
+    print("legato: rank 0 of the script has ended.", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

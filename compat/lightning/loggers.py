@@ -2,20 +2,16 @@
 
 import os
 import secrets
-import statistics
 import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from ...base.environment import get_variable
 from ...base.run_names import require_local
@@ -24,8 +20,8 @@ from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...tasks.hyperparameters import plain_containers
 from ...trainer.data.transfer import to_device
-from .aliases import alias, item
-from .placeholders import UnsupportedError
+from .aliases import alias
+from .placeholders import UnsupportedAttributeError, UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
 from .utilities import get_filesystem, package_available
 
@@ -310,7 +306,6 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
-    _is_opening = False
 
     def __init__(
         self,
@@ -336,10 +331,6 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     # private in Lightning, and read by programs
     _experiment, _kwargs, _sub_dir = alias("_writer"), alias("_writer_options"), alias("sub_dir")
 
-    @staticmethod
-    def _sanitize_params(params: Any) -> dict[str, Any]:  # private in Lightning, and called by programs
-        return flat_params(as_dict(params))
-
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Start a new event file."""
         super().open(run_dir, resume_step)
@@ -348,8 +339,6 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     @property
     def experiment(self) -> Any:
         """Torch's SummaryWriter, opened when it is first asked for on rank 0."""
-        if self._is_opening:
-            return self.make_writer(None)
         if self._writer is None and rank_zero_only.rank == 0 and self.own_folder is not None:
             self.open(self.own_folder.path, None)
         return super().experiment
@@ -374,8 +363,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
             values, step = {"hp_metric": -1.0}, 0
         if values:
             self.log_metrics(values, step)
-        flat = self._sanitize_params(flatten_dict(sanitize_callables(found)))
-        super().log_hyperparams(flat, with_prefix(self.prefix, values or {}))
+        super().log_hyperparams(flat_params(sanitize_callables(found)), with_prefix(self.prefix, values or {}))
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
@@ -398,19 +386,6 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
             for module, mode in modes:
                 module.training = mode
 
-    def make_writer(self, purge_step: int | None) -> Any:
-        """Return the writer of a new event file: that of a subclass's own `experiment`, if it has one."""
-        own = type(self).experiment is not TensorBoardLogger.experiment
-        if own and not self._is_opening:
-            self._is_opening, self._writer = True, None
-            try:
-                found = self.experiment
-            finally:
-                self._is_opening = False
-            if hasattr(found, "file_writer"):
-                return found
-        return super().make_writer(purge_step)
-
     def save(self) -> None:
         """Flush all events, and write `hparams.yaml` if there is none."""
         super().save()
@@ -427,7 +402,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
 
 
 class ExperimentWriter:
-    """Writes `metrics.csv` and `hparams.yaml` to a folder; a subclass with its own `save` writes `metrics` there."""
+    """Writes `metrics.csv` and `hparams.yaml` to a folder."""
 
     NAME_HPARAMS_FILE, NAME_METRICS_FILE = "hparams.yaml", "metrics.csv"
 
@@ -438,10 +413,6 @@ class ExperimentWriter:
         if writer is None:
             self._writer.open(Path(log_dir), None)
         self._rows = 0
-        self.metrics: list[dict[str, Any]] = []
-        """The rows since the last save, which are in the file already, but where a subclass has its own `save`."""
-        self._fs = get_filesystem(log_dir)
-        self.saves_itself = type(self).save is not ExperimentWriter.save
 
     @property
     def metrics_keys(self) -> list[str]:
@@ -458,28 +429,20 @@ class ExperimentWriter:
         self._writer.log_hyperparams(params)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row, or keep it for a `save` of a subclass."""
-        step = self._rows if step is None else step
-        if not self.saves_itself:
-            csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, step)
+        """Write a row; without a step its number."""
+        # not the method of Lightning's CSVLogger, which calls this one
+        csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
         self._rows += 1
-        row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics_dict.items()}
-        self.metrics.append({**row, "step": step})
 
     def save(self) -> None:
-        """Sync the file to disk, with the rows that a subclass's own `save` has kept."""
-        for row in self.metrics if self.saves_itself else ():
-            values = {name: value for name, value in row.items() if name != "step"}
-            csv_file.CSVLogger.log_metrics(self._writer, values, row["step"])
-        self.metrics = []
-        self._writer.save()
+        """Sync the file to disk."""
+        csv_file.CSVLogger.save(self._writer)
 
 
 class CSVLogger(FolderParts, csv_file.CSVLogger):
     """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
-    _flush_logs_every_n_steps = alias("flush_logs_every_n_steps")  # private in Lightning, and read by programs
 
     def __init__(
         self,
@@ -528,10 +491,6 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         self.experiment.log_metrics(with_prefix(self.prefix, metrics), step)
         if step is not None and (step + 1) % self.flush_logs_every_n_steps == 0:
             self.save()
-            self.experiment.metrics = []
-
-    def _has_own_writer(self) -> bool:
-        return self._experiment is not None and self._experiment.saves_itself
 
     def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
         """Record hyperparameters."""
@@ -542,12 +501,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         """Sync the file to disk; make the folder, also where nothing was logged yet."""
         if rank_zero_only.rank == 0 and self.log_dir is not None:
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
-        if self._has_own_writer():
-            self.experiment.save()
-        else:
-            super().save()
-            if self._experiment is not None:
-                self._experiment.metrics = []
+        super().save()
 
     def __getstate__(self) -> dict[str, Any]:
         """Do nothing: another process opens the folder itself."""
@@ -558,11 +512,6 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
     """Writes to MLflow, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
-    # private in Lightning, and read by subclasses
-    _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(alias, ("prefix", "_uri", "_client", "_options"))
-    _initialized = property(lambda logger: logger._client is not None)
-    _checkpoint_callback: Any = None
-    _log_model = False
 
     def __init__(
         self,
@@ -616,15 +565,16 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
             super().log_hyperparams(as_dict(params))
 
 
+LOG_OBJECTS = (
+    "tables, texts, sounds, videos and artifacts go by the package: logger.experiment.log({key: wandb.Table(...)}), "
+    "logger.experiment.use_artifact(...)."
+)
+
+
 class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
     """Writes to Weights & Biases, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
-    # private in Lightning, and read by subclasses
-    _prefix, _wandb_init = alias("prefix"), alias("_init")
-    _project, _id, _name, _save_dir = (item("_init", key) for key in ("project", "id", "name", "dir"))
-    _experiment, _log_model = alias("_run"), False
-    _offline = property(lambda logger: logger._init.get("mode") == "offline")
 
     def __init__(  # noqa: PLR0913
         self,
@@ -705,62 +655,23 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         if rank_zero_only.rank == 0:
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
-    def log_table(
-        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
-    ) -> None:
-        """Write a table."""
-        import wandb
-
-        self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
-
-    def log_text(  # type: ignore[override]
-        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
-    ) -> None:
-        """Write texts as a table."""
-        if not isinstance(columns, str):  # which is a text of Legato's, such as the config
-            self.log_table(key, columns, data, dataframe, step)
+    def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Raise UnsupportedError for Lightning's arguments; the config, which a run logs as a text, is left out."""
+        if kwargs or not isinstance(args[0], str):
+            raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images; further arguments are lists with one value for each, such as `caption`."""
-        self._log_media("Image", key, images, step, kwargs)
-
-    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write sounds; further arguments are lists with one value for each."""
-        self._log_media("Audio", key, audios, step, kwargs)
-
-    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write videos; further arguments are lists with one value for each."""
-        self._log_media("Video", key, videos, step, kwargs)
-
-    def _log_media(self, kind: str, key: str, items: Any, step: int | None, options: Mapping[str, Any]) -> None:
         import wandb
 
-        if not isinstance(items, list):
-            raise TypeError(f'Expected a list as "{kind.lower()}s", found {type(items)}')
-        for name, values in options.items():
-            if len(values) != len(items):
-                raise ValueError(f"Expected {len(items)} items but only found {len(values)} for {name}")
-        each = [{name: values[index] for name, values in options.items()} for index in range(len(items))]
-        make = getattr(wandb, kind)
-        self.log_metrics({key: [make(item, **one) for item, one in zip(items, each, strict=True)]}, step)
+        each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]
+        shown = [wandb.Image(image, **options) for image, options in zip(images, each, strict=True)]
+        self.log_metrics({key: shown}, step)
 
-    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Record that the run uses an artifact."""
-        return self.experiment.use_artifact(artifact, type=artifact_type)
-
-    @staticmethod
-    def download_artifact(
-        artifact: str,
-        save_dir: str | Path | None = None,
-        artifact_type: str | None = None,
-        use_artifact: bool | None = True,
-    ) -> str:
-        """Download an artifact and return its path."""
-        import wandb
-
-        run = wandb.run
-        found = run.use_artifact(artifact) if run and use_artifact else wandb.Api().artifact(artifact, artifact_type)
-        return str(found.download(root=None if save_dir is None else str(save_dir)))
+    def __getattr__(self, name: str) -> Any:
+        if name in ("log_table", "log_audio", "log_video", "use_artifact", "download_artifact"):
+            raise UnsupportedAttributeError(f"WandbLogger.{name}: {LOG_OBJECTS}")
+        return super().__getattr__(name)
 
 
 for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
@@ -800,41 +711,3 @@ def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: getattr(value, "__name__", str(value)) if callable(value) else value for name, value in params.items()
     }
-
-
-def sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Make texts of the hyperparameters that are no numbers, texts or tensors, in the dict that is given; return it."""
-    for name, value in params.items():
-        value = value.item() if isinstance(value, np.generic) else value
-        params[name] = value if type(value) in (bool, int, float, str, Tensor) else str(value)
-    return params
-
-
-def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Return nested mappings, dataclasses and lists of mappings as one dict with names like "outer/inner"."""
-    flat: dict[str, Any] = {}
-    for key, value in params.items():
-        name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
-        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        value = vars(value) if isinstance(value, Namespace) else value
-        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            value = dict(enumerate(value))
-        flat |= flatten_dict(value, delimiter, name) if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
-def merge_dicts(
-    dicts: Sequence[Mapping[str, Any]],
-    agg_key_funcs: Mapping[str, Any] | None = None,
-    default_func: Callable[[Sequence[float]], float] = statistics.mean,
-) -> dict[str, Any]:
-    """Return one dict with the values of each key put together by a function, nested dicts likewise."""
-    merged: dict[str, Any] = {}
-    for key in dict.fromkeys(key for one in dicts for key in one):
-        values = [one[key] for one in dicts if one.get(key) is not None]
-        function = (agg_key_funcs or {}).get(key)
-        if isinstance(values[0], Mapping):
-            merged[key] = merge_dicts(values, function, default_func)
-        else:
-            merged[key] = (function or default_func)(values)
-    return merged

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor, tensor
 
+from legato import CombinedLoader
+
 from ...callbacks.prediction_writer import PredictionWriter
-from ...trainer.data.combined import CombinedLoader
-from ...trainer.run import LoopState
+from .aliases import alias
 from .attributes import TrainerAttributes
 from .connectors import DataLoaderSource
 from .placeholders import OwnParts, UnsupportedError, refuse_overrides
@@ -93,48 +94,13 @@ class FitLoop(Loop):
         super().__init__(trainer)
         self.epoch_loop = TrainingEpochLoop(trainer)
 
-    @property
-    def max_epochs(self) -> int | None:
-        """The limit of epochs."""
-        return self.trainer.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, value: int | None) -> None:
-        self.trainer.max_epochs = value
-
-    @property
-    def min_epochs(self) -> int | None:
-        """The least number of epochs."""
-        return self.trainer.min_epochs
-
-    @min_epochs.setter
-    def min_epochs(self, value: int | None) -> None:
-        self.trainer.min_epochs = value
-
-    @property
-    def max_steps(self) -> int:
-        """The limit of steps."""
-        return self.trainer.max_steps
-
-    @property
-    def min_steps(self) -> int | None:
-        """The least number of steps."""
-        return self.trainer.min_steps
-
-    @property
-    def max_batches(self) -> int | float:
-        """The number of training batches of an epoch."""
-        return self.trainer.num_training_batches
-
-    @property
-    def batch_idx(self) -> int:
-        """The index of the newest batch in its epoch."""
-        return self.epoch_loop.batch_idx
-
-    @property
-    def total_batch_idx(self) -> int:
-        """The index of the newest batch in the run."""
-        return self.epoch_loop.total_batch_idx
+    # limits, which programs set, and counts
+    max_epochs, min_epochs, max_steps, min_steps = map(
+        alias, ("trainer.max_epochs", "trainer.min_epochs", "trainer.max_steps", "trainer.min_steps")
+    )
+    max_batches = alias("trainer.num_training_batches")
+    batch_idx, total_batch_idx = alias("epoch_loop.batch_idx"), alias("epoch_loop.total_batch_idx")
+    _should_accumulate = alias("epoch_loop._should_accumulate")
 
     @property
     def epoch_progress(self) -> Progress:
@@ -148,17 +114,9 @@ class FitLoop(Loop):
     @property
     def done(self) -> bool:
         """Whether a limit is reached."""
-        limit, epochs = self.trainer.max_epochs, self.epoch_progress.current.processed
-        steps = self.trainer.max_steps
-        return (limit not in (None, -1) and epochs >= (limit or 0)) or (
-            steps != -1 and self.trainer.global_step >= steps
-        )
-
-    @property
-    def _can_stop_early(self) -> bool:  # private in Lightning, and asked by programs with a check of their own
-        trainer = self.trainer
-        least = trainer.min_epochs or 0, trainer.min_steps or 0
-        return trainer.current_epoch >= least[0] and trainer.global_step >= least[1]
+        limit, steps, epochs = self.trainer.max_epochs, self.trainer.max_steps, self.epoch_progress.current.processed
+        by_epochs = limit not in (None, -1) and epochs >= (limit or 0)
+        return by_epochs or (steps != -1 and self.trainer.global_step >= steps)
 
     @property
     def skip(self) -> bool:
@@ -167,15 +125,14 @@ class FitLoop(Loop):
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning, and asked by programs for its loaders
-        found = None if self.trainer.run is None else self.trainer.run.data.loaders.get("train")
-        return found if found is None or isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
+        loader = None if self.trainer.run is None else self.trainer.run.data.loaders.get("train")
+        return (
+            loader if loader is None or isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+        )
 
     @property
     def _data_source(self) -> DataLoaderSource:  # private in Lightning, and asked by programs for what has the loaders
         return DataLoaderSource(self.trainer, "train", "train_dataloader")
-
-    def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
-        return self.epoch_loop._should_accumulate()
 
     def setup_data(self) -> None:
         """Do nothing: loaders are made when a run begins."""
@@ -187,57 +144,24 @@ class TrainingEpochLoop(Loop):
     def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
         self.val_loop = EvaluationLoop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
-        self.automatic_optimization = Optimizing(trainer)
-        self.manual_optimization = Optimizing(trainer)
+        self.automatic_optimization = self.manual_optimization = Optimizing(trainer)
+
+    max_steps, min_steps, global_step, is_last_batch = map(
+        alias, ("trainer.max_steps", "trainer.min_steps", "trainer.global_step", "trainer.is_last_batch")
+    )
 
     @property
-    def max_steps(self) -> int:
-        """The limit of steps."""
-        return self.trainer.max_steps
-
-    @max_steps.setter
-    def max_steps(self, value: int) -> None:
-        self.trainer.max_steps = value
-
-    @property
-    def min_steps(self) -> int | None:
-        """The least number of steps."""
-        return self.trainer.min_steps
-
-    @min_steps.setter
-    def min_steps(self, value: int | None) -> None:
-        self.trainer.min_steps = value
-
-    @property
-    def global_step(self) -> int:
-        """Steps of optimizers done."""
-        return self.trainer.global_step
-
-    @property
-    def batches_that_stepped(self) -> int:
+    def _batches_that_stepped(self) -> int:  # private in Lightning, and read and set by many programs
         """Batches after which optimizers stepped: the x-axis of logs. Counted after the hooks of a batch's end."""
         return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
-    @property
-    def _batches_that_stepped(self) -> int:  # private in Lightning, and read by many programs
-        return self.batches_that_stepped
-
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, value: int) -> None:
-        self.trainer.logged_ahead += value - self.batches_that_stepped
+        self.trainer.logged_ahead += value - self._batches_that_stepped
 
     def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
-        return not self._accumulated_batches_reached() and not self._num_ready_batches_reached()
-
-    def _accumulated_batches_reached(self) -> bool:
-        return self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
-
-    def _num_ready_batches_reached(self) -> bool:
-        return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
-
-    def _should_check_val_epoch(self) -> bool:  # private in Lightning, and asked by programs with a check of their own
-        every = self.trainer.check_val_every_n_epoch
-        return self.trainer.enable_validation and (every is None or (self.trainer.current_epoch + 1) % every == 0)
+        accumulated = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+        return not accumulated and not self.done_by_batches
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_should_check_val_fx":
@@ -267,30 +191,21 @@ class TrainingEpochLoop(Loop):
         return self.batch_progress.total.ready - 1
 
     @property
-    def is_last_batch(self) -> bool:
-        """Whether the epoch's last batch is under way."""
-        return self.trainer.is_last_batch
+    def done_by_batches(self) -> bool:
+        """Whether the epoch's last batch is under way, or done."""
+        return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
 
     @property
     def done(self) -> bool:
         """Whether the epoch's batches are done, or a limit is reached."""
-        return self._num_ready_batches_reached() or FitLoop(self.trainer).done
+        return self.done_by_batches or FitLoop(self.trainer).done
 
 
 class Optimizing(Loop):
     """Steps of optimizers."""
 
-    def _on_before_step(self) -> None:  # called by programs that step an optimizer of torch's themselves
-        trainer: Any = self.trainer
-        trainer.profiler.start("optimizer_step")
-
-    def _on_after_step(self) -> None:
-        trainer: Any = self.trainer
-        trainer.profiler.stop("optimizer_step")
-        trainer.state.optimizer_steps += 1
-
     @property
-    def optim_progress(self) -> Any:
+    def optim_progress(self) -> OptimizerProgress:
         """Steps done, as `optimizer_steps`."""
         return OptimizerProgress(step=self.optim_step_progress)
 
@@ -329,10 +244,7 @@ class EvaluationLoop(Loop):
             self._print_results(shown, self.stage.value)
         return results
 
-    @property
-    def inference_mode(self) -> bool:
-        """Whether it runs in inference mode."""
-        return self.trainer.inference_mode
+    inference_mode = alias("trainer.inference_mode")
 
     @staticmethod
     def _get_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:  # private in Lightning, and called by programs
@@ -383,7 +295,7 @@ class PredictionLoop(Loop):
     return_predictions = False
 
     @property
-    def _going(self) -> LoopState | None:
+    def _going(self) -> Any:
         """The state of a prediction that is under way."""
         run = self.trainer.run
         return run.loop if run is not None and run.loop.open and run.stage == "predict" else None
@@ -425,15 +337,9 @@ class PredictionLoop(Loop):
         done = self.trainer.evaluation_batches_done("predict")
         return Progress(total=_tracker(done, begun=False), current=_tracker(done, begun=False))
 
-    @property
-    def inference_mode(self) -> bool:
-        """Whether it runs in inference mode."""
-        return self.trainer.inference_mode
+    inference_mode = alias("trainer.inference_mode")
 
-    @property
-    def max_batches(self) -> list[int | float]:
-        """The number of batches of each loader."""
-        return self.trainer.num_predict_batches
+    max_batches = alias("trainer.num_predict_batches")
 
     @property
     def num_dataloaders(self) -> int:
@@ -451,7 +357,7 @@ class PredictionLoop(Loop):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to predict."""
-        return sum(self.max_batches) == 0
+        return not any(self.max_batches)
 
 
 def check_finite_loss(loss: Any) -> None:

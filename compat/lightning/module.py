@@ -4,19 +4,19 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError
-from ...base.tensors import map_tensors
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.hyperparameters import plain_containers
@@ -250,36 +250,11 @@ class LightningModule(InitialHyperparameters, Task):
     def _automatic_optimization(self, value: bool) -> None:
         self.automatic_optimization = value
 
-    @property
-    def no_sync(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Context that does nothing, where DDP has one: gradients that meet in each backward have the same mean.
-
-        Raises AttributeError on one process: under Lightning it is DDP's, which `trainer.model` is on several.
-        """
-        trainer: Any = self.__dict__.get("_trainer")
-        found: Callable[[], AbstractContextManager[Any]]
-        found = getattr(getattr(trainer, "strategy", None), "block_backward_sync", None)  # type: ignore[assignment]
-        if found is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'no_sync': it is one process.")
-        return found
-
-    _current_fx_name: str | None = None  # private in Lightning, and set by programs that call steps themselves
-
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Return a batch after the three transfer hooks; private in Lightning, and called by programs."""
         batch = self.on_before_batch_transfer(batch, dataloader_idx)
         batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
         return self.on_after_batch_transfer(batch, dataloader_idx)
-
-    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        return self.on_before_batch_transfer(batch, dataloader_idx)
-
-    def _verify_is_manual_optimization(self, fn_name: str) -> None:
-        if self.automatic_optimization:
-            raise MisconfigurationException(
-                f"to use {fn_name}, please disable automatic optimization: set model property `automatic_optimization` "
-                f"as False"
-            )
 
     def _log_outside_of_run(self, name: str) -> None:
         trainer = self.__dict__.get("_trainer")
@@ -298,7 +273,7 @@ class LightningModule(InitialHyperparameters, Task):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return `data` of every rank, tensors stacked; on one process `data` itself, numbers as tensors."""
         if self.trainer.world_size == 1:
-            return map_tensors(data, lambda tensor: tensor, number=partial(torch.as_tensor, device=self.device))
+            return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
 
     # --- logged values ----------------------------------------------------------------------------------------------
@@ -321,6 +296,8 @@ class LightningModule(InitialHyperparameters, Task):
     ) -> None:
         """Log a value; one that a step of an evaluation logs with `on_step` is written for each batch, too."""
         trainer: Any = self.__dict__.get("_trainer")
+        if trainer is not None and trainer.barebones:
+            return
         metrics = None if trainer is None or trainer.run is None else trainer.run.metrics
         if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
             shown = name if on_epoch is False else f"{name}_step"
@@ -501,17 +478,6 @@ def with_config(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) 
     changes = {key: value for key, value in given.items() if key not in known}
     arguments = {key: value for key, value in given.items() if key in known}
     return {name: type(config)({**config, **changes}), **arguments}
-
-
-@contextmanager
-def named_hook(module: LightningModule | None, name: str) -> Iterator[None]:
-    """Let a module know by which hook it is called, within the context."""
-    own = {} if module is None else vars(module)
-    before, own["_current_fx_name"] = own.get("_current_fx_name"), name
-    try:
-        yield
-    finally:
-        own["_current_fx_name"] = before
 
 
 # torch.jit.script compiles every other property

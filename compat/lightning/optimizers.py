@@ -2,19 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
 from ...tasks.optimizers import SchedulerConfig, read_optimizers, unknown_parameters
-from ...trainer.data.steps import ReplicaBatch, StepInput
-from ...trainer.optimization.batch_weights import BatchWeights
 from ...trainer.optimization.optimizers import ManualOptimizer
 from .exceptions import MisconfigurationException
 from .rank_zero import rank_zero_warn
-
-if TYPE_CHECKING:
-    from ...trainer.optimization.optimization import Optimization
 
 MODULE_OPTIMIZERS = Optimizer | ManualOptimizer | list[Optimizer] | list[ManualOptimizer]
 
@@ -33,12 +28,12 @@ class LightningOptimizer(ManualOptimizer):
     _on_before_step: Callable[[], Any] = staticmethod(do_nothing_closure)  # both are private in Lightning
     _on_after_step: Callable[[], Any] = staticmethod(do_nothing_closure)
 
-    def __new__(cls, optimizer: Optimizer, optimization: "Optimization | None" = None) -> "LightningOptimizer":
+    def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> "LightningOptimizer":
         """Make an object of a class with the optimizer's name."""
         return super().__new__(type(f"Lightning{type(optimizer).__name__}", (cls,), {}))
 
-    def __init__(self, optimizer: Optimizer, optimization: "Optimization | None" = None) -> None:
-        super().__init__(optimizer, optimization)  # type: ignore[arg-type]
+    def __init__(self, optimizer: Optimizer, optimization: Any = None) -> None:
+        super().__init__(optimizer, optimization)
         name = type(self).__name__
         self._shown_class = type(name, (LightningOptimizer, type(optimizer)), {})
 
@@ -111,13 +106,24 @@ def without_unknown(returned: Any) -> Any:
     return {name: without_unknown(value) for name, value in returned.items() if name in known}
 
 
-class SampleWeights(BatchWeights):
+class SampleWeights:
     """Weights by samples: under Lightning a "weight" in what training_step returns is the program's own."""
 
-    def begin_step(self) -> None:
-        """Let the weights of this step be its samples."""
-        self.used = False
+    used = False
+    """What the loop asks: whether batches have weights of their own."""
 
-    def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> float:
+    def __init__(self, trainer: Any) -> None:
+        self.strategy = trainer.strategy
+
+    def begin_step(self) -> None:
+        """Do nothing: a step has its samples."""
+
+    forget = begin_step
+
+    def take(self, output: Any, item: Any, step: Any) -> float:
         """Return the factor of a batch's loss."""
-        return item.samples * self.strategy.loss_scale / step.samples
+        return float(item.samples * self.strategy.loss_scale / step.samples)
+
+    def divide_gradients(self, step: Any) -> float:
+        """Return the divisor of the step's gradients."""
+        return 1.0

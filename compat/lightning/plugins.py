@@ -34,28 +34,9 @@ class Precision:
         """Return the precision of a run with this word."""
         return PrecisionOfRun(self.precision, device_type)
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Give a module's parameters the type of this precision."""
-        self.in_use().place(module)
-        return module
-
-    def convert_input(self, data: Any) -> Any:
-        """Give floating point tensors the type of this precision."""
-        return self.in_use().convert_batch(data)
-
-    def convert_output(self, data: Any) -> Any:
-        """Return an output as it is."""
-        return data
-
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context in which a forward runs."""
         return self.in_use().forward_context()
-
-    train_step_context = val_step_context = test_step_context = predict_step_context = forward_context
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of gradient scaling."""
-        return {}
 
     @staticmethod
     def main_params(optimizer: Any) -> Iterator[nn.Parameter]:
@@ -162,15 +143,6 @@ class ClusterEnvironment:
     def node_rank(self) -> int:
         """Return the index of this machine."""
         return self.place.node_rank
-
-    def set_world_size(self, size: int) -> None:
-        """Accept a number of processes; the run sets it."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Accept a rank; the run sets it."""
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept the settings; the run holds them against the processes that there are."""
 
     def teardown(self) -> None:
         """Leave nothing behind."""

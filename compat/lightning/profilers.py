@@ -1,14 +1,11 @@
-"""Profilers with Lightning's names: where the time of a run goes, by action, by Python function, by operator of torch.
+"""Profilers with Lightning's names: where the time of a run goes, by action or by operator of torch.
 
 `Profiling`, which `Trainer(profiler=)` adds to the callbacks, wraps what the loop calls for as long as a run lasts, so
 that a run without a profiler has no trace of one.
 """
 
-import cProfile
-import io
 import logging
 import math
-import pstats
 import re
 import time
 from abc import ABC, abstractmethod
@@ -23,12 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, tensorboard_trace_handler
 
 from ...base.errors import ConfigError, did_you_mean
-from ...base.run_names import require_local
 from ...callbacks.callback import Callback
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ...tasks.task import Task
-    from ...trainer.trainer import Trainer
 
 log = logging.getLogger("legato")
 
@@ -52,7 +49,6 @@ class Profiler(ABC):
     """The local rank of this process; None where it is the only one."""
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        require_local(dirpath, "A profiler's dirpath")
         self.dirpath, self.filename = dirpath, filename
 
     @abstractmethod
@@ -162,68 +158,6 @@ class SimpleProfiler(Profiler):
         lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
         rule = "-" * max(map(len, lines))
         return "\n".join([self.title(), rule, lines[0], rule, *lines[1:], rule, ""])
-
-
-class AdvancedProfiler(Profiler):
-    """Measures with cProfile which Python functions each action spends its time in.
-
-    Args:
-        line_count_restriction: how many functions to show of each action, or (0.0 to 1.0) which share of them.
-        dump_stats: write each action's statistics to a `.prof` file, which pstats and snakeviz read.
-
-    Raises ValueError for an action that is stopped without a start.
-    """
-
-    def __init__(
-        self,
-        dirpath: str | Path | None = None,
-        filename: str | None = None,
-        line_count_restriction: float = 1.0,
-        dump_stats: bool = False,
-    ) -> None:
-        super().__init__(dirpath, filename)
-        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
-        self.profiled_actions: dict[str, cProfile.Profile] = {}
-        self._running: list[str] = []
-
-    def start(self, action_name: str) -> None:
-        """Begin to record an action; the one around it waits, since Python runs one profile at a time."""
-        if self._running:
-            self.profiled_actions[self._running[-1]].disable()
-        self._running.append(action_name)
-        self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
-
-    def stop(self, action_name: str) -> None:
-        """End recording an action, and go on with the one around it."""
-        if action_name not in self.profiled_actions:
-            raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
-        self.profiled_actions[action_name].disable()
-        if action_name in self._running:
-            self._running.remove(action_name)
-        if self._running:
-            self.profiled_actions[self._running[-1]].enable()
-
-    def summary(self) -> str:
-        """Return each action's functions, those with the most time first."""
-        lines = [self.title()]
-        for action, profile in self.profiled_actions.items():
-            text = io.StringIO()
-            statistics = pstats.Stats(profile, stream=text)
-            if self.dump_stats and self.dirpath:
-                Path(self.dirpath).mkdir(parents=True, exist_ok=True)
-                statistics.dump_stats(Path(self.dirpath, self.file_name(action, ".prof")))
-            statistics.strip_dirs().sort_stats("cumulative").print_stats(self.line_count_restriction)
-            rank = "" if self.rank is None else f" rank: {self.rank}"
-            lines += [f"Profile stats for: {action}{rank}", text.getvalue()]
-        return "\n".join(lines)
-
-    def teardown(self, stage: str | None) -> None:
-        """Forget what was recorded."""
-        self.profiled_actions, self._running = {}, []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out profiles, which cannot be pickled."""
-        return {**self.__dict__, "profiled_actions": {}, "_running": []}
 
 
 class PyTorchProfiler(Profiler):
@@ -374,11 +308,7 @@ class RegisterRecordFunction:
             handle.remove()
 
 
-PROFILERS: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
+PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyTorchProfiler}
 """Profilers by the word that names them."""
 
 

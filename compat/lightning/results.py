@@ -1,9 +1,7 @@
 """Results of a validation or a test: what is returned, and the table that is printed."""
 
 from collections.abc import Container, Sequence
-from importlib.util import find_spec
 from shutil import get_terminal_size
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +17,7 @@ def logged_alone(results: Sequence[dict[str, float]], logged: Container[str]) ->
 
 
 def print_results(results: Sequence[dict[str, Tensor]], stage: str) -> None:
-    """Print a row for each metric and a column for each loader, by rich where it is installed."""
+    """Print a row for each metric and a column for each loader."""
     columns = [{name.partition(LOADER_MARK)[0]: _shown(value) for name, value in one.items()} for one in results]
     names = sorted({name for column in columns for name in column})
     if not names:
@@ -29,29 +27,12 @@ def print_results(results: Sequence[dict[str, Tensor]], stage: str) -> None:
     width = min(max(NARROWEST, *map(len, names), *map(len, heads)), terminal // 2)
     at_once = max(1, (terminal - width) // width)
     for start in range(0, len(columns), at_once):
-        part = columns[start : start + at_once]
-        rows = [[name, *(column.get(name, " ") for column in part)] for name in names]
-        _print_table([f"{stage} metric".capitalize(), *heads[start : start + at_once]], rows, width)
+        shown = [f"{stage} metric".capitalize(), *heads[start : start + at_once]]
+        line = "-" * width * len(shown)
+        rows = [[name, *(column.get(name, " ") for column in columns[start : start + at_once])] for name in names]
+        texts = ["".join(f"{text:^{width}}" for text in row) for row in (shown, *rows)]
+        print(line, texts[0], line, *texts[1:], line, sep="\n")
 
 
 def _shown(value: Tensor) -> str:
     return str(value.item() if value.numel() == 1 else value.tolist())
-
-
-def _print_table(heads: list[str], rows: list[list[str]], width: int) -> None:
-    if find_spec("rich") is not None:
-        from rich import get_console
-        from rich.table import Column, Table
-
-        styles = ["cyan", *["magenta"] * (len(heads) - 1)]
-        columns: list[Any] = [
-            Column(head, justify="center", style=style, width=width) for head, style in zip(heads, styles, strict=True)
-        ]
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        get_console().print(table)
-        return
-    line = "-" * width * len(heads)
-    for shown in (None, heads, None, *rows, None):
-        print(line if shown is None else "".join(f"{text:^{width}}" for text in shown))

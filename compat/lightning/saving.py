@@ -1,7 +1,6 @@
 """Functions of lightning.pytorch.core.saving: hyperparameters in files, and loading from a checkpoint."""
 
 import ast
-import csv
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,23 +19,6 @@ def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
             update_hparams(hparams[name], value)
         else:
             hparams[name] = value
-
-
-def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
-    """Return the hyperparameters in a file of keys and values; an empty dict if there is no such file."""
-    if not Path(tags_csv).is_file():
-        return {}
-    with Path(tags_csv).open(newline="") as file:
-        return {row["key"]: convert(row["value"]) for row in csv.DictReader(file)}
-
-
-def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Mapping[str, Any] | Namespace) -> None:
-    """Write hyperparameters to a file of keys and values. Raises RuntimeError if there is no such folder."""
-    _require_folder(tags_csv)
-    with Path(tags_csv).open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=["key", "value"])
-        writer.writeheader()
-        writer.writerows({"key": name, "value": value} for name, value in _items(hparams).items())
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:

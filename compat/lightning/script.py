@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 
 from ...base.errors import ConfigError, LegatoError
-from ...base.messages import STDERR
 from .stand_in import install
 
 FROZEN_RUNPY = "<frozen runpy>"
@@ -52,7 +51,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         if told := of_legato(error, words):
-            print(told, file=STDERR, flush=True)
+            print(told, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 

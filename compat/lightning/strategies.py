@@ -1,8 +1,7 @@
 """Strategies with Lightning's arguments and attributes, on Legato's."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -20,7 +19,7 @@ from ...trainer.strategies.group import GroupStrategy
 from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
 from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.strategy import SingleStrategy
-from .accelerators import KINDS, Accelerator
+from .accelerators import KINDS, Accelerator, Registry
 from .checkpoint import read, write
 from .placeholders import UnsupportedError, overridden, refuse_overrides
 from .plugins import ClusterEnvironment, Precision, read_plugins
@@ -116,11 +115,6 @@ class Strategy(strategy.Strategy):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     @property
-    def launcher(self) -> "Launcher | None":
-        """Launcher of the other processes; None where there is one process."""
-        return Launcher() if isinstance(self, GroupStrategy) else None
-
-    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the run."""
         return [] if self.task is None else self.task.trainer.optimizers
@@ -128,15 +122,6 @@ class Strategy(strategy.Strategy):
     @optimizers.setter
     def optimizers(self, value: list[Optimizer]) -> None:
         self.task.trainer.optimizers = value  # type: ignore[union-attr, misc]
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run."""
-        return [] if self.task is None else list(self.task.trainer.lr_scheduler_configs)
-
-    @property
-    def _lightning_optimizers(self) -> list[Any]:  # private in Lightning, and read by programs
-        return [] if self.task is None else list(self.task.trainer.manual_optimizers)
 
     @property
     def is_global_zero(self) -> bool:
@@ -167,16 +152,6 @@ class Strategy(strategy.Strategy):
     def world_size(self) -> int:
         """The number of processes."""
         return self.place.world_size
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes on this machine."""
-        return self.place.local_world_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The arguments of a DistributedSampler that deals out samples as Lightning would."""
-        return {"num_replicas": self.place.world_size, "rank": self.place.rank}
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -210,51 +185,6 @@ class Strategy(strategy.Strategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any rank, say yes."""
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op="min" if all else "max"))
-
-    # --- what programs call within a run ----------------------------------------------------------------------------
-    handles_gradient_accumulation = False
-    """Whether it accumulates gradients instead of the loop."""
-    lightning_restore_optimizer = True
-    """Whether optimizers go on from a checkpoint."""
-    restore_checkpoint_after_setup = False
-    """Whether a checkpoint is read after `setup` only."""
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state."""
-        found: dict[str, Any] = getattr(optimizer, "optimizer", optimizer).state_dict()
-        return found
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's weights from a checkpoint's contents."""
-        if self.lightning_module is not None:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states from a checkpoint's contents."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        """Raise UnsupportedError: a run keeps its optimizers."""
-        raise UnsupportedError(
-            "strategy.setup_optimizers: assign trainer.optimizers = [...] for other ones with the same parameters, or "
-            "optimizer.add_param_group for parameters that are unfrozen, as BackboneFinetuning does."
-        )
-
-    def model_to_device(self) -> None:
-        """Move the module to the device of this process."""
-        if self.lightning_module is not None:
-            self.lightning_module.to(self.root_device)
-
-    def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: modules are sharded once they are built."""
-        return nullcontext()
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch on the device of this process."""
-        from ...trainer.data.transfer import to_device
-
-        return to_device(batch, device or self.device)
 
 
 class CheckpointIO(ABC):
@@ -293,13 +223,6 @@ class TorchCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-class Launcher:
-    """Describes how processes are started, for programs that ask; the Trainer starts them."""
-
-    is_interactive_compatible = True
-    """Whether it works in a notebook."""
-
-
 class OwnBackward(strategy.Strategy):
     """Takes a backward of a program's own, beside those of the run; the first base of the strategies."""
 
@@ -312,22 +235,13 @@ class OwnBackward(strategy.Strategy):
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        """Compute gradients; a program gives an optimizer or None in the place of `last`, which is True or False.
-
-        Raises UnsupportedError for a backward of its own where the run counts those of a step on several processes.
-        """
+        """Compute gradients; a program gives an optimizer or None in the place of `last`, which is True or False."""
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)
-        elif self.place.world_size == 1:
-            scaled = loss if self.precision.scaler is None else self.precision.scale(loss)
-            scaled.backward(inputs=inputs, retain_graph=retain_graph, **options)
-        elif self.task is not None and not self.task.automatic_optimization:
-            self.task.manual_backward(loss, inputs=inputs, retain_graph=retain_graph, **options)
-        else:
-            raise UnsupportedError(
-                "strategy.backward of one's own, on several processes: set automatic_optimization = False, and call "
-                "self.manual_backward(loss)."
-            )
+        elif self.task is not None:  # which refuses it under automatic optimization
+            # not by the task's own method, which a program may have overridden to call this one
+            run = self.task.trainer.current_run
+            run.optimization.manual_backward(loss, inputs=inputs, retain_graph=retain_graph, **options)
 
 
 class ParallelStrategy(Strategy):
@@ -344,19 +258,6 @@ class ParallelStrategy(Strategy):
         if not isinstance(self, GroupStrategy):
             raise UnsupportedError(f"{type(self).__name__}: {OWN_STRATEGY}")
         super().__init__()
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it is for several processes."""
-        return True
-
-    def block_backward_sync(self) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: gradients that meet in each backward have the same mean."""
-        return nullcontext()
-
-    def determine_ddp_device_ids(self) -> list[int] | None:
-        """Return the index of this process's device; None on the CPU."""
-        return None if self.device.type == "cpu" else [self.device.index or 0]
 
 
 CALLED_BY_LIGHTNING = (
@@ -422,9 +323,10 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
                 f"DDPStrategy({sorted(unknown)[0]}=...) is not passed on to torch's DistributedDataParallel; there are "
                 f"{', '.join(signature(options_of_ddp).parameters)}."
             )
-        if model_averaging_period is not None or isinstance(ddp_comm_wrapper, type):
+        if ddp_comm_hook is not None or model_averaging_period is not None:
             raise UnsupportedError(
-                "DDPStrategy(model_averaging_period=...): post-local SGD is done without; gradients meet in each step."
+                "DDPStrategy(ddp_comm_hook=..., model_averaging_period=...): gradients meet in each step, in float32. "
+                "Another reduction is a strategy of its own, a subclass of legato.strategies.GroupStrategy."
             )
         super().__init__(
             **options_of_ddp(**kwargs),
@@ -434,14 +336,6 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
         self.start_method = start_method
         self.given |= _devices_of(parallel_devices)
-        self._comm_state = ddp_comm_state
-        self._comm_hook = ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook
-
-    def regroup(self, *arguments: Any) -> None:
-        """Wrap the module by torch's DDP, and register the communication hook on that."""
-        super().regroup(*arguments)
-        if self.ddp is not None and self._comm_hook is not None:
-            self.ddp.register_comm_hook(self._comm_state, self._comm_hook)
 
 
 def options_of_ddp(
@@ -578,46 +472,6 @@ CLASSES: dict[str, type[Strategy]] = {
 }
 
 
-class Strategies(dict[str, Any]):
-    """The registry of strategies: word -> class."""
-
-    def register(
-        self, name: str, strategy: Any = None, description: str = "", override: bool = False, **init_params: Any
-    ) -> Any:
-        """Register a class under a word, with arguments; without a class return a decorator.
-
-        Raises ValueError for a word that is taken, without `override`.
-        """
-        if name in self and not override:
-            raise ValueError(f"{name!r} is registered already: say override=True to replace it.")
-        if strategy is None:
-            return partial(self.register, name, description=description, override=override, **init_params)
-        self[name] = partial(strategy, **init_params)
-        return strategy
-
-    def remove(self, name: str) -> None:
-        """Forget a word."""
-        del self[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an object of the class behind a word. Raises KeyError for an unknown one."""
-        if name not in self:
-            if default is not None:
-                return default
-            raise KeyError(f"{name!r} is no strategy; there are {', '.join(self)}.")
-        if isinstance(self[name], partial):  # registered by the program
-            return self[name]()
-        word, options = WORDS[name]
-        return CLASSES[word](**options)
-
-    def available_strategies(self) -> list[str]:
-        """Return the words."""
-        return list(self)
-
-    def __str__(self) -> str:
-        return f"Registered Strategies: {', '.join(self)}"
-
-
 def _check_overrides(wanted: Strategy) -> None:
     """Refuse a strategy whose methods would not be called; one that starts processes in its own way is told so."""
     launching = overridden(wanted, LAUNCHING)
@@ -631,14 +485,15 @@ def _check_overrides(wanted: Strategy) -> None:
     )
 
 
-StrategyRegistry = Strategies({word: CLASSES[name] for word, (name, _) in WORDS.items() if name != "auto"})
+StrategyRegistry = Registry(
+    {word: partial(CLASSES[name], **options) for word, (name, options) in WORDS.items() if name != "auto"}
+)
 
 
 def read_strategy(wanted: Any) -> Any:
     """Return Trainer's `strategy` as Legato takes it. Raises for words of strategies that there are not."""
-    registered = StrategyRegistry[wanted] if isinstance(wanted, str) and wanted in StrategyRegistry else None
-    if isinstance(registered, partial):
-        wanted = registered()
+    if isinstance(wanted, str) and wanted in StrategyRegistry.keys() - WORDS.keys():
+        wanted = StrategyRegistry.get(wanted)
     if not isinstance(wanted, str):
         if isinstance(wanted, Strategy) and not isinstance(wanted, (SingleStrategy, GroupStrategy)):
             raise UnsupportedError(f"{type(wanted).__name__}: {OWN_STRATEGY}")

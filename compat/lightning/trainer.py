@@ -4,10 +4,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +19,9 @@ from ...callbacks.model_summary import ModelSummary as SummaryOfLegato
 from ...callbacks.progress_bar import ProgressDisplay
 from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, check_hook_arguments, describe_misnomers, overrides
-from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.place import find_place
-from ...trainer.resume.saver import Saver
-from ...trainer.run import Call
 from ...trainer.runs import places
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
@@ -37,11 +31,10 @@ from .callbacks.bars import refuse_bars
 from .callbacks.callback import Callback as CallbackOfLightning
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
-from .callbacks.model_summary import ModelSummary, RichModelSummary
+from .callbacks.model_summary import ModelSummary
 from .callbacks.monitors import Timer
-from .callbacks.rich_bar import RichProgressBar
 from .callbacks.tqdm_bar import TQDMProgressBar
-from .checkpoint import LightningFile, read, write
+from .checkpoint import LightningFile, write
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
@@ -81,45 +74,11 @@ def uncompiled(model: Any) -> Any:
     return module
 
 
-def drop(*_: Any) -> None:
-    """Take a value that nobody keeps."""
-
-
-def assignable(own: property, name: str, inherited: Any) -> property:
-    """Return a property of a subclass, made read-only there, that lets Trainer assign the attribute that it replaces.
-
-    Until the Trainer is made, it reads what was assigned: the subclass's `__init__` may not have come to its own part.
-    """
-
-    def read(trainer: Any) -> Any:
-        values = trainer.__dict__
-        if own.fget is not None and (values.get("_made") or not (isinstance(inherited, property) or name in values)):
-            return own.fget(trainer)
-        return inherited.__get__(trainer) if isinstance(inherited, property) else values[name]
-
-    def assign(trainer: Any, value: Any) -> None:
-        if isinstance(inherited, property):
-            inherited.__set__(trainer, value)
-        else:
-            trainer.__dict__[name] = value
-
-    return property(read, assign, own.fdel, own.__doc__)
-
-
 AnyCallback = CallbackOfLightning | Callback
 AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
 AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
 AnyStrategy = str | Strategy | StrategyOfLegato
 """Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
-
-OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
-"""Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
-OWN_METHODS = (
-    *("begin_epoch", "check", "elapsed", "end_epoch", "evaluate", "log_step", "metrics", "publish"),
-    *("sanity_check", "stage", "task", "train_step", "validate_now"),
-)
-"""Methods and properties that its loop calls, and that Lightning's leaves free."""
-
 
 HOOKS_OF_LIGHTNING_1 = {
     "fit": ("training_epoch_end", "validation_epoch_end"),
@@ -150,13 +109,6 @@ def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
         )
 
 
-def refuse_taken(subclass: str, names: list[str]) -> None:
-    """Raise UnsupportedError for attributes that a subclass of Trainer uses for something of its own."""
-    if names:
-        taken = " and ".join(f"{subclass}.{name}" for name in names)
-        raise UnsupportedError(f"{taken}: Legato's Trainer keeps a part of its own there. Rename yours.")
-
-
 INNER_METHODS = (
     "_run",
     "_run_stage",
@@ -184,10 +136,6 @@ class Trainer(TrainerAttributes):
 
     evaluation_points: EvaluationPoints | None = None
     """Values that the steps of an evaluation log with `on_step`."""
-    has_data = True
-    """Whether a train_dataloader that is called again has gone on giving loaders."""
-    untrained: set[str]
-    """Files of modules that were saved before any run: a fit begins with their weights, at step 0."""
     modes_before: dict[str, bool]
     """Training modes of the parts of the module when its training begins, by name."""
 
@@ -250,7 +198,7 @@ class Trainer(TrainerAttributes):
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.profiler = add_profiler(profiler, self.callbacks)
-        self.untrained, self.modes_before, self._made = set(), {}, True
+        self.modes_before = {}
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
         """Return arguments of Legato's Trainer: the format of its files, and which processes it is a part of."""
@@ -276,7 +224,7 @@ class Trainer(TrainerAttributes):
     def _make_callbacks(self, arguments: dict[str, Any]) -> list[Callback]:
         """Return the callbacks that were given, and those that other arguments ask for; none of these logs anything.
 
-        The bar and the table are by rich where it is installed. Raises ConfigError for what is no callback.
+        Raises ConfigError for what is no callback.
         """
         given = arguments["callbacks"]
         callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
@@ -285,10 +233,9 @@ class Trainer(TrainerAttributes):
                 raise ConfigError(f"Trainer(callbacks=...) takes Callbacks; got {type(callback).__name__}.")
         if any(isinstance(one, CheckpointCallback) for one in callbacks) and not arguments["enable_checkpointing"]:
             raise ConfigError("enable_checkpointing=False, but callbacks has a ModelCheckpoint; leave one of them out.")
-        by_rich = find_spec("rich") is not None
         defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
-            (self.enable_progress_bar, ProgressDisplay, RichProgressBar if by_rich else TQDMProgressBar),
-            (self.enable_model_summary, SummaryOfLegato, RichModelSummary if by_rich else ModelSummary),
+            (self.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
+            (self.enable_model_summary, SummaryOfLegato, ModelSummary),
             (arguments["enable_checkpointing"], CheckpointCallback, ModelCheckpoint),
         ]
         for is_wanted, role, kind in defaults:
@@ -324,24 +271,6 @@ class Trainer(TrainerAttributes):
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
         self._callback_connector = CallbackConnector(self)
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
-        super().__init_subclass__(**options)
-        refuse_taken(cls.__name__, [name for name in (*OWN_PARTS, *OWN_METHODS) if name in vars(cls)])
-        for name, own in {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}.items():
-            inherited = getattr(Trainer, name, None)
-            read_only = isinstance(own, property) and own.fset is None
-            if read_only and own is not inherited and getattr(inherited, "fset", True) is not None:
-                setattr(cls, name, assignable(own, name, inherited))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Trainer":
-        """Return a copy that has counts and metrics, and none of the parts that a run has opened."""
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        vars(copied).update(
-            {name: deepcopy(None if name == "run" else value, memo) for name, value in vars(self).items()}
-        )
-        return copied
-
     @property
     def _evaluation_loop(self) -> EvaluationLoop:  # private in Lightning, as the next two are, and read by programs
         within = self.fit_loop.epoch_loop.val_loop
@@ -365,7 +294,7 @@ class Trainer(TrainerAttributes):
         kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-        self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
+        self.epoch_is_cut, self.in_epoch = False, False
         return state
 
     def check(self, *owners: Any) -> None:
@@ -382,20 +311,24 @@ class Trainer(TrainerAttributes):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def sanity_check(self) -> None:
-        """Run a few validation batches.
+        """Run a few validation batches, once the run is as Lightning has it. Here, since it comes before each training.
 
         Raises MisconfigurationException for a max_epochs below the epochs of the checkpoint that the run goes on from.
         """
-        if self.current_run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
+        run = self.current_run
+        if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
                 f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
             )
-        self._drop_values()
-        self.current_run.optimization.weights = SampleWeights(self)
-        self.current_run.optimization.watch = None  # modules that change a teacher in training_step train so
+        run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
+        run.optimization.watch = None  # modules that change a teacher in training_step train so
+        run.hooks["on_train_epoch_start"] = (self._begin_epoch, *run.hooks["on_train_epoch_start"])
         super().sanity_check()
-        if self.current_run.training_data.rounds:
+        if run.training_data.rounds:
             self._hide_evaluation_modes()
+
+    def _begin_epoch(self) -> None:
+        self.epoch_is_cut, self.in_epoch = False, True
 
     def _hide_evaluation_modes(self) -> None:
         """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
@@ -409,63 +342,35 @@ class Trainer(TrainerAttributes):
         for name, part in self.lightning_module.named_modules():
             part.training = self.modes_before.get(name, part.training)
 
-    def _drop_values(self) -> None:
-        """Have the run keep no logged values, where the Trainer is a barebones one."""
-        if self.barebones:
-            metrics: Any = self.current_run.metrics
-            metrics.log = drop
-
-    def begin_epoch(self) -> None:
-        """Begin an epoch, or go on in the middle of one; where a reloaded train_dataloader has no more, end the run."""
-        self.epoch_is_cut, self.in_epoch = False, True
-        try:
-            super().begin_epoch()
-        except StopIteration:
-            self.has_data, self.current_run.loop.epoch_skipped, self.current_run.agreement.stop = False, True, True
-
-    def train_step(self, step: StepInput) -> None:
-        """Make a step; one in which a run of one process is asked to stop is logged."""
-        super().train_step(step)
-        if self.should_stop and self.world_size == 1:
-            self.log_step()
-
     def end_epoch(self) -> None:
         """End an epoch; one that the run ends within counts, too, also before its first step."""
-        if self.has_data:
-            epoch = self.state.epoch
-            # the last step is a point of the log only where log_every_n_steps says so
-            self.current_run.show_step()
-            self.state.logged_at = self.state.global_step
-            super().end_epoch()
-            is_cut, values = self.state.epoch == epoch, self.newest_values
-            if is_cut and values.loggers:
-                self.logged_metrics.update(values.loggers)
-                self.take_logged(values)
-                self.current_run.write_point(values.loggers)
-            self.epoch_is_cut = is_cut
-        self.in_epoch = False
-
-    def publish(self, reduced: Reduced, write: bool = True) -> None:
-        """Publish reduced values; those of loggers as tensors."""
-        super().publish(reduced, write)
-        self.newest_values = reduced
-        self.take_logged(reduced)
-
-    def validate_now(self) -> None:
-        """Validate in the middle of training, after the module has cleared its gradients.
-
-        The newest step's values are published first: callbacks may go by them when the validation ends. An epoch of
-        which on_train_batch_start has left out the rest ends without.
-        """
-        if self.current_run.loop.epoch_skipped:
-            return
-        self.current_run.show_step()
-        self.lightning_module.on_validation_model_zero_grad()
-        super().validate_now()
+        run, state = self.current_run, self.state
+        epoch = state.epoch
+        # the last step is a point of the log only where log_every_n_steps says so
+        run.show_step()
+        state.logged_at = state.global_step
+        super().end_epoch()
+        is_cut = state.epoch == epoch
+        if is_cut:
+            values = run.metrics.reduce_epoch(keep=True)
+            self.logged_metrics.update(values.loggers)
+            if values.loggers:
+                run.write_point(values.loggers)
+        self.epoch_is_cut, self.in_epoch = is_cut, False
 
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on."""
-        self._drop_values()
+        """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on.
+
+        Before a validation in the middle of training the newest step's values are published, as callbacks may go by
+        them when it ends, and the module clears its gradients. An epoch of which on_train_batch_start has left out the
+        rest ends without.
+        """
+        run = self.current_run
+        if run.stage == "fit" and run.loop.doing == "validation":
+            if run.loop.epoch_skipped:
+                return
+            run.show_step()
+            self.lightning_module.on_validation_model_zero_grad()
         if self.evaluation_points is None or self.evaluation_points.run is not self.current_run:
             self.evaluation_points = EvaluationPoints(self, self.current_run)
         self.evaluation_points.follow(word)
@@ -493,9 +398,6 @@ class Trainer(TrainerAttributes):
             self._choose_limits()
             model, source = uncompiled(model), self._checkpoint(ckpt_path, weights_only)
             source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as under Lightning
-            if str(source) in self.untrained:
-                model.load_state_dict(read(source)["state_dict"])
-                self.state, source = TrainerState(), None
             if (
                 val_dataloaders is not None
                 and isinstance(model, Task)
@@ -573,7 +475,6 @@ class Trainer(TrainerAttributes):
         module = vars(self.strategy).get("_lightning_module")  # by which public packages name a module before a run
         if self.run is None and module is not None:
             write(Path(filepath), {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
-            self.untrained.add(str(filepath))
             return
         if self.run is None:
             raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
@@ -591,8 +492,6 @@ class Trainer(TrainerAttributes):
     @contextmanager
     def _status(self, function: TrainerFn) -> Iterator[None]:
         """Tell in `state` what is under way, and how it ended; take the seed that was set."""
-        parts = vars(self)
-        refuse_taken(type(self).__name__, [name for name, of in OWN_PARTS.items() if not isinstance(parts[name], of)])
         place, seed = find_place(self.cluster), torch.initial_seed()
         if not self.running and (place is None or place.origin != "legato"):  # workers are told
             count = self.strategy.local_processes(self.device_list)

@@ -5,7 +5,6 @@ random number generators, or on the disk.
 """
 
 import copy
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -14,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.errors import ConfigError, DataError, WorkerError
+from ...base.errors import ConfigError, DataError
 from ...callbacks.callback import Callback
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ...trainer.data.randomness import generator_states, set_generators
-from ...trainer.elastic.membership import Elasticity
-from ...trainer.resume.saver import Saver
 from .rank_zero import rank_zero_warn
+from .utilities import garbage_collection_cuda, is_oom_error, isolate_rng
 
 if TYPE_CHECKING:
-    from ...trainer.trainer import Trainer
+    from legato import Trainer
 
 log = logging.getLogger("legato")
 
@@ -274,13 +271,13 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
     """Return the largest size at which `all_in_one` does not run out of memory, or the first at which it is true."""
     best, failed, size = 0, 0, min(start, largest)
     for _ in range(trials):
-        free_memory()
+        garbage_collection_cuda()
         try:
             complete = all_in_one(size)
         except (RuntimeError, DataError) as error:
             if isinstance(error, DataError) and best:  # with drop_last there may be no batch of this size
                 break
-            if not is_out_of_memory(error):
+            if not is_oom_error(error):
                 raise
             failed = size
         else:
@@ -292,7 +289,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
         size = (best + failed) // 2 if failed else min(2 * size, largest)
         if not size:
             break
-    free_memory()
+    garbage_collection_cuda()
     if not best:
         raise ConfigError(f"Memory does not hold even a batch of {max(size, 1)}; make the model or its input smaller.")
     return best
@@ -311,29 +308,27 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     if trainer.running and trainer.world_size > 1:
         raise ConfigError("On several processes a search for a learning rate or a batch size comes before a run.")
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
-    states = generator_states()
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # those that the task brings are not for a trial
     try:
-        yield _quiet_copy(trainer), copied
+        with isolate_rng():
+            yield _quiet_copy(trainer), copied
     finally:
         for module, before in modules:
             module.__dict__["trainer"] = before
-        set_generators(states)
         # drops the last reference to the copy, so that its memory is freed below
         copied = task
-        free_memory()
+        garbage_collection_cuda()
 
 
 def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial = copy.copy(trainer)
     trial.strategy = copy.copy(trainer.strategy)
-    trial.strategy.elastic = Elasticity()  # no process leaves or joins a trial
     for name, part in vars(trainer).items():
         if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
             setattr(trial, name, copy.copy(part))
             vars(trial)[name].trainer = trial
-    trial.saver, trial.state, trial.run = Saver(trial), type(trainer.state)(), None
+    trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
     trial.run_dir = trial.given_dir = trial.config_text = trial.given_config = None
     trial.logger, trial.loggers, trial.callbacks, trial.enable_checkpointing = None, [], [], False
     trial.lengths, trial.callback_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}
@@ -342,7 +337,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     return trial
 
 
-# --- attributes and memory ------------------------------------------------------------------------------------------
+# --- attributes -----------------------------------------------------------------------------------------------------
 
 
 def _holders(name: str, *owners: Any) -> list[Any]:
@@ -369,21 +364,3 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
             holder[name] = value
         else:
             setattr(holder, name, value)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, also one of a worker, says that memory ran out."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    if not isinstance(error, (RuntimeError, WorkerError)):
-        return False
-    words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
-    return any(word in str(error) for word in words)
-
-
-def free_memory() -> None:
-    """Free memory that nothing refers to any more, also on devices."""
-    # before the cache is emptied: cycles, such as an exception and its frames, keep tensors alive
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -4,13 +4,11 @@ import gc
 import importlib.util
 import inspect
 import logging
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,11 @@ from lightning_utilities.core.apply_func import apply_to_collection as apply_to_
 from lightning_utilities.core.enums import StrEnum
 from torch import Tensor, nn
 from torch.distributed import group as group
-from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...base.environment import get_variable, set_variable
+from ...base.errors import WorkerError
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ...trainer.data.transfer import to_device
@@ -117,22 +116,6 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     return to_device(batch, torch.device(device))
 
 
-CONVERSION_DTYPES: list[tuple[Any, Callable[..., Tensor]]] = [
-    (bool, lambda value, device: torch.tensor(value, dtype=torch.uint8, device=device)),
-    (int, lambda value, device: torch.tensor(value, dtype=torch.int, device=device)),
-    (float, lambda value, device: torch.tensor(value, dtype=torch.float, device=device)),
-    (np.ndarray, lambda value, device: torch.from_numpy(value).to(device)),
-]
-"""Conversions of numbers and arrays to tensors, by type; bool comes before int, since a bool is an int."""
-
-
-def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
-    """Return a collection with numbers and arrays as tensors, and all tensors on a device."""
-    for kind, convert in CONVERSION_DTYPES:
-        data = apply_to_collection(data, kind, convert, device=device)
-    return move_data_to_device(data, device)
-
-
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
     """Return a collection with each tensor detached, and on the CPU if so wished."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
@@ -181,60 +164,6 @@ def sized_len(dataloader: object) -> int | None:
         return len(dataloader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def has_len(dataloader: object) -> bool:
-    """Return whether a loader has a length; warn if that is 0, or if its dataset is a stream."""
-    length = sized_len(dataloader)
-    if length == 0:
-        rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Please make sure this was your intention.")
-    if length is not None and has_iterable_dataset(dataloader):
-        rank_zero_warn("Your `IterableDataset` has `__len__` defined; with several workers it may be wrong.")
-    return length is not None
-
-
-def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many loader workers fit each of `local_world_size` processes: its share of the CPUs but one.
-
-    Raises ValueError for fewer processes than one.
-    """
-    if local_world_size < 1:
-        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
-    available = getattr(os, "sched_getaffinity", None)
-    cpus = len(available(0)) if available is not None else os.cpu_count() or 1
-    return max(1, cpus // local_world_size - 1)
-
-
-class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Deals out the samples of another sampler to the ranks."""
-
-    def __init__(self, sampler: Sampler[Any] | Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        self._sampler: Any = sampler
-        listed: Any = _Listed(sampler)
-        super().__init__(listed, *args, **kwargs)
-
-    def __iter__(self) -> Iterator[Any]:
-        listed: Any = self.dataset
-        listed.items = list(self._sampler)
-        return (listed[index] for index in super().__iter__())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, also of the other sampler if it has one."""
-        super().set_epoch(epoch)
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-
-
-class _Listed:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.items: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
 
 
 # --- modules --------------------------------------------------------------------------------------------------------
@@ -320,34 +249,16 @@ def given_to_compile(model: Any) -> nn.Module | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return whether an error says that memory ran out."""
-    return is_cuda_out_of_memory(exception) or is_cudnn_snafu(exception) or is_out_of_cpu_memory(exception)
-
-
-def is_cuda_out_of_memory(exception: BaseException) -> bool:
-    """Return whether an error says that a GPU's memory ran out."""
-    return _says(exception, "CUDA", "out of memory")
-
-
-def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether an error is cuDNN's for too little memory."""
-    return _says(exception, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
-
-
-def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Return whether an error says that the host's memory ran out."""
-    return _says(exception, "DefaultCPUAllocator: can't allocate memory")
-
-
-def _says(exception: BaseException, *words: str) -> bool:
-    text = str(exception.args[0]) if len(exception.args) == 1 else ""
-    return isinstance(exception, RuntimeError) and all(word in text for word in words)
+    """Return whether an error, also one of a worker, says that memory ran out: a device's or the host's."""
+    words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+    return isinstance(exception, (RuntimeError, WorkerError)) and any(word in str(exception) for word in words)
 
 
 def garbage_collection_cuda() -> None:
     """Free unused memory, also of GPUs."""
+    # before the cache is emptied: cycles, such as an exception and its frames, keep tensors alive
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
@@ -359,32 +270,6 @@ class GradClipAlgorithmType(LightningEnum):
 
     VALUE = "value"
     NORM = "norm"
-
-    @staticmethod
-    def supported_type(val: str) -> bool:
-        """Return whether there is such a way."""
-        return val in GradClipAlgorithmType.supported_types()
-
-    @staticmethod
-    def supported_types() -> list[str]:
-        """Return the names of all ways."""
-        return [member.value for member in GradClipAlgorithmType]
-
-
-def save_hyperparameters(
-    obj: Any,
-    *args: Any,
-    ignore: Iterable[str] | str | None = None,
-    frame: FrameType | None = None,
-    given_hparams: dict[str, Any] | None = None,
-) -> None:
-    """Save the arguments of an object's running `__init__`, as its method `save_hyperparameters` does."""
-    current = inspect.currentframe()
-    names = {ignore} if isinstance(ignore, str) else set(ignore or ())
-    if given_hparams is not None:
-        obj.save_hyperparameters({name: value for name, value in given_hparams.items() if name not in names})
-        return
-    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (current.f_back if current else None))
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Callbacks in Lightning compatibility mode beside the real package: the same runs, and what a script sees of them."""
 
 import importlib
-import io
 import json
 import warnings
 from pathlib import Path
@@ -35,38 +34,6 @@ def test_a_script_sees_the_same(name, real, tmp_path):
     for case in cases:
         assert repr(found[case]) == repr(real[name][case]), case
     assert len(found) == len(real[name])
-
-
-def test_bars_and_tables_by_rich(tmp_path, capsys):
-    from legato.compat.lightning.pytorch.callbacks import RichModelSummary, RichProgressBar
-    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
-
-    class Bar(RichProgressBar):
-        asked, ids = 0, ()
-
-        def get_metrics(self, trainer, pl_module):
-            self.asked += 1
-            self.ids = self.train_progress_bar_id, self.val_progress_bar_id, self.test_progress_bar_id
-            return {"own": 0.5, **super().get_metrics(trainer, pl_module)}
-
-    written = io.StringIO()
-    console = {"file": written, "force_terminal": True, "width": 120}
-    bar = Bar(theme=RichProgressBarTheme(metrics_format=".2e"), leave=True, console_kwargs=console)
-    shows = {"enable_checkpointing": False, "enable_progress_bar": True}
-    trainer = fit(L, tmp_path, [bar, RichModelSummary(max_depth=-1)], make_module(L, (0.5,)), **shows)
-    assert trainer.progress_bar_callback is bar
-    assert (bar.ids[0] is None, bar.ids[2]) == (False, None)
-    trainer.validate(dataloaders=loader(1), verbose=False)
-    text = written.getvalue()
-    assert "Epoch 2/2" in text
-    assert "4/4" in text
-    assert "own: 5.00e-01" in text
-    assert "Validation" in text
-    assert bar.asked >= 6
-    assert bar._progress_stopped
-    shown = capsys.readouterr().out
-    assert "backbone" in shown
-    assert "Total params: 19" in shown
 
 
 def test_what_a_model_summary_shows(tmp_path, caplog):
@@ -152,9 +119,8 @@ def test_finders_search_before_the_fit(tmp_path):
             kind(mode="guess")
 
 
-def test_the_callbacks_that_a_trainer_adds(tmp_path, monkeypatch):
+def test_the_callbacks_that_a_trainer_adds(tmp_path):
     callbacks = L.pytorch.callbacks
-    monkeypatch.setattr("legato.compat.lightning.trainer.find_spec", lambda name: None)  # as where rich is missing
     trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", max_time="00:01:00:00", logger=False)
     kinds = [callbacks.TQDMProgressBar, callbacks.ModelSummary, callbacks.Timer, callbacks.ModelCheckpoint]
     assert [type(callback) for callback in trainer.callbacks] == kinds
@@ -162,14 +128,23 @@ def test_the_callbacks_that_a_trainer_adds(tmp_path, monkeypatch):
     bar = callbacks.RichProgressBar()
     trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[bar], logger=False)
     assert trainer.progress_bar_callback is bar
-    assert not any(isinstance(callback, callbacks.TQDMProgressBar) for callback in trainer.callbacks)
+    assert sum(isinstance(callback, callbacks.ProgressBar) for callback in trainer.callbacks) == 1
 
 
-def test_bar_and_summary_are_by_rich_where_it_is_installed(tmp_path):
-    pytest.importorskip("rich")
-    trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+def test_the_bar_by_rich_is_drawn_by_tqdm(tmp_path, capsys):
+    from legato.compat.lightning.placeholders import UnsupportedError
+
     kinds = L.pytorch.callbacks
-    assert [type(callback) for callback in trainer.callbacks] == [kinds.RichProgressBar, kinds.RichModelSummary]
+    bar = kinds.RichProgressBar(theme=kinds.RichProgressBarTheme(metrics_format=".2e"), leave=True)
+    options = {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": True}
+    trainer = fit(L, tmp_path, [bar, kinds.RichModelSummary(max_depth=-1)], **options)
+    assert trainer.progress_bar_callback is bar
+    assert "4/4" in capsys.readouterr().out
+    own = type("Own", (kinds.RichProgressBar,), {"configure_columns": lambda self, trainer: []})
+    with pytest.raises(UnsupportedError, match=r"Own\.configure_columns would never be called"):
+        own()
+    with pytest.raises(UnsupportedError, match="get_metrics"):
+        kinds.progress.rich_progress.CustomProgress()
 
 
 @pytest.mark.slow
@@ -246,29 +221,6 @@ def test_a_bar_of_ones_own_reads_the_newest_values_and_when_to_draw(tmp_path):
     assert due == [False, False, True, True] * 2
 
 
-def test_parts_of_a_learning_rate_monitor_may_be_overridden(tmp_path):
-    from legato.compat.lightning.pytorch.callbacks import LearningRateMonitor
-
-    class Monitor(LearningRateMonitor):
-        def __init__(self):
-            super().__init__("epoch", log_momentum=True)
-            self.seen = []
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            self.seen.append(self._extract_stats(trainer, "any"))
-
-        def _get_optimizer_stats(self, optimizer, names):
-            return {f"own/{name}": value for name, value in super()._get_optimizer_stats(optimizer, names).items()}
-
-    monitor = Monitor()
-    trainer = quiet_fit(tmp_path, monitor, logger=True)
-    assert [list(one) for one in monitor.seen] == [["own/lr-SGD", "own/lr-SGD-momentum"]] * 2
-    assert [one["own/lr-SGD"] for one in monitor.seen] == pytest.approx([0.01, 0.001])
-    assert trainer.callback_metrics["own/lr-SGD-momentum"] == 0.5
-    assert monitor.lrs["lr-SGD"] == pytest.approx([0.1, 0.01, 0.01, 0.001])
-    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.5}
-
-
 def test_checkpoint_callbacks_come_last_in_the_list():
     from legato.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 
@@ -288,37 +240,6 @@ def test_callbacks_of_a_module_come_before_those_that_save(tmp_path):
     trainer.fit(Brings(), loader())
     kinds = [type(one).__name__ for one in trainer.callbacks]
     assert kinds.index("EarlyStopping") < kinds.index("ModelCheckpoint") == len(kinds) - 1
-
-
-def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
-    from rich.console import Console
-
-    from legato.compat.lightning.pytorch.callbacks import RichProgressBar
-    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
-
-    written = io.StringIO()
-
-    class Bar(RichProgressBar):
-        started = 0
-
-        def _init_progress(self, trainer):
-            if self.is_enabled and (self.progress is None or self._progress_stopped):
-                self._reset_progress_bar_ids()
-                console = Console(**self._console_kwargs)
-                self.progress = CustomProgress(*self.configure_columns(trainer), console=console)
-                self.progress.start()
-                self._progress_stopped = False
-                self.started += 1
-
-        def _get_train_description(self, current_epoch):
-            return f"Round {current_epoch + 1}"
-
-    bar = Bar(leave=True, console_kwargs={"file": written, "force_terminal": True, "width": 80})
-    quiet_fit(tmp_path, bar)
-    assert bar.started == 2  # once for each epoch, whose bar stays
-    assert "Round 2" in written.getvalue()
-    quiet_fit(tmp_path, bar)
-    assert bar.started == 4
 
 
 def test_a_finetuning_within_an_epoch(tmp_path):
@@ -350,34 +271,3 @@ def test_a_finetuning_within_an_epoch(tmp_path):
         groups.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     assert groups[0] == groups[1]
     assert len(groups[0]) == 2
-
-
-def test_a_bar_by_rich_of_ones_own_beside_that_of_training(tmp_path):
-    from legato.compat.lightning.pytorch.callbacks import RichProgressBar
-
-    written = io.StringIO()
-
-    class Bar(RichProgressBar):
-        epochs_id = None
-
-        def on_train_start(self, trainer, pl_module):
-            super().on_train_start(trainer, pl_module)
-            self.epochs_id = self._add_task(trainer.max_epochs, "All rounds")
-
-        def on_train_epoch_start(self, trainer, pl_module):
-            if self.train_progress_bar_id is None:
-                self._initialize_train_progress_bar_id()
-                assert self.train_progress_bar.total == self.total_train_batches
-            else:
-                self.progress.reset(self.train_progress_bar_id, total=self.total_train_batches, visible=True)
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            super().on_train_epoch_end(trainer, pl_module)
-            self._update(self.epochs_id, trainer.current_epoch + 1)
-            self.done = self.progress.tasks[self.epochs_id].completed
-
-    bar = Bar(console_kwargs={"file": written, "force_terminal": True, "width": 100})
-    quiet_fit(tmp_path, bar)
-    assert bar.done == 2
-    assert "All rounds" in written.getvalue()
-    assert "Epoch 0" in written.getvalue()

@@ -80,30 +80,6 @@ def test_the_loop_that_is_under_way(tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_program_restores_a_checkpoint_within_a_run(tmp_path):
-    found = []
-    for package in (room, real):
-
-        def restore(self):
-            trainer, connector = self.trainer, self.trainer._checkpoint_connector
-            if self.current_epoch == 0:
-                trainer.save_checkpoint(self.path)
-            if self.current_epoch == 1:
-                connector.resume_start(self.path)
-                assert connector._loaded_checkpoint["epoch"] == 0
-                connector.restore_model()
-                connector.restore_optimizers_and_schedulers()
-                connector.resume_end()
-                assert connector._loaded_checkpoint == {}
-
-        net = module(package, on_train_epoch_end=restore)
-        net.path = str(tmp_path / f"{package.__name__}.ckpt")
-        trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=3, default_root_dir=tmp_path)
-        trainer.fit(net, loader())
-        found.append((trainer.optimizers[0].param_groups[0]["lr"], net.layer.weight.tolist()))
-    assert found[0] == found[1]
-
-
 class Counted(room.Callback):
     state_key = "counted"
 
@@ -115,23 +91,6 @@ class Counted(room.Callback):
 
     def load_state_dict(self, state_dict):
         self.seen = state_dict["seen"]
-
-
-def test_a_whole_restore_has_callbacks_too(tmp_path):
-    counted = Counted()
-    counted.seen = 3
-
-    def restore(self):
-        self.trainer.save_checkpoint(tmp_path / "a.ckpt")
-        weight = self.layer.weight.detach().clone()
-        counted.seen = 4
-        torch.nn.init.zeros_(self.layer.weight)
-        self.trainer._checkpoint_connector.restore(tmp_path / "a.ckpt")
-        assert torch.equal(self.layer.weight, weight)
-
-    trainer = room.Trainer(**QUIET, accelerator="cpu", max_epochs=1, callbacks=[counted], default_root_dir=tmp_path)
-    trainer.fit(module(room, on_train_epoch_end=restore), loader())
-    assert counted.seen == 3
 
 
 def test_connectors_of_callbacks_and_values(tmp_path):
@@ -147,25 +106,5 @@ def test_connectors_of_callbacks_and_values(tmp_path):
         saves, plain = package.callbacks.ModelCheckpoint(tmp_path), package.Callback()
         connector = trainer._callback_connector
         seen.append([type(one).__name__ for one in connector._reorder_callbacks([saves, plain])])
-        connector._attach_model_callbacks()
-        connector._attach_model_logging_functions()
         found.append(seen)
     assert found[0] == found[1]
-
-
-def test_a_step_by_torchs_optimizer_is_counted(tmp_path):
-    found = []
-    for package in (room, real):
-
-        def step(self, batch, batch_idx):
-            manual = self.trainer.fit_loop.epoch_loop.manual_optimization
-            manual._on_before_step()
-            self.optimizers(use_pl_optimizer=False).step()
-            manual._on_after_step()
-
-        net = module(package, training_step=step)
-        net.automatic_optimization = False
-        trainer = package.Trainer(**QUIET, accelerator="cpu", max_steps=3, default_root_dir=tmp_path)
-        trainer.fit(net, loader())
-        found.append(trainer.global_step)
-    assert found == [3, 3]

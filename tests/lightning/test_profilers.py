@@ -72,7 +72,7 @@ def test_words_and_none(tmp_path, caplog):
         fit(tmp_path, "simpel")
 
 
-@pytest.mark.parametrize("name", ["SimpleProfiler", "AdvancedProfiler", "PyTorchProfiler", "PassThroughProfiler"])
+@pytest.mark.parametrize("name", ["SimpleProfiler", "PyTorchProfiler", "PassThroughProfiler"])
 def test_arguments_are_lightnings(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -184,7 +184,6 @@ def test_an_optimizer_has_lightnings_class_and_torchs():
                     assert one._optimizer is raw
                     assert one.param_groups is raw.param_groups
                     assert kind._to_lightning_optimizer(one, self.trainer.strategy) is one  # noqa: B023
-                assert self.optimizers()[0] is self.trainer.strategy._lightning_optimizers[0]
 
         found.append([])
         package.Trainer(**QUIET, max_steps=1).fit(Module(), DataLoader(torch.ones(4, 2), batch_size=2))

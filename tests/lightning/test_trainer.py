@@ -1,6 +1,5 @@
 """Trainer with Lightning's arguments, defaults, attributes and exceptions."""
 
-import copy
 import inspect
 import json
 import os
@@ -222,24 +221,7 @@ def test_words_of_strategies(word, found):
     trainer = pl.Trainer(**SILENT, strategy=word, devices=2)
     assert isinstance(trainer.strategy, DDPStrategy)
     assert trainer.strategy.finds_unused is found.get("find_unused_parameters", False)
-    assert trainer.strategy.launcher.is_interactive_compatible
-    assert pl.Trainer(**SILENT, devices=1).strategy.launcher is None
     assert isinstance(pl.strategies.StrategyRegistry.get("fsdp"), FSDPStrategy)
-
-
-@pytest.mark.slow
-def test_a_hook_of_ddp_is_called(tmp_path):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    def leaves_a_mark(state, bucket):
-        (tmp_path / "called").touch()
-        return default_hooks.allreduce_hook(state, bucket)
-
-    strategy = DDPStrategy(
-        ddp_comm_hook=leaves_a_mark, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper, start_method="spawn"
-    )
-    pl.Trainer(**SILENT, strategy=strategy, devices=2, max_steps=1).fit(Small(), loader())
-    assert (tmp_path / "called").exists()
 
 
 class Own(pl.strategies.Strategy):
@@ -472,26 +454,6 @@ def test_two_processes():
     assert {"loss", "val"} <= trainer.callback_metrics.keys()
 
 
-@pytest.mark.parametrize("name", ["run", "saver"])
-def test_a_name_that_a_subclass_may_not_take_is_refused(name):
-    with pytest.raises(UnsupportedError, match=rf"^Takes\.{name}: .* Rename"):
-        type("Takes", (pl.Trainer,), {name: lambda self: None})
-
-    class Assigns(pl.Trainer):
-        def __init__(self, **arguments):
-            super().__init__(**arguments)
-            setattr(self, name, "own")
-
-    with pytest.raises(UnsupportedError, match=rf"^Assigns\.{name}: .* Rename"):
-        Assigns(**SILENT, max_steps=1).fit(Small(), DataLoader(torch.randn(4, 2)))
-
-
-@pytest.mark.parametrize("name", ["evaluate", "metrics", "publish", "stage"])
-def test_a_method_with_the_name_of_one_of_the_loops_is_refused(name):
-    with pytest.raises(UnsupportedError, match=rf"^Takes\.{name}: .* Rename"):
-        type("Takes", (pl.Trainer,), {name: lambda self: None})
-
-
 def test_a_step_that_is_not_called_may_take_anything():
     class Unfinished(Small):
         def test_step():
@@ -512,44 +474,6 @@ def test_an_empty_path_is_no_checkpoint(method, tmp_path, monkeypatch):
     trainer = pl.Trainer(**SILENT, max_steps=1)
     with pytest.raises(ConfigError, match="ckpt_path='' names no checkpoint"):
         getattr(trainer, method)(Small(), DataLoader(torch.randn(4, 2)), ckpt_path="")
-
-
-def test_a_subclass_may_replace_what_the_trainer_assigns_by_properties_that_nobody_can_set(tmp_path):
-    loader = DataLoader(torch.randn(8, 2), batch_size=4)
-
-    class Mixin:
-        @property
-        def should_stop(self):
-            return self.global_step >= self.most
-
-    class Two(Mixin, pl.Trainer):
-        def __init__(self, **arguments):
-            self.words = self.greeting
-            super().__init__(**arguments)
-            self.most, self.seen = 3, set()
-
-        @property
-        def greeting(self):
-            return "own"
-
-        @property
-        def logger(self):
-            return "training" if self.training else "other"
-
-    class Looks(Small):
-        def training_step(self, batch, batch_idx):
-            self.trainer.seen.add(self.logger)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            self.trainer.seen.add(self.logger)
-
-    trainer = Two(max_epochs=5, default_root_dir=tmp_path, **SILENT)
-    trainer.fit(Looks(), loader, loader)
-    assert trainer.words == trainer.greeting == "own"
-    assert trainer.seen == {"training", "other"}
-    assert trainer.logger == "other"
-    assert trainer.global_step == 3
 
 
 class LogsOnItsRank(Small):
@@ -608,31 +532,14 @@ def test_a_value_of_rank_zero_alone_is_in_callback_metrics():
     assert trainer.callback_metrics["alone"] == 3
 
 
-def test_a_module_saved_before_a_run_is_where_each_fit_begins(tmp_path):
-    loader, start = DataLoader(torch.randn(8, 2), batch_size=4), tmp_path / "folder" / "start.ckpt"
+def test_a_module_is_saved_before_a_run(tmp_path):
+    start = tmp_path / "folder" / "start.ckpt"
     model, trainer = Small(), pl.Trainer(max_epochs=2, default_root_dir=tmp_path, **SILENT)
     with pytest.raises(AttributeError, match="needs a module"):
         trainer.save_checkpoint(start)
-    trainer.strategy._lightning_module = model
+    trainer.strategy.connect(model)
     trainer.save_checkpoint(start)
-    trainer.strategy._lightning_module = None
-    found = []
-    for _ in range(2):
-        trainer.fit(model, loader, ckpt_path=start)
-        found.append([trainer.global_step, trainer.current_epoch, *model.layer.weight.flatten().tolist()])
-    assert found[0] == found[1]
-    assert found[0][:2] == [4, 2]
-
-
-def test_a_trainer_is_copied_after_a_run_without_what_the_run_has_opened():
-    trainer = pl.Trainer(**SILENT, max_steps=1, num_sanity_val_steps=0)
-    trainer.fit(Small(), DataLoader(torch.randn(4, 2)))
-    copied = copy.deepcopy(trainer)
-    assert (copied.global_step, copied.model) == (1, None)
-    assert copied.callback_metrics.keys() == trainer.callback_metrics.keys()
-    copied.fit_loop.epoch_loop.max_steps = 2
-    copied.fit(Small(), DataLoader(torch.randn(4, 2)))
-    assert (copied.global_step, trainer.global_step, trainer.max_steps) == (2, 1, 1)
+    assert torch.equal(Small.load_from_checkpoint(start).layer.weight, model.layer.weight)
 
 
 def test_what_is_printed_of_hyperparameters_and_of_a_data_module():

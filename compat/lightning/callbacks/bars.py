@@ -1,4 +1,4 @@
-"""ProgressBar, and the hooks that the bars by tqdm and by rich share."""
+"""ProgressBar: what a bar of one's own reads, such as totals, descriptions and values."""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from ....callbacks.progress_bar import ProgressDisplay
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ....tasks.task import Task
-    from ....trainer.trainer import Trainer
 
 Number = int | float
 
@@ -130,170 +131,3 @@ def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
 def convert_inf(x: Number | None) -> Number | None:
     """Return a count, or None for infinity and NaN, which tqdm does not take."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x
-
-
-class StagedBar(ProgressBar):
-    """A progress bar of stages, drawn at a rate, that can be switched off and on.
-
-    Its hooks call the methods of a renderer, which subclasses have: `open`, `begin_epoch`, `begin_loader`, `advance`,
-    `finish` and `show`. Stages are "sanity", "train", "val", "test" and "predict".
-
-    Args:
-        refresh_rate: how often to draw, in the subclass's unit; 0: show nothing.
-        leave: keep each epoch's bar.
-    """
-
-    def __init__(self, refresh_rate: int, leave: bool) -> None:
-        super().__init__()
-        self._refresh_rate, self._leave, self._enabled = refresh_rate, leave, True
-
-    @property
-    def refresh_rate(self) -> int:
-        """The rate, as the bar was given it; 0: nothing is shown."""
-        return self._refresh_rate
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether bars are shown."""
-        return self._enabled and self.refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether no bars are shown."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Show nothing from now on."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Show bars again."""
-        self._enabled = True
-
-    # --- what a renderer does ---------------------------------------------------------------------------------------
-    def open(self, stage: str) -> None:
-        """Make the bar of a stage, whose first batch is yet to come; within the sanity check also asked for "val"."""
-        raise NotImplementedError
-
-    def begin_epoch(self, trainer: "Trainer") -> None:
-        """Begin the bar of a training epoch."""
-        raise NotImplementedError
-
-    def begin_loader(self, stage: str, total: Number, description: str, dataloader_idx: int) -> None:
-        """Begin the bar of one of an evaluation's loaders."""
-        raise NotImplementedError
-
-    def advance(self, stage: str, batches: int, pl_module: "Task | None" = None) -> None:
-        """Say that so many batches are done; of training, with the module whose values to show."""
-        raise NotImplementedError
-
-    def finish(self, stage: str) -> None:
-        """Close the bar of a stage, or hide it."""
-
-    def show(self, trainer: "Trainer", pl_module: "Task") -> None:
-        """Show the newest values beside the bar of training."""
-        raise NotImplementedError
-
-    # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
-    def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open a bar."""
-        self.open("sanity")
-
-    def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Close the bar."""
-        self.finish("sanity")
-
-    def on_train_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the bar of training."""
-        self.open("train")
-
-    def on_train_epoch_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Begin the epoch's bar."""
-        self.begin_epoch(trainer)
-
-    def on_train_batch_end(self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
-        self.advance("train", batch_idx + 1, pl_module)
-
-    def on_train_epoch_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Show the epoch's values."""
-        self.show(trainer, pl_module)
-        if self._leave:
-            self.finish("train")
-
-    def on_train_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Close the bar."""
-        self.finish("train")
-
-    # --- evaluation -------------------------------------------------------------------------------------------------
-    def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar."""
-        self.open("val")
-
-    def on_validation_batch_start(
-        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            stage = "sanity" if trainer.sanity_checking else "val"
-            words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            self.begin_loader(stage, self.total_val_batches_current_dataloader, words, dataloader_idx)
-
-    def on_validation_batch_end(
-        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        self.advance("sanity" if trainer.sanity_checking else "val", batch_idx + 1)
-
-    def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar, and show the values beside that of training."""
-        self.finish("val")
-        self.reset_dataloader_idx_tracker()
-        if trainer.stage == "fit":
-            self.show(trainer, pl_module)
-
-    def on_test_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar."""
-        self.open("test")
-
-    def on_test_batch_start(
-        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            total = self.total_test_batches_current_dataloader
-            self.begin_loader("test", total, self.test_description, dataloader_idx)
-
-    def on_test_batch_end(
-        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        self.advance("test", batch_idx + 1)
-
-    def on_test_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar."""
-        self.finish("test")
-        self.reset_dataloader_idx_tracker()
-
-    def on_predict_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar."""
-        self.open("predict")
-
-    def on_predict_batch_start(
-        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            total = self.total_predict_batches_current_dataloader
-            self.begin_loader("predict", total, self.predict_description, dataloader_idx)
-
-    def on_predict_batch_end(
-        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Count the batch."""
-        self.advance("predict", batch_idx + 1)
-
-    def on_predict_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar."""
-        self.finish("predict")
-        self.reset_dataloader_idx_tracker()

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from functools import wraps
 from inspect import getmembers, isfunction, signature
-from typing import Any, TypeVar
+from typing import Any
 
 from ....callbacks import callback
 
-Kind = TypeVar("Kind")
 ROOM = __package__.rpartition(".")[0]
 
 
@@ -57,27 +56,6 @@ class Callback(callback.Callback):
     @property
     def _legacy_state_key(self) -> type["Callback"]:
         return type(self)
-
-
-def with_optional_arguments(*names: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Return a decorator by which methods of a class may be called with fewer arguments; those left out are None."""
-
-    def decorate(cls: type[Kind]) -> type[Kind]:
-        for name in names:
-            setattr(cls, name, _with_optional_arguments(getattr(cls, name)))
-        return cls
-
-    return decorate
-
-
-def _with_optional_arguments(method: Callable[..., Any]) -> Callable[..., Any]:
-    parameters = list(signature(method).parameters)
-
-    @wraps(method)
-    def call(*given: Any, **named: Any) -> Any:
-        return method(*given, **{**dict.fromkeys(parameters[len(given) :]), **named})
-
-    return call
 
 
 def name_parameters(cls: type) -> None:

@@ -14,8 +14,9 @@ from ....callbacks import early_stopping
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ....tasks.task import Task
-    from ....trainer.trainer import Trainer
 
 log = logging.getLogger("legato")
 

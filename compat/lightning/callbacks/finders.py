@@ -1,17 +1,16 @@
 """LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or where a subclass asks for one."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ....trainer.setup.data import make_loaders
-from ..aliases import item
 from ..rank_zero import rank_zero_warn
 from ..tuner import Tuner
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ....tasks.task import Task
-    from ....trainer.trainer import Trainer
 
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
@@ -64,11 +63,6 @@ class LearningRateFinder(Finder):
 
     SUPPORTED_MODES = ("linear", "exponential")
     SEARCH = "lr_find"
-    # private in Lightning, and read and set by programs
-    _min_lr, _max_lr, _mode, _update_attr, _attr_name, _early_stop_threshold = map(
-        partial(item, "_options"), ("min_lr", "max_lr", "mode", "update_attr", "attr_name", "early_stop_threshold")
-    )
-    _num_training_steps = item("_options", "num_training")
 
     def __init__(
         self,
@@ -117,11 +111,6 @@ class BatchSizeFinder(Finder):
     }
     SUPPORTED_MODES = ("power", "binsearch")
     SEARCH = "scale_batch_size"
-    # private in Lightning, and read and set by programs
-    _mode, _steps_per_trial, _init_val, _max_trials, _batch_arg_name, _margin, _max_val = map(
-        partial(item, "_options"),
-        ("mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val"),
-    )
 
     def __init__(
         self,

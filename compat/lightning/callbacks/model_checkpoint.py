@@ -22,8 +22,9 @@ from ..utilities import get_filesystem
 from .callback import Callback
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ....tasks.task import Task
-    from ....trainer.trainer import Trainer
 
 log = logging.getLogger("legato")
 

@@ -1,19 +1,22 @@
-"""TQDMProgressBar, by the package tqdm."""
+"""TQDMProgressBar, by the package tqdm; RichProgressBar is the same bar under its other name."""
 
 import math
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ....base.environment import get_variable
-from .bars import Number, StagedBar, convert_inf
+from ..placeholders import refuse_overrides
+from .bars import Number, ProgressBar, convert_inf
 
 if TYPE_CHECKING:
+    from legato import Trainer
+
     from ....tasks.task import Task
-    from ....trainer.trainer import Trainer
 
 SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_WITHOUT_TERMINAL = 10.0
@@ -56,7 +59,7 @@ def stage_bar(stage: str) -> Any:
     return property(get, put, doc=f"The bar of stage {stage!r}. Raises TypeError before there is one.")
 
 
-class TQDMProgressBar(StagedBar):
+class TQDMProgressBar(ProgressBar):
     """Shows a bar for the epoch and one for each evaluation, by tqdm on standard output.
 
     It draws at most ten times a second, and once in ten seconds where standard output is no terminal; the last batch is
@@ -71,8 +74,9 @@ class TQDMProgressBar(StagedBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__(self._resolve_refresh_rate(refresh_rate), leave)
-        self._process_position = process_position
+        super().__init__()
+        self._refresh_rate = self._resolve_refresh_rate(refresh_rate)
+        self._process_position, self._leave, self._enabled = process_position, leave, True
         self._train_progress_bar: Any = None
         self._val_progress_bar: Any = None
         self._test_progress_bar: Any = None
@@ -92,9 +96,32 @@ class TQDMProgressBar(StagedBar):
     predict_progress_bar = stage_bar("predict")
 
     @property
+    def refresh_rate(self) -> int:
+        """Batches between two drawings; 0: nothing is shown."""
+        return self._refresh_rate
+
+    @property
     def process_position(self) -> int:
         """Lines left above the bars."""
         return self._process_position
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no bars are shown."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show bars again."""
+        self._enabled = True
 
     # --- the bars ---------------------------------------------------------------------------------------------------
     def _make(self, description: str, leave: bool, below: int = 0, **options: Any) -> Tqdm:
@@ -130,46 +157,112 @@ class TQDMProgressBar(StagedBar):
         """Return the bar of prediction."""
         return self._make(self.predict_description, leave=True, smoothing=0)
 
-    # --- drawing ----------------------------------------------------------------------------------------------------
-    def open(self, stage: str) -> None:
-        """Make the bar of a stage; that of the sanity check is a validation's."""
-        if stage == "sanity":
-            self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
-        elif not self.trainer.sanity_checking:
-            makers = {"train": self.init_train_tqdm, "val": self.init_validation_tqdm, "test": self.init_test_tqdm}
-            setattr(self, f"{stage}_progress_bar", makers.get(stage, self.init_predict_tqdm)())
+    # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
+    def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Open the bar of the sanity check, which is a validation's."""
+        self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
 
-    def begin_epoch(self, trainer: "Trainer") -> None:
+    def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Close the bar."""
+        self.train_progress_bar.close()
+        self.val_progress_bar.close()
+
+    def on_train_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Open the bar of training."""
+        self.train_progress_bar = self.init_train_tqdm()
+
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
         """Begin the epoch's bar."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         self._begin(self.train_progress_bar, self.total_train_batches, f"Epoch {trainer.current_epoch}")
 
-    def begin_loader(self, stage: str, total: Number, description: str, dataloader_idx: int) -> None:
-        """Begin the bar of one of an evaluation's loaders."""
-        bar = getattr(self, f"{'val' if stage == 'sanity' else stage}_progress_bar")
-        self._begin(bar, total, f"{description} DataLoader {dataloader_idx}")
+    def on_train_batch_end(self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        if self._draws(self.train_progress_bar, batch_idx + 1):
+            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module), refresh=False)
+            self.train_progress_bar.refresh()
 
-    def advance(self, stage: str, batches: int, pl_module: "Task | None" = None) -> None:
-        """Draw if it is time."""
-        bar = getattr(self, f"_{'val' if stage == 'sanity' else stage}_progress_bar")
-        if bar is None or not self._is_due(batches, bar.total) or bar.disable:
-            return
-        self._drawn_at = time.monotonic()
-        bar.n = batches
-        if pl_module is not None:
-            bar.set_postfix(self.get_metrics(self.trainer, pl_module), refresh=False)
-        bar.refresh()
+    def on_train_epoch_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Show the epoch's values."""
+        self._show(trainer, pl_module)
+        if self._leave:
+            self.train_progress_bar.close()
 
-    def finish(self, stage: str) -> None:
-        """Close the bar of a stage."""
-        for name in ("train", "val") if stage == "sanity" else (stage,):
-            getattr(self, f"{name}_progress_bar").close()
+    def on_train_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
+        """Close the bar."""
+        self.train_progress_bar.close()
 
-    def show(self, trainer: "Trainer", pl_module: "Task") -> None:
-        """Show the newest values beside the bar of training."""
-        if self._train_progress_bar is not None and not self._train_progress_bar.disable:
-            self._train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar, unless that of the sanity check is open."""
+        if not trainer.sanity_checking:
+            self.val_progress_bar = self.init_validation_tqdm()
+
+    def on_validation_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+            total = self.total_val_batches_current_dataloader
+            self._begin(self.val_progress_bar, total, f"{words} DataLoader {dataloader_idx}")
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._advance(self.val_progress_bar, batch_idx + 1)
+
+    def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar, and show the values beside that of training."""
+        self._end(self.val_progress_bar)
+        if trainer.stage == "fit":
+            self._show(trainer, pl_module)
+
+    def on_test_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar."""
+        self.test_progress_bar = self.init_test_tqdm()
+
+    def on_test_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            total = self.total_test_batches_current_dataloader
+            self._begin(self.test_progress_bar, total, f"{self.test_description} DataLoader {dataloader_idx}")
+
+    def on_test_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._advance(self.test_progress_bar, batch_idx + 1)
+
+    def on_test_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar."""
+        self._end(self.test_progress_bar)
+
+    def on_predict_start(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Open a bar."""
+        self.predict_progress_bar = self.init_predict_tqdm()
+
+    def on_predict_batch_start(
+        self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            total = self.total_predict_batches_current_dataloader
+            self._begin(self.predict_progress_bar, total, f"{self.predict_description} DataLoader {dataloader_idx}")
+
+    def on_predict_batch_end(
+        self, trainer: "Trainer", pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._advance(self.predict_progress_bar, batch_idx + 1)
+
+    def on_predict_end(self, trainer: "Trainer", pl_module: Any) -> None:
+        """Close the bar."""
+        self._end(self.predict_progress_bar)
 
     def teardown(self, trainer: "Trainer", pl_module: Any, stage: str) -> None:
         """Close what is open, also after an exception."""
@@ -178,21 +271,39 @@ class TQDMProgressBar(StagedBar):
             if bar is not None:
                 bar.close()
 
+    # --- drawing ----------------------------------------------------------------------------------------------------
     def _begin(self, bar: Any, total: Number, description: str) -> None:
         bar.reset()
         bar.total, bar.initial = convert_inf(total), 0
         bar.set_description(description)
 
+    def _advance(self, bar: Any, batches: int) -> None:
+        if self._draws(bar, batches):
+            bar.refresh()
+
+    def _end(self, bar: Any) -> None:
+        bar.close()
+        self.reset_dataloader_idx_tracker()
+
+    def _show(self, trainer: "Trainer", pl_module: "Task") -> None:
+        """Show the newest values beside the bar of training."""
+        if self._train_progress_bar is not None and not self._train_progress_bar.disable:
+            self._train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+
     def _should_update(self, current: int, total: Number | None) -> bool:
         """Return whether to draw after `current` batches, by `refresh_rate`."""
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
-    def _is_due(self, current: int, total: Number | None) -> bool:
-        """Return whether to draw after `current` batches, by `refresh_rate` and by the clock."""
-        if not self._should_update(current, total):
+    def _draws(self, bar: Any, batches: int) -> bool:
+        """Move a bar, and return whether to draw it: by `refresh_rate`, and by the clock."""
+        if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL
-        return current == total or time.monotonic() - self._drawn_at >= rest
+        now = time.monotonic()
+        if batches != bar.total and now - self._drawn_at < rest:
+            return False
+        self._drawn_at, bar.n = now, batches
+        return True
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print above the bar that is shown, or where none is yet; nothing where bars are switched off."""
@@ -202,3 +313,35 @@ class TQDMProgressBar(StagedBar):
             print(*args, sep=sep, **kwargs)
         elif shown is not None:
             shown.write(sep.join(map(str, args)), **kwargs)
+
+
+@dataclass
+class RichProgressBarTheme:
+    """Styles of Lightning's bar by rich; they are kept, and not used."""
+
+    description: Any = ""
+    progress_bar: Any = "#6206E0"
+    progress_bar_finished: Any = "#6206E0"
+    progress_bar_pulse: Any = "#6206E0"
+    batch_progress: Any = ""
+    time: Any = "dim"
+    processing_speed: Any = "dim underline"
+    metrics: Any = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
+
+
+class RichProgressBar(TQDMProgressBar):
+    """The bar by tqdm, with the arguments of Lightning's bar by rich. Raises UnsupportedError for columns."""
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        way_out = "bars are drawn by tqdm. Override get_metrics for other values, init_train_tqdm for another bar."
+        refuse_overrides(self, ("configure_columns", "_init_progress"), way_out)
+        super().__init__(refresh_rate, leave=leave)
+        self.theme = RichProgressBarTheme() if theme is None else theme

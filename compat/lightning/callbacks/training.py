@@ -19,11 +19,11 @@ from ....trainer.hooks import overrides
 from ..placeholders import UnsupportedError
 from ..rank_zero import rank_zero_warn
 from ..utilities import LightningEnum
-from .callback import Callback, with_optional_arguments
+from .callback import Callback
 from .model_checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from ....trainer.trainer import Trainer
+    from legato import Trainer
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
@@ -84,7 +84,6 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
             logger.log_metrics(named, step=step)
 
 
-@with_optional_arguments("on_train_epoch_start")
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
     """Accumulates as many batches for a step as `scheduling` says for the epoch."""
 

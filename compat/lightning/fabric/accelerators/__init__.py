@@ -3,8 +3,7 @@
 # fmt: off
 
 from legato.compat.lightning.accelerators import (
-    Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator, find_usable_cuda_devices,
-    register_classes as _register_classes,
+    Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator, register_classes as _register_classes,
 )
 from legato.compat.lightning.utilities import num_cuda_devices
 from torch.cuda import is_available as is_cuda_available

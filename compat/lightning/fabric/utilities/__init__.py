@@ -3,7 +3,6 @@
 # fmt: off
 
 from legato.compat.lightning.accelerators import register_classes as _register_classes
-from legato.compat.lightning.callbacks.monitors import TrainingSpikeException
 from legato.compat.lightning.exceptions import MisconfigurationException
 from legato.compat.lightning.loggers import add_prefix as _add_prefix
 from legato.compat.lightning.module import AttributeDict
@@ -17,11 +16,11 @@ from legato.compat.lightning.types import (
     UntypedStorage,
 )
 from legato.compat.lightning.utilities import (
-    CONVERSION_DTYPES, DeviceDtypeMixin as _DeviceDtypeModuleMixin, DistributedSamplerWrapper, LightningEnum,
-    apply_to_collection, convert_to_tensors, distributed_is_initialized as _distributed_is_initialized,
-    get_filesystem, group, has_iterable_dataset, has_len, is_local_file_protocol as _is_local_file_protocol,
+    DeviceDtypeMixin as _DeviceDtypeModuleMixin, LightningEnum, apply_to_collection,
+    distributed_is_initialized as _distributed_is_initialized, get_filesystem, group, has_iterable_dataset,
+    is_local_file_protocol as _is_local_file_protocol,
     load_file as _load, max_seed_value, measure_flops, min_seed_value, move_data_to_device, package_available,
-    reset_seed, seed_everything, sized_len, suggested_max_num_workers,
+    reset_seed, seed_everything, sized_len,
 )
 from legato.compat.lightning.inner import alias_below, inner_name
 

@@ -3,11 +3,14 @@
 # fmt: off
 
 from legato.compat.lightning.accelerators import (
-    Accelerator, AcceleratorRegistry, CPUAccelerator, CUDAAccelerator, MPSAccelerator, find_usable_cuda_devices,
-    get_cpu_stats, get_device_stats, get_nvidia_gpu_stats,
+    Accelerator, AcceleratorRegistry, CPUAccelerator, CUDAAccelerator, MPSAccelerator,
 )
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
+find_usable_cuda_devices, get_cpu_stats, get_device_stats, get_nvidia_gpu_stats = placeholders(
+    __name__, "find_usable_cuda_devices get_cpu_stats get_device_stats get_nvidia_gpu_stats",
+    "Call torch.cuda.device_count and torch.cuda.memory_stats, or psutil; DeviceStatsMonitor logs figures.",
+)
 XLAAccelerator, TPUAccelerator = placeholders(
     __name__, "XLAAccelerator TPUAccelerator",
     "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",

@@ -8,13 +8,9 @@ from legato.compat.lightning.callbacks.early_stopping import EarlyStopping, Earl
 from legato.compat.lightning.callbacks.finders import BatchSizeFinder, LearningRateFinder
 from legato.compat.lightning.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from legato.compat.lightning.callbacks.model_summary import ModelSummary, RichModelSummary
-from legato.compat.lightning.callbacks.monitors import Interval, LearningRateMonitor, SpikeDetection, Timer
+from legato.compat.lightning.callbacks.monitors import Interval, LearningRateMonitor, Timer
 from legato.compat.lightning.callbacks.bars import ProgressBar, convert_inf, get_standard_metrics
-from legato.compat.lightning.callbacks.rich_bar import (
-    BatchesProcessedColumn, CustomBarColumn, CustomProgress, CustomTimeColumn, MetricsTextColumn,
-    ProcessingSpeedColumn, RichProgressBar, RichProgressBarTheme,
-)
-from legato.compat.lightning.callbacks.tqdm_bar import Tqdm, TQDMProgressBar
+from legato.compat.lightning.callbacks.tqdm_bar import RichProgressBar, RichProgressBarTheme, Tqdm, TQDMProgressBar
 from legato.compat.lightning.callbacks.training import (
     BackboneFinetuning, BaseFinetuning, BasePredictionWriter, DeviceStatsMonitor, GradientAccumulationScheduler,
     LambdaCallback, OnExceptionCheckpoint, ThroughputMonitor, WriteInterval, multiplicative,
@@ -27,9 +23,17 @@ ModelPruning, = placeholders(
     "Call torch.nn.utils.prune in on_train_epoch_end of a callback: prune.l1_unstructured(module, 'weight', "
     "amount), and prune.remove when training ends.",
 )
-CustomInfiniteTask, = placeholders(
-    __name__, "CustomInfiniteTask",
-    "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
+(
+    BatchesProcessedColumn, CustomBarColumn, CustomInfiniteTask, CustomProgress, CustomTimeColumn, MetricsTextColumn,
+    ProcessingSpeedColumn,
+) = placeholders(
+    __name__, "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress CustomTimeColumn "
+    "MetricsTextColumn ProcessingSpeedColumn",
+    "RichProgressBar draws by tqdm here: override get_metrics for other values beside it.",
+)
+SpikeDetection, TrainingSpikeException = placeholders(
+    __name__, "SpikeDetection TrainingSpikeException",
+    "Give Trainer the callback legato.lab.SpikeWatch, which names the samples of a spike and can leave out its update.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

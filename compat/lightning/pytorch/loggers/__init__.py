@@ -4,7 +4,7 @@
 
 from legato.compat.lightning.loggers import (
     LOCAL_FILE_URI_PREFIX, CSVLogger, DummyExperiment, DummyLogger, ExperimentWriter, Logger, MLFlowLogger,
-    TensorBoardLogger, WANDB_AVAILABLE as _WANDB_AVAILABLE, WandbLogger, merge_dicts, rank_zero_experiment,
+    TensorBoardLogger, WANDB_AVAILABLE as _WANDB_AVAILABLE, WandbLogger, rank_zero_experiment,
     scan_checkpoints as _scan_checkpoints,
 )
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
@@ -14,6 +14,7 @@ CometLogger, LitLogger, FRAMEWORK_NAME, comet_experiment = placeholders(
     "Write a Logger of your own over the package (subclass lightning.pytorch.loggers.Logger with name, version, "
     "log_metrics and log_hyperparams), or use WandbLogger or MLFlowLogger.",
 )
+merge_dicts, = placeholders(__name__, "merge_dicts", "Put the values of two dicts together by a comprehension.")
 NeptuneLogger, = placeholders(__name__, "NeptuneLogger", "Neptune has been shut down; use WandbLogger or MLFlowLogger.")
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

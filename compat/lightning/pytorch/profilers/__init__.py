@@ -3,10 +3,14 @@
 # fmt: off
 
 from legato.compat.lightning.profilers import (
-    AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, RegisterRecordFunction, SimpleProfiler,
+    PassThroughProfiler, Profiler, PyTorchProfiler, RegisterRecordFunction, SimpleProfiler,
 )
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
+AdvancedProfiler, = placeholders(
+    __name__, "AdvancedProfiler",
+    "Python's own profiler needs no Trainer: python -m cProfile -o out.prof train.py. profiler='simple' times actions.",
+)
 XLAProfiler, = placeholders(
     __name__, "XLAProfiler",
     "Legato runs on CPU, CUDA and MPS devices, not on XLA; profiler='pytorch' records a trace there.",

@@ -21,12 +21,13 @@ from legato.compat.lightning.types import (
 from legato.compat.lightning.utilities import (
     CPU_DEVICE, FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON, GradClipAlgorithmType, LightningEnum,
     apply_to_collection, extract_batch_size, garbage_collection_cuda, get_filesystem, grad_norm,
-    has_iterable_dataset, is_cuda_out_of_memory, is_cudnn_snafu, is_local_file_protocol as _is_local_file_protocol,
-    is_oom_error, is_out_of_cpu_memory, is_overridden, isolate_rng, load_file as _load, main, measure_flops,
-    move_data_to_device, package_available, recursive_detach, reset_seed, save_hyperparameters, seed_everything,
-    sized_len, suggested_max_num_workers,
+    has_iterable_dataset,
+    is_local_file_protocol as _is_local_file_protocol,
+    is_oom_error, is_overridden, isolate_rng, load_file as _load, main, measure_flops,
+    move_data_to_device, package_available, recursive_detach, reset_seed, seed_everything,
+    sized_len,
 )
-from legato.trainer.data.combined import CombinedLoader
+from legato import CombinedLoader
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 (
@@ -38,6 +39,12 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
     "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer states, and their "
     "checkpoints are whole.",
 )
+is_cuda_out_of_memory, is_cudnn_snafu, is_out_of_cpu_memory = placeholders(
+    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which knows all of them."
+)
+suggested_max_num_workers, = placeholders(
+    __name__, "suggested_max_num_workers", "Divide len(os.sched_getaffinity(0)) by the number of processes."
+)
 migrate_checkpoint, pl_legacy_patch = placeholders(
     __name__, "migrate_checkpoint pl_legacy_patch",
     "Legato reads checkpoints of every Lightning 2 as they are; upgrade older ones with Lightning itself: "
@@ -47,8 +54,10 @@ find_model_local_ckpt_path, download_model_from_registry = placeholders(
     __name__, "find_model_local_ckpt_path download_model_from_registry",
     "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
 )
-clean_namespace, collect_init_args, get_init_args, is_picklable, parse_class_init_keys = placeholders(
-    __name__, "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys",
+(
+    clean_namespace, collect_init_args, get_init_args, is_picklable, parse_class_init_keys, save_hyperparameters,
+) = placeholders(
+    __name__, "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys save_hyperparameters",
     "self.save_hyperparameters() stores the arguments of __init__ that are data.",
 )
 lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
