@@ -13,11 +13,21 @@ from ...callbacks.callback import Callback
 from ...loggers.logger import Logger
 from ...trainer.processes.devices import find_devices
 from .accelerators import KINDS, read_devices
+from .callbacks.callback import Callback as CallbackOfLightning
+from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .placeholders import UnsupportedError
-from .plugins import Precision, read_plugins
+from .plugins import ClusterEnvironment, LayerSync, Precision, read_plugins
+from .profilers import Profiler
 from .rank_zero import rank_zero_info, rank_zero_warn
 from .requeue import is_requeued_by_default
-from .strategies import XLA, read_strategy
+from .strategies import XLA, Strategy, StrategyOfLegato, read_strategy
+
+AnyCallback = CallbackOfLightning | Callback
+AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
+AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
+AnyProfiler = Profiler | str
+AnyStrategy = str | Strategy | StrategyOfLegato
+"""Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
 
 NEVER_LOG = sys.maxsize
 """Steps between two logging points where there are to be none."""

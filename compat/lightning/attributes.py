@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from legato import CombinedLoader, Trainer
-
+from ... import CombinedLoader, Trainer
 from ...loggers.logger import Logger
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task

@@ -27,8 +27,6 @@ from ...tasks.hyperparameters import plain_containers
 from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
-from ...trainer.resume.checkpoint_format import DirectoryFormat
-from ...trainer.resume.left_out import BUILT, LEFT_OUT
 from ...trainer.resume.parameter_names import has_names, named, numbered
 from ...trainer.resume.rebuild import averaged_weights, averaging_state
 from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAINED, contents_of, loops_of
@@ -36,6 +34,8 @@ from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAIN
 log = logging.getLogger("legato")
 
 KEY = "legato"
+LEFT_OUT, BUILT = "hyper_parameters_left_out", "hyper_parameters_built"
+"""Keys of a checkpoint's contents: names of hyperparameters that are code, and of those that a config has made."""
 OF_LEGATO = {
     *("state", "run_id", "fingerprint", "optimizer_names", "metrics", "callback_metrics", "data", "versions", "config"),
 }
@@ -199,6 +199,11 @@ def write(path: Path, saved: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
+def write_module(path: Path, module: Any) -> None:
+    """Write a file with the weights of a module that no run has."""
+    write(path, {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
+
+
 def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
     """Return what a file holds; with weights_only=False, which the program must say, code in it may run."""
     if weights_only is False:
@@ -317,7 +322,7 @@ class LightningFile:
 
     def _read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         if path.is_dir():
-            return DirectoryFormat().read(path, ranks, names, in_parts)
+            raise CheckpointError(f"{path} is a checkpoint of Legato's own Trainer: legato convert {path} FILE.ckpt")
         try:
             saved = read(path, weights_only=self.weights_only)
         except CheckpointError:

@@ -1,11 +1,12 @@
 """Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
-from ...trainer.resume.contents import contents
 from .attributes import TrainerAttributes
-from .checkpoint import in_one_piece, to_file, with_hyperparameters
+from .checkpoint import read
 from .placeholders import inner_part_missing
 
 
@@ -58,11 +59,13 @@ class CheckpointConnector(Connector):
     """Contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what Lightning's file of this moment would hold; every rank calls it."""
-        run = self.trainer.current_run
-        saved = contents(self.trainer, bool(weights_only))
-        saved = with_hyperparameters(saved, {"": run.task, "datamodule_": run.datamodule})
-        return to_file(in_one_piece(saved, self.trainer.strategy.state_dicts.writers), run.datamodule)
+        """Return what Lightning's file of this moment would hold, on rank 0; every rank calls it."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "contents.ckpt")
+            self.trainer.saver.save(path, bool(weights_only), False)
+            # what this process has just written may be code
+            saved: dict[str, Any] = read(path, weights_only=False) if path.exists() else {}
+        return saved
 
 
 class LoggerConnector(Connector):

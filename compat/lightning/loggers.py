@@ -5,7 +5,8 @@ import secrets
 import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from pathlib import Path
@@ -14,16 +15,16 @@ from typing import Any, Literal
 import torch
 
 from ...base.environment import get_variable
-from ...base.run_names import require_local
+from ...base.errors import ConfigError
 from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...tasks.hyperparameters import plain_containers
-from ...trainer.data.transfer import to_device
+from ...trainer.processes.place import find_place
 from .aliases import alias
 from .placeholders import UnsupportedAttributeError, UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
-from .utilities import get_filesystem, package_available
+from .utilities import get_filesystem, move_data_to_device, package_available
 
 LOCAL_FILE_URI_PREFIX = "file:"
 WANDB_AVAILABLE = package_available("wandb")
@@ -190,7 +191,8 @@ class FolderOfLogger:
     def __init__(
         self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
     ) -> None:
-        require_local(save_dir, "A logger's save_dir")
+        if "://" in str(save_dir):
+            raise ConfigError(f"A logger's save_dir is a folder of this machine, got {str(save_dir)!r}: mount it.")
         self.logger, self.kind = logger, kind
         self.save_dir, self.name, self._version = os.fspath(save_dir), name, version
         self._start = os.getcwd()  # wherever the process goes later
@@ -381,7 +383,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         try:
             with torch.random.fork_rng(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
-                self._writer.add_graph(model, to_device(given, device))
+                self._writer.add_graph(model, move_data_to_device(given, device))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -689,6 +691,39 @@ def scan_checkpoints(
     }
     saved = ((Path(path).stat().st_mtime, path, *told) for path, told in found.items() if path and Path(path).exists())
     return sorted(one for one in saved if logged_model_time.get(one[1], 0.0) < one[0])
+
+
+def folder_of_run(trainer: Any) -> Path | None:
+    """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
+
+    Also None on ranks above 0, which rank 0 tells it.
+    """
+    place = find_place(trainer.cluster)
+    if trainer.fast_dev_run or not trainer.loggers or (place is not None and place.rank > 0):
+        return None
+    first = trainer.loggers[0]
+    own = getattr(first, "log_dir", None)
+    if own is None and isinstance(first, WithoutFiles):
+        first.make_version()
+        own = folder_below(trainer.default_root_dir, first)  # where ModelCheckpoint writes then
+    if own is None:  # without a `run.json` it is no run directory of Legato's
+        folders = (Path(trainer.default_root_dir, trainer.run_name, f"version_{number}") for number in count())
+        own = next(folder for folder in folders if not folder.exists())
+        own.mkdir(parents=True)
+    return Path(own)
+
+
+@contextmanager
+def points_of(trainer: Any) -> Iterator[None]:
+    """Let the loggers place the points of a trainer's call, within the context."""
+    loggers = [one for one in trainer.loggers if isinstance(one, PlacesPoints)]
+    for placing in loggers:
+        placing.trainer_of_points = trainer
+    try:
+        yield
+    finally:
+        for placing in loggers:
+            placing.trainer_of_points = None
 
 
 # --- hyperparameters ------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, tensor
 
-from legato import CombinedLoader
-
+from ... import CombinedLoader
 from ...callbacks.prediction_writer import PredictionWriter
 from .aliases import alias
 from .attributes import TrainerAttributes

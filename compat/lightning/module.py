@@ -296,7 +296,7 @@ class LightningModule(InitialHyperparameters, Task):
     ) -> None:
         """Log a value; one that a step of an evaluation logs with `on_step` is written for each batch, too."""
         trainer: Any = self.__dict__.get("_trainer")
-        if trainer is not None and trainer.barebones:
+        if getattr(trainer, "barebones", False):  # which Legato's own Trainer lacks
             return
         metrics = None if trainer is None or trainer.run is None else trainer.run.metrics
         if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
@@ -429,9 +429,7 @@ class LightningModule(InitialHyperparameters, Task):
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise ValueError(f"{method} needs an input sample: give one, or set example_input_array.")
-        from ...trainer.data.transfer import to_device
-
-        return to_device(sample, self.device)
+        return self.transfer_batch_to_device(sample, self.device, 0)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

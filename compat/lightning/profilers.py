@@ -23,8 +23,7 @@ from ...base.errors import ConfigError, did_you_mean
 from ...callbacks.callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from ... import Trainer
     from ...tasks.task import Task
 
 log = logging.getLogger("legato")

@@ -28,6 +28,7 @@ from .rank_zero import rank_zero_warn
 if TYPE_CHECKING:
     from .module import LightningModule
 
+StrategyOfLegato = strategy.Strategy
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 

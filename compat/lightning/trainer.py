@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,100 +13,39 @@ from typing import Any, Literal
 import torch
 
 from ...base.errors import ConfigError
-from ...callbacks.callback import Callback
-from ...callbacks.checkpoint_callback import CheckpointCallback
-from ...callbacks.model_summary import ModelSummary as SummaryOfLegato
-from ...callbacks.progress_bar import ProgressDisplay
-from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ...trainer.hooks import RENAMED, STEP_NAMES, check_hook_arguments, describe_misnomers, overrides
-from ...trainer.optimization.precision import Precision as PrecisionOfRun
+from ...trainer.hooks import check_hook_arguments, describe_misnomers, overrides
 from ...trainer.processes.place import find_place
-from ...trainer.runs import places
-from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
-from .arguments import read_arguments, set_benchmark
+from .arguments import (
+    AnyCallback,
+    AnyLogger,
+    AnyPlugin,
+    AnyProfiler,
+    AnyStrategy,
+    read_arguments,
+    set_benchmark,
+)
 from .attributes import TrainerAttributes
-from .callbacks.bars import refuse_bars
 from .callbacks.callback import Callback as CallbackOfLightning
+from .callbacks.defaults import make_callbacks
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
-from .callbacks.model_summary import ModelSummary
-from .callbacks.monitors import Timer
-from .callbacks.tqdm_bar import TQDMProgressBar
-from .checkpoint import LightningFile, write
+from .checkpoint import LightningFile, write_module
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
+from .given_module import refuse_old_hooks, uncompiled
 from .launch import is_started, note_failure, shared_seed, start_ranks, starts_script
-from .lightning_files import FORMAT_VERSION, LIGHTNING
-from .loggers import (
-    CSVLogger,
-    DummyLogger,
-    MLFlowLogger,
-    PlacesPoints,
-    TensorBoardLogger,
-    WandbLogger,
-    WithoutFiles,
-    folder_below,
-)
+from .loggers import DummyLogger, TensorBoardLogger, folder_of_run, points_of
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .optimizers import SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
-from .plugins import ClusterEnvironment, LayerSync, Precision
-from .profilers import Profiler, add_profiler
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import Strategy, with_attributes
-from .utilities import given_to_compile
 
 log = logging.getLogger("legato")
-
-
-def uncompiled(model: Any) -> Any:
-    """Return the module in what torch.compile returned for it, with its forward and its steps compiled."""
-    module = given_to_compile(model)
-    if not isinstance(module, Task):
-        return model
-    for name in ("forward", *STEP_NAMES):
-        if name not in vars(module) and overrides(module, Task, name):
-            setattr(module, name, model.dynamo_ctx(getattr(module, name)))
-    return module
-
-
-AnyCallback = CallbackOfLightning | Callback
-AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
-AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
-AnyStrategy = str | Strategy | StrategyOfLegato
-"""Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
-
-HOOKS_OF_LIGHTNING_1 = {
-    "fit": ("training_epoch_end", "validation_epoch_end"),
-    "validate": ("validation_epoch_end",),
-    "test": ("test_epoch_end",),
-}
-"""Hooks that were given the outputs of all batches, and would not be called, by the method that would call them."""
-
-
-def refuse_old_hooks(method: str, module: Any) -> None:
-    """Raise NotImplementedError for a module with such a hook."""
-    for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
-        if callable(getattr(module, name, None)):
-            raise NotImplementedError(
-                f"{type(module).__name__}.{name} is a hook of Lightning 1, which Lightning 2 does not call: keep "
-                f"outputs in an attribute of the module, and use them in {RENAMED[name]}."
-            )
-
-
-def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
-    """Raise RuntimeError for callbacks whose states a checkpoint would hold under one key."""
-    keys = [one.state_key for one in callbacks if overrides(one, Callback, "state_dict")]
-    if len(set(keys)) < len(keys):
-        same = next(key for key in keys if keys.count(key) > 1)
-        raise RuntimeError(
-            f"Several callbacks have a state under the key {same!r}, of which a checkpoint would keep one: give each a "
-            f"state_key of its own."
-        )
 
 
 INNER_METHODS = (
@@ -174,7 +113,7 @@ class Trainer(TrainerAttributes):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: Profiler | str | None = None,
+        profiler: AnyProfiler | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: AnyPlugin | list[AnyPlugin] | None = None,
@@ -193,11 +132,10 @@ class Trainer(TrainerAttributes):
         given = without_defaults({**arguments, "callbacks": None})
         super().__init__(**given, **self._arguments_of_files_and_ranks(strategy, devices))
         self.strategy = with_attributes(self.strategy, arguments["strategy"])
-        self.callbacks = self._make_callbacks(arguments)
+        self.callbacks = make_callbacks(self, arguments, profiler)
         self._show_arguments(arguments, gradient_clip_algorithm)
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
-        self.profiler = add_profiler(profiler, self.callbacks)
         self.modes_before = {}
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
@@ -220,49 +158,6 @@ class Trainer(TrainerAttributes):
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         if self.fast_dev_run and arguments["logger"]:
             self.loggers = [DummyLogger()]
-
-    def _make_callbacks(self, arguments: dict[str, Any]) -> list[Callback]:
-        """Return the callbacks that were given, and those that other arguments ask for; none of these logs anything.
-
-        Raises ConfigError for what is no callback.
-        """
-        given = arguments["callbacks"]
-        callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(f"Trainer(callbacks=...) takes Callbacks; got {type(callback).__name__}.")
-        if any(isinstance(one, CheckpointCallback) for one in callbacks) and not arguments["enable_checkpointing"]:
-            raise ConfigError("enable_checkpointing=False, but callbacks has a ModelCheckpoint; leave one of them out.")
-        defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
-            (self.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
-            (self.enable_model_summary, SummaryOfLegato, ModelSummary),
-            (arguments["enable_checkpointing"], CheckpointCallback, ModelCheckpoint),
-        ]
-        for is_wanted, role, kind in defaults:
-            if is_wanted and not any(isinstance(callback, role) for callback in callbacks):
-                callbacks.append(kind())
-        callbacks += [] if self.max_time is None else [Timer(duration=self.max_time)]
-        refuse_same_keys(callbacks)
-        refuse_bars(callbacks, self.enable_progress_bar)
-        self.enable_checkpointing = False  # no directory of Legato's is needed: these write where Lightning's do
-        return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
-
-    def _folder_of_loggers(self) -> Path | None:
-        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
-
-        Also None on ranks above 0, which rank 0 tells it.
-        """
-        place = find_place(self.cluster)
-        if self.fast_dev_run or not self.loggers or (place is not None and place.rank > 0):
-            return None
-        first = self.loggers[0]
-        own = getattr(first, "log_dir", None)
-        if own is None and isinstance(first, WithoutFiles):
-            first.make_version()
-            own = folder_below(self.default_root_dir, first)  # where ModelCheckpoint writes then
-        if own is None:  # without a `run.json` it is no run directory of Legato's
-            return places.make_folder(Path(self.default_root_dir), self.run_name)
-        return Path(own)
 
     def _make_loops(self) -> None:
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
@@ -474,7 +369,7 @@ class Trainer(TrainerAttributes):
             raise UnsupportedError("save_checkpoint(storage_options=...): checkpoints are files of a file system.")
         module = vars(self.strategy).get("_lightning_module")  # by which public packages name a module before a run
         if self.run is None and module is not None:
-            write(Path(filepath), {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
+            write_module(Path(filepath), module)
             return
         if self.run is None:
             raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
@@ -486,7 +381,7 @@ class Trainer(TrainerAttributes):
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Make tensors on the run's device, in its precision."""
         device = self.device_list[0]
-        with PrecisionOfRun(str(self.precision), device.type).forward_context(), device:
+        with self.precision_plugin.in_use(device.type).forward_context(), device:
             yield
 
     @contextmanager
@@ -503,13 +398,11 @@ class Trainer(TrainerAttributes):
         # within a worker it is that of the process which started it
         makes_folder = self.given_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
         if makes_folder:
-            self.given_dir = self._folder_of_loggers()
+            self.given_dir = folder_of_run(self)
         self.run_dir = self.run_dir or self.given_dir
-        for logger in self.loggers:
-            if isinstance(logger, PlacesPoints):
-                logger.trainer_of_points = self
         try:
-            yield
+            with points_of(self):
+                yield
         except BaseException:
             self.state.status = TrainerStatus.INTERRUPTED
             note_failure()
@@ -517,9 +410,6 @@ class Trainer(TrainerAttributes):
         finally:
             if makes_folder:
                 self.given_dir = None
-            for logger in self.loggers:
-                if isinstance(logger, PlacesPoints):
-                    logger.trainer_of_points = None
             for callback in self.callbacks:
                 if isinstance(callback, CallbackOfLightning):
                     callback.__dict__.pop("log", None)

@@ -21,7 +21,7 @@ from .rank_zero import rank_zero_warn
 from .utilities import garbage_collection_cuda, is_oom_error, isolate_rng
 
 if TYPE_CHECKING:
-    from legato import Trainer
+    from ... import Trainer
 
 log = logging.getLogger("legato")
 

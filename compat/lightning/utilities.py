@@ -22,9 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...base.environment import get_variable, set_variable
 from ...base.errors import WorkerError
+from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ...trainer.data.transfer import to_device
 from .exceptions import MisconfigurationException
 from .rank_zero import rank_prefixed_message, rank_zero_warn
 
@@ -113,7 +113,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
     """Return a collection with each tensor, and each object that has `.to`, on a device."""
-    return to_device(batch, torch.device(device))
+    return DataHooks().transfer_batch_to_device(batch, torch.device(device), 0)
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:

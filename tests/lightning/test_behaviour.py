@@ -14,7 +14,8 @@ from torchmetrics import MeanMetric
 
 import legato as lg
 import legato.compat.lightning.pytorch as room
-from legato.base.errors import ConfigError, DataError
+from legato.base.errors import CheckpointError, ConfigError, DataError
+from legato.compat.lightning.convert import convert_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 
@@ -276,8 +277,14 @@ def test_an_epochs_schedulers_step_once_whoever_goes_on(order, tmp_path):
     first, second = (kinds[name] for name in order.split(", "))
     options = {**QUIET, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     first[1](**options, max_epochs=2).fit(first[0](), loader(), loader(2))
+    start = Path("here")
+    if start.is_dir() and second is kinds["room"]:  # which reads files
+        with pytest.raises(CheckpointError, match="legato convert here"):
+            second[1](**options).fit(second[0](), loader(), ckpt_path=start)
+        start = start.with_suffix(".ckpt")
+        convert_checkpoint(Path("here"), start)
     resumed = second[0]()
-    second[1](**options, max_epochs=4).fit(resumed, loader(), loader(2), ckpt_path="here")
+    second[1](**options, max_epochs=4).fit(resumed, loader(), loader(2), ckpt_path=start)
     assert resumed.rates == [0.25] * 4 + [0.125] * 4
 
 

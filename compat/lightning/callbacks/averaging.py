@@ -14,8 +14,7 @@ from ..placeholders import UnsupportedError, refuse_overrides
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 

@@ -11,8 +11,7 @@ from ....callbacks.progress_bar import ProgressDisplay
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 Number = int | float

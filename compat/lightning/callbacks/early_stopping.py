@@ -14,8 +14,7 @@ from ....callbacks import early_stopping
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 log = logging.getLogger("legato")

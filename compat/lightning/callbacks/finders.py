@@ -8,8 +8,7 @@ from ..tuner import Tuner
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 

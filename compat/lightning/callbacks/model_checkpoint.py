@@ -22,8 +22,7 @@ from ..utilities import get_filesystem
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 log = logging.getLogger("legato")

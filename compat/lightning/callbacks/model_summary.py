@@ -10,8 +10,7 @@ from ..model_summary import summarize as summarize_module
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 log = logging.getLogger("legato")

@@ -15,7 +15,7 @@ from .callback import Callback
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from legato import Trainer
+    from .... import Trainer
 
 
 class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):

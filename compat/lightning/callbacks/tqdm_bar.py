@@ -14,8 +14,7 @@ from ..placeholders import refuse_overrides
 from .bars import Number, ProgressBar, convert_inf
 
 if TYPE_CHECKING:
-    from legato import Trainer
-
+    from .... import Trainer
     from ....tasks.task import Task
 
 SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -336,12 +335,12 @@ class RichProgressBar(TQDMProgressBar):
 
     def __init__(
         self,
-        refresh_rate: int = 1,
+        refresh_rate: int = 100,
         leave: bool = False,
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         way_out = "bars are drawn by tqdm. Override get_metrics for other values, init_train_tqdm for another bar."
         refuse_overrides(self, ("configure_columns", "_init_progress"), way_out)
-        super().__init__(refresh_rate, leave=leave)
+        super().__init__(int(refresh_rate > 0), leave=leave)  # rich's rate is one of updates a second
         self.theme = RichProgressBarTheme() if theme is None else theme

@@ -23,7 +23,7 @@ from .callback import Callback
 from .model_checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from legato import Trainer
+    from .... import Trainer
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
