@@ -99,6 +99,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return [batch] if self.mode == "sequential" else list(_pieces(self.iterables, batch))
 
     def _rows(self) -> Iterator[list[Any]]:
+        # all at once, so that the workers of each loader start while the first batch is awaited
         iterators = [_opened(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
@@ -107,6 +108,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                 piece = None if self.mode == "max_size" and number in done else next(iterators[number], _END)
                 if piece is _END:
                     done.add(number)
+                    # with max_size_cycle too: the epoch ends when the longest loader ends, which is the last to do so
                     if self.mode == "min_size" or len(done) == len(self.flattened):
                         return
                     piece = None
@@ -284,6 +286,7 @@ class CombinedPart(MapLoader):
         def batches_at(positions: Integers) -> list[KeyedIndices]:
             batches: list[KeyedIndices] = []
             for own_epoch, places in groupby(map(place, positions.tolist()), itemgetter(0)):
+                # all batches of a pass in one call: NumPy's overhead is shared
                 order, spans = self.order_of_pass(own_epoch).order, [span for _, span in places]
                 batches += keyed_batches(order, spans, own_epoch, self.own_batches)
             return batches
@@ -328,6 +331,7 @@ class CombinedSource:
         ]
         self.length = loader.combine_lengths([part.count for part in self.parts])
         # Whether to drop a round in which some replica would have no batch
+        # only if all loaders say so: one that keeps its rest has a batch to train on
         self.drop_last = all(part.drop_last for part in self.parts)
         for part in self.parts:
             part.passes = -(-self.length // part.count)

@@ -42,6 +42,7 @@ class DealtData:
         """Wrap a loader for which `can_deal` is True; `ranks` compare what their samplers draw for an epoch."""
         self.loader = loader
         given = loader, dealing.seed, in_order, dealing.keyed
+        # padded for the replicas here, as each loader must repeat its own first samples
         self.source: MapLoader | CombinedSource = (
             MapLoader(*given)
             if is_dealable(loader)
@@ -67,6 +68,7 @@ class DealtData:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
+            # a sampler may draw from a generator that is not seeded alike on all ranks
             drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
@@ -216,6 +218,7 @@ class EvaluationData:
             return True
         if not expects_shares:
             return False
+        # an order of a sampler's own, or another length, is a share where the user says that shares are expected
         draws = any(part.shuffled is None for part in source.source.map_loaders().values())
         return draws or not have_same(source.source.positions(0), self.ranks)
 

@@ -43,6 +43,7 @@ def hashes_of(content: Any) -> tuple[int, ...]:
 
 def _content_of(part: Any, above: list[Any]) -> Iterator[bytes]:
     if isinstance(part, torch.Tensor):
+        # what has no plain memory is compared by type and shape alone
         plain = part.layout == torch.strided and not part.is_quantized and not part.is_nested
         dense = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) if plain else torch.zeros(0)
         yield repr((part.dtype, part.shape)).encode() + dense.view(torch.uint8).numpy().tobytes()
@@ -78,6 +79,7 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     dataset opens when it is first read must not be open in the process that workers are forked from.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
+    # one worker reads all the samples: a look must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
     states = generator_states()
     try:
@@ -123,6 +125,7 @@ def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int
     """
     every = ranks.gather_objects((data_rank, samples))
     for number in {number for number, _ in every}:
+        # ranks of a pipeline or of tensor parallelism, which must get the same batch
         together = [rank for rank, (other, _) in enumerate(every) if other == number]
         if any(differ([every[rank][1][name] for rank in together]) for name in samples):
             raise DataError(
@@ -199,6 +202,7 @@ def unpadded(loader: Any) -> Iterator[None]:
 
 def have_same(content: Any, ranks: Ranks) -> bool:
     """Return whether all ranks have the same content; every rank calls it."""
+    # Python's hash of integers is the same in each process, and that of texts is not
     numbers = torch.tensor([hash(hashes_of(content)) >> 1])
     return len(set(ranks.all_gather(numbers).flatten().tolist())) == 1
 

@@ -86,11 +86,13 @@ class Dealing:
     @property
     def leaders(self) -> range | None:
         """Replicas of process 0 in lockstep, which has the most batches of every step; else None."""
+        # process 0 has the longest block of replicas, so no process has more batches
         return self.layout.owned(0) if self.lockstep and self.process else None
 
 
 def apply_limit(limit: int | float, count: int) -> int:
     """Return how many of `count` batches remain under a limit given as a count (int) or a fraction (float)."""
+    # 1 is one batch, 1.0 is all of them
     if isinstance(limit, float):
         if not 0.0 <= limit <= 1.0:
             raise ConfigError(f"A limit on batches is a count (int) or a fraction from 0.0 to 1.0, got {limit}.")

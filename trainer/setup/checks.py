@@ -51,7 +51,9 @@ def check_arguments(trainer: "Trainer") -> None:
             f"trainer.checkpoint_format takes an object with the methods name, write, read and remove (see "
             f"legato.CheckpointFormat); got {describe_kind(trainer.checkpoint_format)}."
         )
+    # 0 is Lightning's word for no clipping
     trainer.gradient_clip_val = trainer.gradient_clip_val or None
+    # made for its checks alone: a device may not compute in this precision
     Precision(trainer.precision, trainer.device_list[0].type)
     if trainer.fast_dev_run:
         _shorten(trainer, int(trainer.fast_dev_run))
@@ -77,6 +79,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
     if not isinstance(task, Task):
         base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
         raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
+    # workers get the task by pickle, which fails late and with a message about pickle
     if is_sent:
         require_sendable(task)
     trainer.check(task, *([] if request.datamodule is None else [request.datamodule]))
@@ -89,6 +92,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
         raise TaskError(
             f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
         )
+    # Lightning disables steps, loaders and hooks by None; anything else that is None would fail where it is called
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     called = (step, "validation_step") if stage == "fit" else (step,)
     for name in called:

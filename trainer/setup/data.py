@@ -56,8 +56,10 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
     """Get the loaders of this stage and deal them out; `begun`: the samples of the run's fingerprint at a resume."""
     trainer = call.trainer
     if call.loop.doing == "train":
+        # both loaders: a loader hook that reads current_epoch must find the epoch of the uninterrupted run
         with epoch_of_loaders(call):
             make_training_data(call, begun)
+            # as in Lightning, overfit_batches limits validation too
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
             if limit and overrides(call.task, Task, "validation_step"):
                 make_evaluation_data(call, "validation", limit)
@@ -76,6 +78,7 @@ def plan_validation(call: Call) -> None:
     rounds = call.training_data.rounds
     if isinstance(interval, (str, timedelta, Mapping)):
         call.data.validation_seconds = parse_duration(interval).total_seconds()
+    # 1.0 is the whole epoch, 1 is one batch
     elif isinstance(interval, float):
         if over_epochs and interval == 1.0:
             raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
@@ -103,6 +106,7 @@ def require_same_lengths(call: Call) -> None:
     for word, data in call.data.evaluations.items():
         sources |= {f"{word} (loader {n})": one for n, one in enumerate(data.sources) if n not in data.shares}
     lengths = {name: data.source.positions(0) for name, data in sources.items() if isinstance(data, DealtData)}
+    # at set-up, since the first symptom later would be ranks that wait for each other at the end of an epoch
     every = call.strategy.collectives.gather_objects(lengths)
     for rank, other in enumerate(every):
         if other != every[0]:
@@ -137,10 +141,12 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
+    # both have collectives within the step, for which each replica needs a batch
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     left_out = samples_left_out(trainer.leave_out_samples, loader)
     even = trainer.use_distributed_sampler == "even"
     shares = replace(dealing(call), whole_rounds=whole, padded=even, left_out=left_out)
+    # members of an elastic run come and go, and a joiner has nobody to compare with at set-up
     ranks = SINGLE if call.members_change else call.strategy.collectives
     count = counter_of(call.task)
     data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
@@ -148,6 +154,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     if origin:
         require_shares_fit(call, origin)
         samples_left_out(trainer.leave_out_samples, loader, is_share=True)
+        # a DistributedSampler's repeated samples would count twice
         if not (whole or even):
             call.undo.enter_context(unpadded(loader))
         data = own_shares(data, call.strategy.collectives, count)
@@ -160,6 +167,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     call.data.loaders["train"] = given
     call.data.training = data
     call.trainer.lengths["train"] = call.data.training.rounds
+    # 10 us a batch are saved where loading has just seeded the generators by the same key
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
     call.data.samples = fingerprint.samples_of(
         trainer, loader, call.data.training.rounds, trainer.use_distributed_sampler and not origin
@@ -214,6 +222,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         )
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
         call.trainer.lengths[word] = data.rounds()
+        # without a batch there is no evaluation, and no hook of one is called
         if any(call.trainer.lengths[word]):
             call.data.evaluations[word] = data
 
@@ -229,6 +238,7 @@ def find_loader(call: Call, word: str) -> Any:
     """Return the given loader, or the data module's, or the task's."""
     if word in call.given:
         return call.given[word]
+    # the data module first, as in Lightning
     for source in (call.datamodule, call.task):
         method = getattr(source, LOADERS[word], None)
         found = method() if method is not None else None
@@ -254,6 +264,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
     trainer, ranks = call.trainer, call.strategy.data_ranks
     if ranks.size > 1 and not trainer.use_distributed_sampler:
         return "use_distributed_sampler=False"
+    # before the run looks at samples: the class says it, and reading may be expensive
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
         return "by its DistributedSampler"
     # a stream that was opened for a look may not take the position that is restored
@@ -280,6 +291,7 @@ def require_shares_fit(call: Call, origin: str) -> None:
         raise ConfigError(LOCKSTEP)
     begun = isinstance(call, JoinedCall) and call.source is not None
     ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
+    # a share belongs to its process, so whatever changes the processes changes the samples of a step
     reasons = {
         "which an elastic run cannot deal to others when the process is gone": call.members_change,
         "but reproducible='bitwise' is the same on any number of processes": call.bitwise,
@@ -316,6 +328,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
     before, move, after = owners
     device, precision = call.strategy.device, call.strategy.precision
     bitwise, copies = call.bitwise, None
+    # a stream of its own for copies: they do not queue behind the computation of the batch before
     if call.trainer.prefetch_to_device:
         copies = call.strategy.copies = CopyStream(device) if has_streams(device) else None
     unchanged = device.type == "cpu" and precision.weights_dtype is None and not bitwise
@@ -323,6 +336,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
+        # waits for room: at most one further batch fills the device
         if copies is not None:
             copies.begin_batch()
         if before is not None:

@@ -101,11 +101,13 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
 def make_optimizers(call: JoinedCall, saved: dict[str, Any] | None) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
+    # the first optimizer would import torch's compiler, 1.5 s of CPU a process
     spare_compiler()
     clips = trainer.gradient_clip_val is not None
     require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
     try:
         optimizers, schedulers = task.make_optimizers()
+    # torch says only that the parameter list is empty; the reason is in the task
     except ValueError:
         require_parameters(task)
         raise

@@ -67,6 +67,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
         places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
+    # of the data module first: the task's values win where both have a name
     logged = [values for owner in owners if (values := owner.logged_hyperparameters()) is not None]
     if run.stage == "fit" and identity_of(trainer.run_dir):
         logged.insert(0, run_settings(run))
@@ -83,6 +84,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
 def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that loggers show among the hyperparameters of every run."""
     trainer, place = run.trainer, run.strategy.place
+    # under a strategy of one process the trainer's devices are those of that process
     devices = place.world_size if place.world_size > 1 else trainer.num_devices
     found = {
         "batch_size": getattr(run.data.loaders.get("train"), "batch_size", None),
@@ -109,6 +111,7 @@ def progress(call: Call) -> dict[str, Any]:
             "monitor": callback.monitor,
             "mode": getattr(callback, "mode", "min"),
         }
+        # JSON has no NaN
         if score is not None and math.isfinite(score):
             values["best"] = float(score)
     return values

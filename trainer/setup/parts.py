@@ -23,6 +23,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     """Return the strategy that a name, a mapping with `name`, or an object asks for."""
     if isinstance(wanted, Strategy):
         return wanted
+    # a copy, as `name` is taken out of it
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     name = options.pop("name", None)
     if name == "auto":
@@ -35,6 +36,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
     try:
         found: Strategy = getattr(strategies, STRATEGIES[name].split(":")[1])(**options)
+    # of the strategy's __init__, whose message names an argument but not where it stands in a config
     except TypeError as error:
         unknown = [option for option in options if option in TORCH_OPTIONS]
         instead = f" {TORCH_OPTIONS[unknown[0]]}" if unknown else ""
@@ -53,6 +55,7 @@ def choose_name(trainer: "Trainer") -> str:
 
 def make_loggers(wanted: Any) -> list[Logger]:
     """Return the loggers that the argument `logger` asks for."""
+    # imported here: TensorBoard takes 1.2 s, and a trainer with logger=False does without
     from ...loggers import JSONLinesLogger, TensorBoardLogger
 
     if wanted is True:
@@ -84,6 +87,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         (trainer.enable_checkpointing, known.Checkpoint, {}),
     ]
     for wish, kind, options in defaults:
+        # one's own progress bar or checkpoint callback takes the place of the default of the same role
         roles = (CheckpointCallback, ProgressDisplay, known.ModelSummary)
         role = next((base for base in roles if issubclass(kind, base)), kind)
         if wish and (kind is known.Timer or not any(isinstance(callback, role) for callback in found)):
