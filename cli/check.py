@@ -55,10 +55,12 @@ LOCAL_LOGGERS = (TensorBoardLogger, JSONLinesLogger, CSVLogger)
 OVERLAY = {
     "fast_dev_run": False,
     "log_every_n_steps": 1,
+    # a validation after the first batch: metrics that it logs are there when checkpoints ask for them
     "val_check_interval": 1,
     "check_val_every_n_epoch": None,
     "min_steps": None,
     "min_epochs": None,
+    # a trial that fails has found what it looked for
     "max_restarts": 0,
 }
 """Arguments of Trainer in a trial. `max_steps` stays: learning rate schedules see the length of the whole run."""
@@ -88,6 +90,7 @@ class Report:
 
         The first steps also load code, start loader workers and allocate memory.
         """
+        # the slowest rank sets the pace of all, by the gradients that the others wait for
         later = [record.seconds[len(record.seconds) // 2 :] for record in self.records if record.seconds]
         return max(map(median, later), default=None)
 
@@ -146,6 +149,7 @@ def run_check(options: Namespace) -> None:
 def check_config(config: "Config") -> Report:
     """Return a report of what would fail in the run of a config."""
     original, report = build_config(config), Report()
+    # on the disk of the runs, since what a disk refuses is one of the things to find
     with temporary_folder(original, report) as folder:
         try_stages(config, original, folder, report)
     check_gradients(original, report)
@@ -234,6 +238,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
     trainer, values = original.trainer, dict(config.values["trainer"])
     place = find_place(trainer.cluster)
     local = trainer.strategy.local_processes(trainer.device_list)
+    # so that every replica has one, and a loader that is too short is seen
     batches = trainer.replicas or (local * trainer.num_nodes if place is None else place.world_size)
     for argument in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         limit = getattr(trainer, argument)
@@ -246,7 +251,9 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
         values["strategy"] = {"name": strategy, **kept, "find_unused_parameters": True}
     run = {**config.values["run"], "root": str(folder), "save_code": False}
     trial = build_config(replace(config, values={**config.values, "trainer": values, "run": run}))
+    # built anew for each stage: callbacks keep what they have seen
     watching = [callback for callback in trial.trainer.callbacks if not isinstance(callback, SKIPPED)]
+    # one checkpoint at the end tells its size, and whether the state can be stored
     saving = [] if trainer.checkpoint_callback is None else [Checkpoint(every_n_epochs=0)]
     trial.trainer.callbacks = [Recorder(name), *watching, *saving]
     loggers = [logger for logger in trial.trainer.loggers if isinstance(logger, LOCAL_LOGGERS)]
@@ -258,6 +265,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
     """Return whether the task has the step, and the task or data module the loader, of a stage."""
     loader = f"{stage}_dataloader"
+    # a step without a loader, or a loader without a step, is no stage that anybody would run
     of_data = run.data is not None and overrides(run.data, DataModule, loader)
     return overrides(run.task, Task, f"{stage}_step") and (of_data or overrides(run.task, Task, loader))
 
@@ -272,6 +280,7 @@ def describe_error(error: Exception) -> str:
     text = f"{worker}\n" if worker else "".join(traceback.format_tb(error.__traceback__))
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', text, re.MULTILINE)
     ours = tuple(f'  File "{folder}' for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+    # frames of Legato and torch lie above and below the line that the user can mend
     places = [frame for frame in frames if not frame.startswith(ours)]
     return f"{type(error).__name__}{where}: {error}\n{''.join(places or frames).rstrip()}"
 
@@ -324,8 +333,10 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
             continue
         size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
+        # at least one has to fit where their number cannot be known
         asked = size * (1 if count is None else count)
         folder = (callback.dirpath or Path(run.trainer.default_root_dir)).absolute()
+        # it may not be there yet, and then the disk is that of the nearest folder above
         folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
         free = shutil.disk_usage(folder).free
         kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
@@ -351,6 +362,7 @@ def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: i
     if callback.save_top_k == -1:
         return saves
     newest_counts_extra = callback.save_last and (callback.monitor is not None or callback.save_top_k == 0)
+    # a new one is complete before the oldest goes, so that there is one more for a moment
     kept = callback.save_top_k + newest_counts_extra
     return min(kept + 1, saves if saves is not None else kept + 1) if kept else 0
 

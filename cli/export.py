@@ -115,6 +115,7 @@ def trained_task(source: Path, words: Sequence[str]) -> Any:
         )
     task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task
     name = type(task).__name__
+    # before weights are read, which may take minutes
     if type(task).forward is Task.forward or task.example_input_array is None:
         raise TaskError(
             f"{name} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}. Its forward "
@@ -167,6 +168,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> None:
     """Raise CheckpointError if the file's outputs are not the task's."""
     largest = max((float(output.double().abs().max()) for output in expected if output.numel()), default=0.0)
+    # of the largest output: near zero a relative difference says nothing
     limit = TOLERANCE * max(1.0, largest)
     try:
         torch.testing.assert_close(list(exported), list(expected), rtol=0.0, atol=limit, check_dtype=False)

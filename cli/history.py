@@ -37,6 +37,7 @@ class ConfigHistory(RunHistory):
                 f"{directory} has no {CONFIG}: a script of one's own has begun it. Let the script define a function "
                 f"that makes trainer, task and loader, and call legato.replay(run, make, step=N)."
             )
+        # a callback may keep its checkpoints elsewhere, and a replay begins at any of them
         sections = load_config([str(directory / CONFIG)]).values.get("callbacks") or {}
         folders = [section.get("dirpath") for section in sections.values()]
         super().__init__(directory, [Path(folder) for folder in folders if isinstance(folder, str)])
@@ -77,12 +78,15 @@ class ConfigHistory(RunHistory):
         trainer = dict(config.values["trainer"])
         # sync_batchnorm takes a process for each replica; all else is the same on one
         settings = {} if trainer["sync_batchnorm"] else one_process(trainer)
+        # the sums of some kernels depend on it, and this machine may have other cores
         if trainer["threads"] is None and near is not None:
             settings["threads"] = near.threads
         # of the run's own replicas, which a checkpoint knows, or else its first start
         settings["replicas"] = None if record else int(self.start_of(first)[1]["replicas"])
+        # who sets a key for the replay wants it, also where it changes bits
         overridden = {key[1:2] for key, origin in config.origins.items() if origin.startswith("override")}
         trainer |= {name: value for name, value in settings.items() if (name,) not in overridden}
+        # a replay writes to a folder of its own, and runs here
         values = {name: value for name, value in config.values.items() if name not in ("loggers", "launcher")}
         return partial(_make, replace(config, values={**values, "trainer": trainer}))
 

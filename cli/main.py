@@ -196,6 +196,7 @@ def _find_modules_here() -> None:
         here = str(Path.cwd())
     except FileNotFoundError as error:
         raise ConfigError("The current folder is not there any more. Change to one that is.") from error
+    # first: a module of the user is found before one of that name elsewhere
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
 

@@ -93,6 +93,7 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
     parameters = list(task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
+        # optimizers create their state in their first step, and skip parameters without a gradient
         parameter.grad = torch.empty_like(parameter)
     optimizers: Sequence[Optimizer] = ()
     unknown = ""
@@ -105,6 +106,7 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
         try:
             optimizer.step()
         except Exception as error:  # some read values, but mostly after they have created their state
+            # the state is whole if each parameter has one, whatever the step failed at after that
             owned = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
             if not all(optimizer.state.get(one) for one in owned):
                 unknown = f"{name} cannot be measured without data: {type(error).__name__}"
@@ -171,6 +173,7 @@ def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable
     """Give a task fake parameters and no log within this context; yield its step on a fake batch, and the latter."""
     before: dict[Tensor, Tensor] = {}
     fake_tensors: list[Tensor] = []
+    # the batch has the type of the weights, as under precision: bf16-true
     width = next((one.dtype for one in task.parameters() if one.is_floating_point()), torch.float32)
     with faking_tensors() as device:
 
@@ -187,12 +190,14 @@ def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable
 
         arguments = (map_tensors(batch, fake), 0)[: count_arguments(task, "training_step")]
         replace(task, change)
+        # log() needs a run with loops and results, which there is none of
         task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
         try:
             with torch.enable_grad(), torch.autocast(device, torch.bfloat16, enabled=mixed):
                 yield lambda: task.training_step(*arguments), fake_tensors
         finally:
             del task.__dict__["log"], task.__dict__["log_dict"]
+            # the task is used further: its weights stay those on the device meta
             replace(task, before.__getitem__)
 
 
@@ -286,6 +291,7 @@ class Plan:
         loader, precision = self.loader, self.run.precision
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
             return "the loader's batches are kept whole"
+        # one sample repeated has the shapes of a batch, and reads one file instead of many
         batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
         recomputed = self.values["activation_checkpointing"] or ()
         try:
@@ -302,6 +308,7 @@ class Plan:
         else:
             used += activations // self.run.parts.layers
         share = used / memory
+        # temporary tensors and gaps of the allocator are not in the sum
         verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: CUDA takes some"
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

@@ -72,6 +72,7 @@ class Recorder(MonitoringCallback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
+        # by hooks on tensors: after the reduction each parameter has a gradient, be it zero
         wanted = set(map(id, trainable(task)))
         missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in wanted}
         self.missing = set(missing)
@@ -98,6 +99,7 @@ class Recorder(MonitoringCallback):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         now = time.monotonic()
+        # loading included, which is what a run is slow by as often as by its model
         self.record.seconds.append(now - self.since)
         self.record.without_gradient = sorted(self.missing)
         self.since = now

@@ -41,6 +41,7 @@ def run_replay(options: Namespace) -> None:
         watchers.insert(1, DebugStep(first, replica))
     try:
         replayed = replay_steps(history, make(), (first, last), directory, watchers)
+    # q in the debugger, which is no failure
     except BdbQuit:
         print("The debugger was left; the replay ends here.", file=STDOUT, flush=True)
         return

@@ -19,6 +19,7 @@ def run_samples(options: Namespace) -> None:
     lookup = SampleLookup(history, history.unstarted)
     if step is None:
         index: Any = values["index"]
+        # datasets with keys of text have indices of text
         index = int(index) if index.lstrip("-").isdecimal() else index
         print("\n".join(shown_steps(lookup, index, until, replica)))
         return

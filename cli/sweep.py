@@ -116,6 +116,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
                 f"{interval.key} is an interval, so there is no end of trials. Say how many: --random 20, or --optuna "
                 f"20; or list values: {interval.key}={','.join(interval.texts)}."
             )
+        # a source for each trial: more trials later leave the values of the first ones as they were
         sources = (random.Random(f"{seed}/{index}") for index in range(count))
         return [{axis.key: axis.draw(source) for axis in axes} for source in sources]
     if math.prod(len(axis.texts) for axis in axes) > MOST_VALUES:
@@ -126,6 +127,7 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
     combinations = itertools.product(*(axis.texts for axis in axes))
     grid = [{axis.key: text for axis, text in zip(axes, texts, strict=True)} for texts in combinations]
     if count is not None:
+        # shuffled and cut, where drawing would repeat combinations
         random.Random(seed).shuffle(grid)
     return grid[:count]
 
@@ -146,6 +148,7 @@ def guided_values(
     for index in range(count):
         if index >= AHEAD:
             value = results[index - AHEAD]
+            # a failed trial is told, too: Optuna then leaves its neighbourhood
             study.tell(index - AHEAD, value, state=optuna.trial.TrialState.FAIL if value is None else None)
         chosen = study.ask()
         yield {axis.key: axis.suggest(chosen) for axis in axes}
@@ -188,6 +191,7 @@ class Trial:
         self.state = self.error = ""
         values = [f"{key}={text}" for key, text in self.values.items()]
         place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
+        # the module and not the script `legato`, which may be another installation's
         command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
         # read when CUDA starts; the program env changes nothing here
         command = ["env", f"CUDA_VISIBLE_DEVICES={devices}", *command] if devices else command
@@ -201,6 +205,7 @@ class Trial:
     def end(self, metric: str, mode: str) -> None:
         """Take the result of the process, which has ended."""
         assert self.process is not None
+        # its state is in the run directory, and the code tells only of a start that got no further
         code, self.process = self.process.returncode, None
         self.read(metric, mode)
         if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # before there was a run directory
@@ -221,6 +226,7 @@ class Sweep:
 
     def __init__(self, options: Namespace) -> None:
         """Check the config with each value of each key, the others at their first. Raises ConfigError."""
+        # a sweep goes on by itself; the word may be left from the command of a run
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]
@@ -231,6 +237,7 @@ class Sweep:
         others = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
         self.base, *_ = [
             load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
+            # each value once, and not each combination: a mistake lies in one of them
             for values in [first, *others[:MOST_CHECKED]]
         ]
         if self.base.values.get("launcher") is not None:
@@ -262,6 +269,7 @@ class Sweep:
             file = folder / "sweep.json"
             if not folder.exists():
                 folder.mkdir(parents=True)
+                # the whole config: another value anywhere makes other trials
                 file.write_text(text, encoding="utf-8")
             if file.is_file() and file.read_text(encoding="utf-8") == text:
                 return folder
@@ -282,6 +290,7 @@ class Sweep:
                         self._end(self.signal)
                 if not running:
                     return
+                # trials take minutes; waiting for one of them by os.wait would also take processes of libraries
                 time.sleep(0.05)
                 for slot, trial in list(running.items()):
                     if trial.process is not None and trial.process.poll() is not None:
@@ -324,6 +333,7 @@ class Sweep:
         for trial in ranked:
             state = trial.state or "unfinished"
             rows.append([*trial.values.values(), trial.value, trial.step, state, trial.folder.name, trial.error])
+        # replaced at once: somebody may be reading it while trials end
         beside = self.folder / "summary.csv.tmp"
         with beside.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)

@@ -29,6 +29,7 @@ WIDTHS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.bfloat
 
 def processes_of(trainer: Mapping[str, Any]) -> "tuple[int, StateParts]":
     """Return the number of processes of a config's section `trainer`, and how they share a run. None is started."""
+    # only what decides on processes: the rest may need devices that are not here
     shape = {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")}
     made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
     count = made.strategy.local_processes(made.device_list) * made.num_nodes
@@ -54,6 +55,7 @@ class UnstartedRun:
         self.nodes: int = asked["num_nodes"]
         self.seed: int = config.values["seed"]
         self.precision = str(asked["precision"])
+        # any machine can build it so, whatever the run wants
         alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
         sections = {"trainer": {**asked, **alone, "cluster": "off", "fast_dev_run": False}, "loggers": {}}
         self.config = replace(config, values={**config.values, **sections})
@@ -63,6 +65,7 @@ class UnstartedRun:
         """The data module, built beside an empty task."""
         if self.config.values.get("data") is None:
             return None
+        # a task on the meta device would make tensors of the data there, too
         nothing = {"_target_": "legato.tasks.task.Task"}
         run = build_config(replace(self.config, values={**self.config.values, "task": nothing}))
         assert run.data is not None
@@ -114,6 +117,7 @@ class UnstartedRun:
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
         """Make the trainer report the processes, and the steps per epoch and in total, of the run."""
         local = self.processes // self.nodes
+        # tasks ask for world_size and the number of steps to set learning rates
         trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)
         trainer.num_nodes = self.nodes
         trainer.lengths = {"train": rounds}

@@ -71,8 +71,10 @@ class TensorDigests(MonitoringCallback):
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's shape, dtype and bytes."""
+    # of a sharded tensor the part of this rank, the only one of a replay
     value = local_part(tensor).detach().cpu().contiguous()
     found = hashlib.sha1(f"{tuple(value.shape)} {value.dtype} ".encode())
+    # as bytes, so that -0.0 differs from 0.0 and a NaN equals itself
     found.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
     return found.hexdigest()
 
@@ -90,9 +92,11 @@ def first_difference(one: RunHistory, other: RunHistory, makes: Sequence[Callabl
     last = min(one.last_step, other.last_step)
     if last < 1:
         raise ConfigError("--bits compares steps of two runs; one of them has none yet.")
+    # a checkpoint costs a read of the whole state, so few of them are compared: log2 of their number
     ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
     shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
     count = bisect_left(shared, True, key=lambda step: not is_same(ours[step], theirs[step]))
+    # bisection takes it that runs which differ once do not come together again
     begin = shared[count - 1] if count else 0
     end = shared[count] if count < len(shared) else last
     if begin == last:
@@ -103,6 +107,7 @@ def first_difference(one: RunHistory, other: RunHistory, makes: Sequence[Callabl
         with TemporaryDirectory() as folder:
             watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
             replayed = replay_steps(history, make(begin + 1, end)(), (begin + 1, end), Path(folder), watchers)
+            # then the difference may be one of the code since, and not between the two runs
             if not replayed.holds:
                 notes.append(f"{history.directory} is not what its config gives today: {replayed.describe()}.")
             steps.append({record["step"]: record for record in read_lines(Path(folder) / DIGESTS)})

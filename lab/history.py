@@ -49,6 +49,7 @@ class RunHistory:
         for folder in (self.directory / CHECKPOINTS, *self.folders):
             for path in find.checkpoints_in(folder):
                 try:
+                    # sizes alone: to hash gigabytes takes minutes, and who reads a checkpoint verifies it
                     find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
                     if folder in self.folders and (not identity or load_manifest(path).run != identity):
@@ -58,6 +59,7 @@ class RunHistory:
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
                         threads = (kept["fingerprint"] or {}).get("numerics.threads")
                         record = CheckpointRecord(path, State.from_dict(kept["state"]), threads)
+                        # the run's own folder comes first, and wins over a copy elsewhere
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:
                     log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
@@ -106,6 +108,7 @@ class RunHistory:
         if step < 1:
             raise ConfigError(f"step={step}: steps count from 1, which is the one that takes global_step from 0 to 1.")
         begun = self.epochs
+        # epochs.jsonl has the step after which each epoch began, also of one that a resume has cut short
         past = [epoch for epoch in begun if begun[epoch] < step]
         if not past:
             raise DataError(f"{self.directory} does not tell in which epoch step {step} was: the run has not begun it.")

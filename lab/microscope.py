@@ -77,8 +77,10 @@ class Microscope(MonitoringCallback):
         for name, module in self._chosen(task):
             own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
             if own:
+                # the change of a step is known only beside what was there before it
                 self._before[name] = [parameter.detach().clone() for parameter in own]
             if self.activations and not any(True for _ in module.children()):
+                # modules that call others have outputs that these have shown already
                 self._handles.append(module.register_forward_hook(self._hook(trainer, name)))
         if self._handles and trainer.compile:
             import torch
@@ -115,8 +117,10 @@ class Microscope(MonitoringCallback):
             changes = [one.detach() - other for one, other in zip(own, self._before[name], strict=True)]
             gradients = [parameter.grad for parameter in own if parameter.grad is not None]
             for word, tensors in (("weights", own), ("gradients", gradients), ("updates", changes)):
+                # collective for sharded tensors, so that every rank must come here in the same order
                 values[f"{word}/{name}"] = float(total_norm(tensors))
         mine = {name: [one.tolist() for one in found] for name, found in self._moments.items()}
+        # moments add up: statistics of all batches need no batch to leave its rank
         every = trainer.strategy.data_ranks.gather_objects(mine)
         for name in dict.fromkeys(name for rank in every for name in rank):
             found = [one for rank in every for one in rank.get(name, ())]
@@ -154,6 +158,7 @@ def moments(tensor: "Tensor") -> "Tensor":
     """Return (count, sum of x, of x^2, x^3, x^4, largest |x|) of a tensor in float64, on its device."""
     import torch
 
+    # a fourth power in bfloat16 has no digit left
     values = tensor.reshape(-1).to(torch.float32)
     squares = values * values
     terms = values, squares, squares * values, squares * squares

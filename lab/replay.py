@@ -34,9 +34,11 @@ Make = Callable[[], Sequence[Any]]
 """Makes a new trainer, the task and the data, in the order in which `trainer.fit` takes them."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
+    # what these log is another number each time, and would fail the proof
     *(ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer),
 )
 """Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
+# float32 has 7 digits; over the steps between two checkpoints training itself loses some of them
 SAME_BUT_ROUNDING = 1e-3
 """Relative difference up to which two values are called the same but for rounding."""
 
@@ -46,6 +48,7 @@ def new_directory(run: Path) -> Path:
 
     Raises ConfigError if that cannot be written to.
     """
+    # beside the run and not below it: a run directory is left byte for byte, and TensorBoard shows both
     run, number = run.absolute(), 0
     while True:
         path = run.with_name(f"{run.name}{REPLAY}{number}")
@@ -81,6 +84,7 @@ class Replayed:
         self.first_difference = ""
         for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
             step = point["step"]
+            # steps after the last one are computed where a batch is finished; the run may have been resumed there
             was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
             names = [name for name in point if name in was and name not in ("step", "time")]
             self.compared_steps += bool(names)
@@ -194,16 +198,22 @@ def replay_steps(
     trainer, task, *data = made
     first, last = steps
     source = history.before(first)
+    # the default is the number of processes, which is another one here
     if source is None and trainer.replicas is None:
         trainer.replicas = int(history.start_of(first)[1]["replicas"])
     begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
     log.info("The replay begins at the %s; %s.", begin, counted(last - (source.step if source else 0), "step"))
     trainer.given_dir = directory
+    # the loggers of the run write to its own files, or to a server, and must not be called
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
+    # every step is a value more for the proof; the sanity check has no part in any of them
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
+    # a replay that fails is to end here, and not to begin again
     trainer.max_restarts, trainer.requeue = 0, False
+    # a watcher ends the replay, and nothing else may keep it going or end it earlier
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers]
+    # the task adds its callbacks when training begins, after this list was cut
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
     if source is None:
@@ -227,6 +237,7 @@ def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple
     reproducible = {start.get("reproducible") for start in starts}
     before = max(start.get("processes") or 0 for start in starts)
     after = trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes
+    # bitwise promises the same bits on any number of processes, order only the same samples
     if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
     if "off" in reproducible:

@@ -46,6 +46,7 @@ class SampleLookup:
     def place(self, step: int) -> StepPlace:
         """Return where a step is; of one that the run has not reached, where its newest settings put it."""
         epoch, begun, steps = self.history.epoch_of(step)
+        # a later epoch that has begun tells how many steps this one had, whatever the settings were
         if steps is None:  # of the last epoch to begin, which may have been cut short
             steps = self.steps_in(step, epoch)
             while steps is not None and step > begun + steps:
@@ -66,12 +67,14 @@ class SampleLookup:
         """Return the training data in a step, dealt out to all replicas in this process."""
         run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
+        # what a rank has read is nowhere stored, and asking its loader here would give the share of rank 0
         if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
                 "Each process of the run read its own share of the data, so only those processes know which samples "
                 "they had."
             )
         every, accumulate = trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches
+        # the scheduler changes the trainer as epochs begin, which none does here
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 accumulate = callback.scheduling[max(first for first in callback.scheduling if first <= epoch)]
@@ -80,6 +83,7 @@ class SampleLookup:
         if (key := (id(run), loaded, accumulate)) not in self._data:
             record = self.history.near(step)
             dealing = Dealing(
+                # all replicas in this process, whatever the run's layout was: samples depend on replicas alone
                 Layout(int(start["replicas"]), 1),
                 0,
                 accumulate,
@@ -102,9 +106,11 @@ class SampleLookup:
         data = self.data(step, place.epoch)
         if isinstance(data, StreamData):
             accumulate, replicas = data.dealing.accumulate, range(data.dealing.layout.replicas)
+            # nothing of a stream is known without reading it but how its batches are counted
             rounds = range(place.number * accumulate, (place.number + 1) * accumulate)
             items = [ReplicaBatch(replica, round, None, 0) for replica in replicas for round in rounds]
             return StepInput(items, 0, accumulate)
+        # asked twice, since a sampler with a state of its own gives no sign of it
         first, again = (step_at(data, place.epoch, place.number) for _ in range(2))
         if [item.indices_by_loader for item in first.batches] != [item.indices_by_loader for item in again.batches]:
             sampler = data.source.sampler if isinstance(data.source, MapLoader) else None
@@ -117,6 +123,7 @@ class SampleLookup:
 
     def loaded(self, step: int) -> StepInput:
         """Return a step with its batches, as the run has loaded them."""
+        # workers of a loader live until it is closed, and would outlive this command
         place, opened = self.place(step), opened_loaders()
         try:
             return next(iter(self.data(step, place.epoch).epoch(place.epoch, place.number)))
@@ -148,6 +155,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     yield f"Step {place.step:,} of {directory}: epoch {place.epoch:,}, its step {place.number + 1:,}{of}{samples}"
+    # batches of a stream are dealt out in turn, so that replica and round give the number in it
     replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):
         head = f"  replica {item.replica}, batch {item.batch_idx:,}"

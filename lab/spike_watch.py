@@ -170,6 +170,7 @@ class SpikeWatch(Callback):
         above = {
             name: limits[name] for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])
         }
+        # a loss may jump for good, at a new phase of the data: that must not silence training for ever
         is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
             map(math.isfinite, values.values())
         )
@@ -185,6 +186,7 @@ class SpikeWatch(Callback):
         """Return the value above which a step is a spike; infinity before there are enough."""
         if len(values) < min(LEAST, self.window):
             return math.inf
+        # median and its deviation, since one spike would move a mean and a standard deviation to itself
         middle = statistics.median(values)
         spread = NORMAL * statistics.median(abs(value - middle) for value in values)
         return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
@@ -194,5 +196,6 @@ class SpikeWatch(Callback):
         doing = "Its update is left out" if then == "skip" else "It is trained on"
         log.warning("Step %d is a spike: %s. %s.", record["step"], told, doing)
         if trainer.run_dir is not None:
+            # so that a disk that is full, or a folder that was deleted, is said with its name
             with trainer.saver.writing(), (trainer.run_dir / SPIKES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "limits": limits, "then": then}) + "\n")

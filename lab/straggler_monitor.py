@@ -57,6 +57,7 @@ class StragglerMonitor(Callback):
         trainer.strategy.elastic.refuse(
             "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
         )
+        # kernels run behind the host, whose clock would measure launches
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, set()
         rank, ranks = trainer.global_rank, trainer.world_size
@@ -86,6 +87,7 @@ class StragglerMonitor(Callback):
             return
         if self._began is not None:
             # without a gradient (a frozen step) only loading was own work
+            # stamps and not seconds: an event of CUDA has no time before it has happened
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
             # a hook on every parameter costs each step; the order of gradients stays that of the first step
@@ -134,6 +136,7 @@ class StragglerMonitor(Callback):
             self._warm = True
             return
         slowest = seconds_of.index(max(seconds_of))
+        # what the others wait, not what the slowest takes: a step that is slow on all ranks has no straggler
         others = [seconds_of[slowest] - seconds for one, seconds in enumerate(seconds_of) if one != slowest]
         self.slowest, self.wait_seconds = slowest, sum(others) / len(others)
         self.wait_share = self.wait_seconds / seconds_of[slowest]
@@ -141,6 +144,7 @@ class StragglerMonitor(Callback):
             self._warn(seconds_of[slowest])
 
     def _warn(self, longest: float) -> None:
+        # twice in a row: one slow step is a page fault or a garbage collection
         suspect, self._suspect = self._suspect, self.slowest if self.wait_share > self.threshold else -1
         if self._suspect < 0 or suspect != self._suspect or self._suspect in self._warned:
             return

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BATCH = 2
 STEPS = 3
 RATE = 0.1
+# ranks that wait for each other for ever are what a broken rule 4 looks like
 HANG_SECONDS = 10.0
 Weights = dict[str, Tensor]
 
@@ -49,6 +50,7 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
     for count in processes:
         with tempfile.TemporaryDirectory() as folder:
             try:
+                # in processes of their own: a strategy that hangs or dies must not take the test with it
                 broken = run_workers(partial(_train, make, Path(folder)), count)
             except HangError as error:
                 broken = [f"rule 4: the ranks wait for each other. {error}"]
@@ -64,6 +66,7 @@ class _Small(Task):
         generator = torch.Generator().manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         for parameter in self.parameters():
+            # seeded by rank, so that ranks start apart and `place` has something to do
             parameter.data = torch.randn(parameter.shape, generator=generator)
         self.register_buffer("total", torch.zeros(()))
         self.total: Tensor
@@ -74,11 +77,13 @@ class _Small(Task):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Add up the inputs, and return the loss."""
+        # a buffer that depends on the samples: the ranks have different ones until a strategy shares them
         self.total += batch[0].sum()
         return self.loss(*batch)
 
     def configure_optimizers(self) -> Any:
         """Return SGD, whose update shows the gradient."""
+        # an adaptive optimizer would hide a gradient of the wrong length
         return torch.optim.SGD(self.parameters(), RATE)
 
 
@@ -107,6 +112,7 @@ def _whole(task: nn.Module) -> Weights:
 
 def _data(replicas: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets: a batch for each replica, but in the last step a single one, which is short."""
+    # the last step has a batch for one rank alone, and that is short: the mean over samples shows there
     samples = BATCH * (replicas * (STEPS - 1) + 1) - 1
     generator = torch.Generator().manual_seed(5)
     return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
@@ -124,6 +130,7 @@ def _fit(
         accelerator="cpu",
         callbacks=[record],
         default_root_dir=folder,
+        # without it a hang would last for the ten minutes of the process group
         hang_timeout=HANG_SECONDS,
         logger=False,
         enable_progress_bar=False,

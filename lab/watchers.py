@@ -40,6 +40,7 @@ class StepReport(MonitoringCallback):
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
         """Keep the loss of a batch."""
         if self._is_asked(trainer):
+            # a task may weigh its batches, by tokens for instance; then the mean of the step does too
             weights = trainer.current_run.optimization.weights
             self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
 
@@ -47,9 +48,11 @@ class StepReport(MonitoringCallback):
         """Keep the norms of the gradients, and the rates."""
         if not self._is_asked(trainer):
             return
+        # with several optimizers each reports its own parameters, once
         stepped = set(map(id, optimizer_parameters(optimizer)))
         for name, parameter in task.named_parameters():
             if id(parameter) in stepped and parameter.grad is not None:
+                # in float32: the sum of squares of bfloat16 values overflows or rounds off
                 norm = torch.linalg.vector_norm(local_part(parameter.grad).detach().float())
                 self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
@@ -57,6 +60,7 @@ class StepReport(MonitoringCallback):
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Write what the step came to, once it is complete."""
         step = trainer.global_step
+        # the step counts once its metrics are closed: more batches of it may follow
         if not (self._losses or self._gradients) or trainer.metrics.step == step:
             return
         total = sum(float(weight) for _, weight in self._losses)
@@ -80,6 +84,7 @@ class StopAfterStep(MonitoringCallback):
         """Stop, once the step is complete."""
         if trainer.global_step < self.step or trainer.metrics.step == trainer.global_step:
             return
+        # once: batches that are still computed after the stop must not save again
         if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
             trainer.save_checkpoint(self.save)
         trainer.should_stop = True
@@ -98,7 +103,9 @@ class DebugStep(Callback):
         training_step: Callable[..., Any] = task.training_step
 
         def debugged(*arguments: Any) -> Any:
+            # taken off first: a call within the step, or an error, must find the class's own
             del task.__dict__["training_step"]
+            # Ctrl-C stays a request to end the run, as handlers of Legato take it
             return pdb.Pdb(nosigint=True).runcall(training_step, *arguments)
 
         task.__dict__["training_step"] = debugged

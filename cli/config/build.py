@@ -67,6 +67,7 @@ def build_config(config: Config) -> ConfiguredRun:
     parts = {section: [one for key, one in made.items() if key[0] == section] for section in ("callbacks", "loggers")}
     arguments = builder.arguments(values["trainer"], ("trainer",), "Trainer", TRAINER)[0]
     moved = {name: reduce(getitem, key, values) for name, key in MOVED.items()}
+    # no section: the defaults; an empty one, or null: no logger at all
     logger = parts["loggers"] or False if "loggers" in values else True
     try:
         trainer = Trainer(**arguments, **moved, callbacks=parts["callbacks"] or None, logger=logger)
@@ -97,6 +98,7 @@ class _Builder(ValueChecker):
     def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
         """Make an instance of a subclass of `base`; for an argument also by a function, or a partial of either."""
         place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
+        # checked before, but an object made for one argument may have changed what a module holds
         target = find_target(value, key, base)
         arguments = self.arguments(value, key, "", signature_of(target))[0]
         try:

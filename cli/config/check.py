@@ -136,6 +136,7 @@ class Config(Layer):
             elif self.origin(key).startswith("override"):
                 yield f"{dotted(key)}={format_value(value)}"
 
+        # run, resume, checkpoint and vars say where and how: the file itself has them
         sections, stored = ("seed", "task", "data", "trainer", "callbacks", "loggers"), self.stored_values
         return [word for name in sections if name in stored for word in words(stored[name], (name,))]
 
@@ -150,6 +151,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
     """
     layer = read_config(words, own_defaults())
     config = check_config(layer, before_imports)
+    # told apart by where run.name came from, which only the merged layer knows
     config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("Config without defaults, and the origin of each value:\n%s", config.given_text().rstrip())
@@ -164,6 +166,7 @@ def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], Non
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
             values[name] = {entry: item for entry, item in section.items() if item is not None}
+    # in two messages: values are not worth a look, nor torch three seconds, while a key is misspelt
     _require_none(KeyChecker(values).problems(), layer)
     if before_imports is not None:
         before_imports(values)
@@ -259,6 +262,7 @@ class KeyChecker:
                 yield Problem(
                     key, f"is no argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
                 )
+            # by name from a table, whose classes are read from source and not imported
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
@@ -295,6 +299,7 @@ class KeyChecker:
         if not isinstance(value, dict):
             yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
         elif TARGET not in value:
+            # most often an override of an entry whose name is misspelt
             others = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
             expected = EXPECTED[str(key[0])].rpartition(".")[2]
             hint = did_you_mean(str(key[-1]), others) or f" Name a subclass of {expected}."
@@ -306,6 +311,7 @@ class KeyChecker:
 
     def _nested(self, value: Any, key: Key) -> Iterator[Problem]:
         """Yield unknown arguments of everything that is built for a value."""
+        # an entry is built whole and once: a partial of a task could not be trained
         words = (TARGET,) if is_entry(key) else (TARGET, PARTIAL, POSITIONAL)
         if is_target(value) and isinstance(value[TARGET], str):
             owner = value[TARGET].rpartition(".")[2]
@@ -383,6 +389,7 @@ class ValueChecker:
             else:
                 near = misspelt_word(name) if nested else ""
                 mistakes.append(Problem(inner, f"is no argument of {owner}.{near or _instead(inner, known)}"))
+        # what a partial lacks, its caller brings
         later = nested and value.get(PARTIAL)
         for name, parameter in known.items():
             if parameter.required and name not in value and name not in positional and not later:
@@ -436,6 +443,7 @@ def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
         parameters = signature.parameters.items()
         defaults = {name: one.default for name, one in parameters if one.default is not NO_DEFAULT}
         origins.update({(*key, name): "default" for name in defaults.keys() - given.keys()})
+        # the order of the signature, so that a stored config reads as the class does
         order = [name for name in (TARGET, "name", *signature.parameters) if name in given or name in defaults]
         return dict.fromkeys(order) | defaults | dict(given)
 

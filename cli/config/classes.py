@@ -37,6 +37,7 @@ def argument_names(path: str) -> list[str] | None:
 
 
 def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
+    # from the file and not the module: nothing of it is run
     names = _bindings(ast.parse(file.read_bytes()).body, module, file.name == "__init__.py")
     bound = names.get(name)
     if isinstance(bound, str):  # imported from elsewhere
@@ -47,6 +48,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         return None
     decorators = {ast.unparse(node).partition("(")[0].rpartition(".")[2] for node in bound.decorator_list}
     methods = {node.name: node for node in bound.body if isinstance(node, ast.FunctionDef)}
+    # a decorator, __new__ or a metaclass may take any arguments
     if not decorators <= {"dataclass", "final"} or "__new__" in methods or bound.keywords:
         return None
     init, arguments = methods.get("__init__"), list[str]()
@@ -54,6 +56,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         arguments = _of_function(init)[1:]  # without self
         if init.args.kwarg is None:
             return arguments
+        # otherwise the **kwargs go where the source alone does not tell
         if f"super().__init__(**{init.args.kwarg.arg})" not in ast.unparse(init):
             return None
     elif "dataclass" in decorators:
@@ -137,6 +140,7 @@ def signature_of(target: Any) -> Signature:
         given = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):  # made in C
         return Signature({}, True)
+    # hints are those of __init__; inspect.signature knows of __new__, partials and wrappers
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -154,6 +158,7 @@ def signature_of(target: Any) -> Signature:
         return Signature(parameters)
     if "super().__init__(**" not in (_source_of(function) if isinstance(target, type) else ""):
         return Signature(parameters, True)
+    # the class whose __init__ it is, since the next one above gets the **kwargs
     owner = next(index for index, base in enumerate(target.__mro__) if "__init__" in base.__dict__)
     above = next((base for base in target.__mro__[owner + 1 :] if "__init__" in base.__dict__), object)
     inherited = signature_of(above) if above is not object else Signature({})
@@ -198,6 +203,7 @@ def load(path: str) -> Any:
         try:
             module = import_module(name)
         except (Exception, SystemExit) as error:  # a module's own code raises any kind
+            # a module that imports another one in vain is a bug in it, and not a wrong path
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
                 raise ConfigError(f"importing {name!r} failed: {_blame(error)}") from error
             break

@@ -178,6 +178,7 @@ class _NodeReader:
         for name_node, value_node in node.value:
             place, name = self.place(name_node), self.scalar(name_node)
             inner = (*key, name)
+            # NaN is unequal to itself, so that nobody could ever read its value
             if name is None or name != name:
                 raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
             if name in values:
@@ -211,6 +212,7 @@ def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = N
             for name, item in value.items() if isinstance(value, dict) else enumerate(value):
                 write(item, indent + "  ", f"{format_value(name)}: " if isinstance(value, dict) else "- ", (*key, name))
             return
+        # one value a line, so that each has a line for its origin
         line = f"{indent}{head}{format_value(value)}"
         lines.append(f"{line:<{_COMMENT_COLUMN}}  # {origin(key)}" if origin else line)
 
@@ -258,6 +260,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
     with suppress(OSError):  # the current folder may be gone; a project's configs name its modules
         project = project_configs()
         if project is not None and str(project.parent) not in sys.path:
+            # last: a module of the project must not hide one that is installed
             sys.path.append(str(project.parent))
     overrides = overrides_among(arguments)
     files = [word for word in arguments if word not in overrides]
@@ -265,11 +268,13 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
     for word in files:
         require_local(word, "A config file")
+        # a file may have any name; a word that is none is more often an override gone wrong
         if not word.endswith((".yaml", ".yml")) and not os.path.exists(word):
             names = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
             hint = did_you_mean(f"{word}.yaml", names) or did_you_mean(word, [*names, *LEVELS])
             way = " Write KEY=VALUE in one word, without dashes or spaces; KEY=null removes an entry."
             raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{hint or way}")
+    # overrides come after all files, wherever they stand among them
     merged = reduce(merge, [_read_config_file(Path(word), ()) for word in files])
     merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
     _refuse_unused_vars(merged)
@@ -281,6 +286,7 @@ def merge(base: Layer, over: Layer) -> Layer:
     replaced: set[Key] = set()
 
     def lay(old: Any, new: Any, key: Key) -> Any:
+        # strategy: ddp, then strategy.bucket_cap_mb=50: the name stays, and the option joins it
         if key in NAMED and isinstance(old, str) and isinstance(new, dict):
             old = {"name": old}
         if not isinstance(old, dict) or not isinstance(new, dict) or _names_another(old, new, key):
@@ -300,11 +306,13 @@ def merge(base: Layer, over: Layer) -> Layer:
 def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
     """Return whether `new` names another class than `old`, whose arguments then mean nothing to it."""
     before, wanted = (one.get(TARGET) or (one.get("name") if key in NAMED else None) for one in (old, new))
+    # arguments of another class would be refused as the new one's misspelt ones
     return wanted is not None and wanted != before and (before is not None or TARGET in new)
 
 
 def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     found = find_config_file(path, above)
+    # else it would read the same files until the stack ends
     if found in above:
         circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
         raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
@@ -315,6 +323,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
         raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
+    # a file that is empty, or all comments, changes nothing
     values = {} if layer.values is None else layer.values
     if not isinstance(values, dict):
         raise ConfigError(f"{layer.origin(())}: a config is a mapping with keys such as task: and trainer:.")
@@ -352,6 +361,7 @@ def project_configs() -> Path | None:
     """Return the folder configs/ of the project that the current folder is in; None if there is none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
+        # the nearest one: a project within another has its own configs
         if any((folder / mark).exists() for mark in PROJECT_MARKS):
             return folder / "configs" if (folder / "configs").is_dir() else None
     return None
@@ -409,6 +419,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
     for override in overrides:
         path, _, text = override.partition("=")
         key: Key = tuple(path.split("."))
+        # a..b or a trailing dot, which would make a key that no file can write
         if not all(key):
             raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
         if key[0] == "extends":
@@ -432,6 +443,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
             holder[name], layer.origins[key[:size]] = inner, "override"
             holder = inner
         there = below if isinstance(below, dict) else {}
+        # null takes an entry off; of one that is not there it was meant for another
         removed = found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers")
         if removed and key[-1] not in there:
             hint = did_you_mean(str(key[-1]), there)
@@ -461,6 +473,7 @@ def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the latter before 2.4
+    # registered at each read: another library may have its own `env`
     register("env", _environment, replace=True)
     values, count = deepcopy(merged.values), 0
     known = merge(Layer(defaults, {}), Layer(deepcopy(values), {})).values
@@ -486,6 +499,7 @@ def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
             container = OmegaConf.create(known) if container is None else container
             reduce(getitem, key[:-1], values)[key[-1]] = plain(reduce(getitem, key, container))
         except (OmegaConfBaseException, ConfigError, RecursionError, ValueError) as error:
+            # OmegaConf names the key that is not there in its message alone
             missing = re.search(r"key '([^']*)' not found", str(error))
             hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
             problem = re.sub(r"(?s)^\w+ raised while resolving interpolation: |\.?\n.*", "", str(error))
@@ -526,6 +540,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
             layer.origins[key] = f"{layer.origin(key)}, from {', '.join(names)}"
         for name in names:
             value = get_variable(name)
+            # the key counts as well: a password may come from a variable called MINE
             if value and any(_SECRET.search(str(word)) for word in (name, *key[-2:])):
                 variables[value] = name
                 if not isinstance(reduce(getitem, key, layer.values), str):
@@ -533,6 +548,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     for key, value in _texts(layer.values, ()) if variables else ():
         stored = escape(value)
         for secret, name in variables.items():
+            # a short secret occurs in texts by chance
             if value == secret or len(secret) >= _LEAST_WITHIN:
                 stored = stored.replace(escape(secret), f"${{env:{name}}}")
         if stored != escape(value):

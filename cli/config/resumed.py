@@ -36,6 +36,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
         return given
     where = given.values["run"]
     run = given.directory or newest_to_resume(Path(where["root"]), where["name"])
+    # nothing to resume yet, or the run of a script: then this config is the one
     if run is None or not (run / CONFIG).is_file():
         return given
     stored = load_config([str(run / CONFIG), *overrides_among(arguments)])
@@ -43,11 +44,14 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     trainer, origins = dict(stored.values["trainer"]), _origins(run, stored)
     if trainer["replicas"] is None:  # the run keeps them, and so does whoever runs its config again
         trainer["replicas"], origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
+    # where the run lies now: its folder may have been moved since
     run_section = stored.values["run"] | {name: where[name] for name in ("root", "name")}
     values = {**stored.values, "run": run_section, "trainer": trainer}
     place = find_place(trainer["cluster"])
+    # once, and not by every rank
     if place is None or place.rank == 0:
         _tell_differences(run, given, stored)
+    # told to fit, which must not pick another run: one may have ended meanwhile
     resumed = run if given.directory is None else None
     return replace(stored, values=values, origins=origins, directory=given.directory, resumed=resumed)
 

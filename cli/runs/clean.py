@@ -54,6 +54,7 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
     """Return what may be deleted, by kind. A run that somebody writes to is left alone."""
     found: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
+        # an evaluation reads a checkpoint of the run, which must stay until it is done
         is_in_use = run.state == RUNNING or any(map(is_held, (run.path, *(one.path for one in run.evaluations))))
         if is_own_run(run.path) and not is_in_use:
             kind, listed = deletable(run)

@@ -23,6 +23,7 @@ def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
     A default that the run has not set is left out.
     """
     configs = [config_of(run) for run in runs]
+    # runs of different tasks differ in everything
     tasks = {config.get(TASK) for config in configs}
     names = {task: short_names(varying_keys([one for one in configs if one.get(TASK) == task])) for task in tasks}
     return [

@@ -20,6 +20,7 @@ PAIRS_SHOWN = 6
 def run_runs(arguments: Namespace) -> None:
     """Print the table. Raises ConfigError if the folder is none."""
     root = Path(arguments.dir)
+    # before the first run there is no folder, which is no mistake unless it was named
     found = find_runs(root) if root.is_dir() or arguments.dir != ROOT else []
     if arguments.state:
         found = [run for run in found if run.state == arguments.state]

@@ -56,6 +56,7 @@ def metric_names(names: Iterable[str]) -> list[str]:
 
 def folder_size(path: Path) -> int:
     """Return the bytes of a file, or of all files below a folder."""
+    # what a link points to is not deleted with it, and not counted
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     return sum(one.lstat().st_size for one in path.rglob("*") if one.is_symlink() or not one.is_dir())
