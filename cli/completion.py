@@ -23,6 +23,7 @@ def run_completion(options: Namespace) -> None:
         import shtab
     except ImportError as error:
         raise ConfigError("legato completion needs the package shtab: pip install 'legato[completion]'") from error
+    # one parser for all, which the command itself has not: shtab walks through sub-parsers
     parser = argparse.ArgumentParser(prog="legato")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():

@@ -63,9 +63,11 @@ def export_weights(source: Path, target: Path) -> int:
             f"written to {' or '.join(f'x{suffix}' for suffix in MODELS)}."
         )
     storage.require_new(target)
+    # those of an averaging callback where there are some: they are what evaluation uses
     weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
+    # types such as complex numbers that older readers of safetensors do not know
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
     if odd:
         raise CheckpointError(

@@ -82,6 +82,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse arguments in any order. Raises ConfigError for a mistake."""
+        # intermixed: options may stand before, between and after the words of a config
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             word = unknown[0].partition("=")[0]
@@ -96,6 +97,7 @@ class Parser(argparse.ArgumentParser):
 
 def command_parser(name: str) -> Parser:
     """Return the parser of a command."""
+    # within, as everything below: `legato --version` reads neither configs nor YAML
     from .arguments import add_arguments, epilog
 
     parser = Parser(name, description=COMMANDS[name].summary)
@@ -130,7 +132,9 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except LegatoError as error:
+        # without a traceback: such an error is the user's to mend, and says how
         print("\n".join([f"legato: {error}", *getattr(error, "__notes__", [])]), file=STDERR, flush=True)
+        # what nobody ran cannot have failed: schedulers may tell the two apart
         code = USAGE if isinstance(error, ConfigError) else FAILED
         _tell_other_ranks(error, code)
         return code

@@ -19,6 +19,7 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
 
     Raises TaskError if a result is neither a tensor nor made of JSON values and tensors.
     """
+    # predict returns a list for each loader, or the one loader's own
     several = all(isinstance(one, list) for one in predictions)
     loaders = list(predictions) if several else [list(predictions)]
     names = [f"predictions.{index}" for index in range(len(loaders))] if several else ["predictions"]

@@ -76,6 +76,7 @@ def described(history: ConfigHistory, replayed: Replayed, replica: int | None) -
         loss = "none" if record["loss"] is None else f"{record['loss']:.9g}"
         norm = f"gradient norm {record['gradient_norm']:.6g}"
         yield f"Step {record['step']:,}: loss {loss}, {norm}, learning rate {rates}"
+        # a step that went wrong has most often one layer to blame
         largest = sorted(record["modules"].items(), key=lambda item: -item[1])[:SHOWN_MODULES]
         norms = (f"{name or 'the task'} {norm:.4g}" for name, norm in largest)
         yield f"  largest gradients: {', '.join(norms)}"

@@ -100,6 +100,7 @@ def launch_if_named(config: "Config", command: str) -> None:
 
 def trainer_section(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `trainer` of values whose keys are right, with the defaults of what it leaves out."""
+    # values are not completed yet when all keys are right
     defaults = {name: parameter.default for name, parameter in TRAINER.parameters.items()}
     return defaults | dict(values.get("trainer") or {})
 
@@ -122,6 +123,7 @@ def build_run(config: "Config") -> "ConfiguredRun":
     run = build_config(config)
     if is_quiet():
         shown = (ModelSummary, ProgressDisplay)
+        # by class, so that subclasses of the user's own are left out as well
         run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not isinstance(callback, shown)]
     return run
 

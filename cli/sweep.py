@@ -70,6 +70,7 @@ class Axis:
 
     def _text(self, number: float) -> str:
         """Return a number with four digits, which keep the names of trials short."""
+        # bounds without a point stand for whole numbers, such as a width
         is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
         return str(round(number)) if is_whole else repr(float(f"{number:.4g}"))
 

@@ -404,6 +404,7 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
     path, nested = value[TARGET], not is_entry(key)
     if not isinstance(path, str):
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
+    # a config may come from anywhere, and os.system is a function as any other
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
         raise ConfigError(f"{path!r} is not built: of the standard library only {', '.join(BUILDABLE)} are.")
     try:
@@ -426,6 +427,7 @@ def class_name(base: type) -> str:
 
 def _path_meant(path: str) -> str:
     """Suggest the path of Legato's class of this name, also where the path is that of a module which has moved."""
+    # the last part alone: classes have moved between rooms, and kept their names
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):
         home = f"{_PACKAGE}.{room}"

@@ -93,6 +93,7 @@ def dotted(key: Key) -> str:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2."""
 
+    # its own and empty, since add_implicit_resolver would change those of every SafeLoader
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own declaration)
 
 
@@ -523,6 +524,7 @@ def _environment(name: str, *default: Any) -> Any:
 
 def _read_word(text: str) -> Any:
     """Return what a word without quotes means in YAML; an empty one is a text."""
+    # as the same word in a file: WIDTH=12 is a number, NAME=off a text
     loader: Any = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
     return loader.construct_object(node) if text else text

@@ -50,6 +50,7 @@ def write_project(folder: Path) -> list[Path]:
             f"{called!r} is the name of a module of Python's own, which programs would import instead of the project "
             f"or find the project in place of. Choose another, such as {name}_net."
         )
+    # of the longest file in it, since a file system refuses names of more than 255 bytes
     if (problem := path_problem(str(folder / f"{called}{SUFFIX}"))) is not None:
         raise ConfigError(f"The project's name {problem}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

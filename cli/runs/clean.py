@@ -67,6 +67,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
     if run.is_empty:
         return "empty", [Deletion(run, run.path, folder_size(run.path))]
     if run.state == FAILED:
+        # what can be resumed may be worth more than its space
         whole = [one.step for one in run.checkpoints if one.complete]
         note = f"  can be resumed from step {whole[-1]}" if whole else ""
         return "failed", [Deletion(run, run.path, folder_size(run.path), note)]

@@ -33,6 +33,7 @@ def configs(runs: Sequence[RunDirectory]) -> str:
     texts = [config_of(run) for run in runs]
     if not any(texts):
         return "config: none is stored; the runs are a script's."
+    # only what differs: two configs share a hundred values
     keys = varying_keys(texts)
     if not keys:
         return "config: the same"

@@ -70,6 +70,7 @@ def error_text(run: RunDirectory) -> str:
     """Return the last error, with the end of its traceback; "" if there is none."""
     if not run.error:
         return ""
+    # the end of it, where the line is that failed
     lines = run.traceback.rstrip().splitlines()[-LAST_LINES:] if run.state == FAILED and run.traceback else [run.error]
     return "\n".join(["last error:", *(f"  {line}" for line in lines)])
 

@@ -107,11 +107,12 @@ def tell_failure(text: str, by_user: bool) -> None:
     `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself. Does nothing
     once this process has been at a rendezvous. Raises ConfigError where there is no store within LEAVE_SECONDS.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
+    # not before: a misspelt key is to be told without the seconds that torch takes
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     where = _find_rendezvous(place, None)
     store = _open_store(where, place.rank, place.world_size, timedelta(seconds=LEAVE_SECONDS))
     prefixed = PrefixStore(f"legato/{where.attempt}/0", store)
