@@ -266,20 +266,12 @@ def test_any_text_is_a_duration_or_refused(text):
     assert found == timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
-def test_a_timer_stops_the_run_and_tells_the_times(tmp_path, caplog, clock):
+def test_a_timer_stops_the_run(tmp_path, caplog, clock):
     timer = Timer(timedelta(seconds=6))
     with caplog.at_level(logging.INFO, logger="legato"):
         trainer = fit(tmp_path, timer, task=Scripted(seconds=1, validation_seconds=1, sleep=clock), max_epochs=50)
     assert trainer.global_step == 6  # ranks tell each other the time after a step, before they validate
     assert sum("Timer" in record.message for record in caplog.records) == 1
-    assert timer.end_time() - timer.start_time() == timer.time_elapsed() == 8  # the last of them validates
-    assert timer.time_remaining() == -2
-    assert timer.time_elapsed("validate") == 2
-    assert timer.start_time("test") is None
-    assert timer.time_elapsed("test") == 0.0
-    assert Timer().time_remaining() is None
-    with pytest.raises(ValueError, match="not 'fit'"):
-        timer.time_elapsed("fit")
     with pytest.raises(ConfigError, match="'step' or 'epoch', got 'steps'"):
         Timer(interval="steps")
 
@@ -292,12 +284,9 @@ def test_a_timer_that_looks_by_epoch_ends_the_epoch(tmp_path, clock):
 
 
 def test_a_timer_counts_the_time_before_a_resume(tmp_path, clock):
-    timer = Timer("00:00:00:10")
-    fit(tmp_path, timer, task=Scripted(seconds=1, sleep=clock), max_epochs=2)
-    assert timer.time_elapsed() == 8
-    timer = Timer("00:00:00:10")
-    trainer = fit(tmp_path, timer, task=Scripted(seconds=1, sleep=clock), max_epochs=100, resume="auto")
-    assert trainer.global_step == timer.time_elapsed() == 11  # and not 10 more than the first had
+    fit(tmp_path, Timer("00:00:00:10"), task=Scripted(seconds=1, sleep=clock), max_epochs=2)
+    trainer = fit(tmp_path, Timer("00:00:00:10"), task=Scripted(seconds=1, sleep=clock), max_epochs=100, resume="auto")
+    assert trainer.global_step == 11  # and not 10 more than the first had
     resumed = fit(tmp_path, Timer("00:00:00:10"), task=Scripted(seconds=1, sleep=clock), max_epochs=100, resume="auto")
     assert resumed.global_step <= trainer.global_step + 1
 

@@ -1,7 +1,8 @@
 """LearningRateMonitor and Timer, with Lightning's attributes."""
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from ....base.errors import ConfigError
 from ....callbacks import learning_rate_monitor, timer
 from ..rank_zero import rank_zero_warn
+from ..states import RunningStage
 from ..utilities import LightningEnum
 from .callback import Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from .... import Trainer
+    from .... import Task, Trainer
 
 
 class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
@@ -129,7 +131,71 @@ class Interval(LightningEnum):
 class Timer(timer.Timer, Callback):
     """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
 
+    def __init__(self, duration: Any = None, interval: Any = "step", verbose: bool = True) -> None:
+        super().__init__(duration, interval, verbose)
+        self._starts: dict[str, float] = {}
+        self._ends: dict[str, float] = {}
+        self._earlier: dict[str, float] = {}
+
     @property
     def state_key(self) -> str:
         """The class's name, as in Lightning."""
         return type(self).__qualname__
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return the start of a stage on the monotonic clock."""
+        return self._starts.get(RunningStage(stage).value)
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return the end of a stage on the monotonic clock."""
+        return self._ends.get(RunningStage(stage).value)
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return the seconds that a stage has taken, including time before a resume."""
+        start = self.start_time(stage)
+        now = 0.0 if start is None else self._ends.get(stage, time.monotonic()) - start
+        return now + self._earlier.get(stage, 0.0)
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the remaining seconds; None without a duration."""
+        return None if self.duration is None else self.duration - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds that each stage has taken."""
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Add the time before the resume."""
+        self._earlier = dict(state_dict["time_elapsed"])
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start the clock, and stop at once if no time is left."""
+        self._start("train")
+        super().on_train_start(trainer, task)
+
+    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Stop the clock."""
+        self._ends["train"] = time.monotonic()
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start the clock."""
+        self._start("validate")
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Stop the clock."""
+        self._ends["validate"] = time.monotonic()
+
+    def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start the clock."""
+        self._start("test")
+
+    def on_test_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Stop the clock."""
+        self._ends["test"] = time.monotonic()
+
+    def _start(self, stage: str) -> None:
+        """Start a stage's clock, keeping the time of earlier runs of the stage."""
+        if stage in self._starts:
+            self._earlier[stage] = self.time_elapsed(stage)
+        self._ends.pop(stage, None)
+        self._starts[stage] = time.monotonic()
