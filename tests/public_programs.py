@@ -1,11 +1,13 @@
 """How many of the public programs installed here run under `legato lightning` unchanged, and with equal numbers.
 
 python tests/public_programs.py [SCRIPT.py ...]      without names: the quick starts in tests/lightning/packages
+python tests/public_programs.py --page               writes the table of packages in docs/dev/lightning-programs.md
 
 Each runs under the real package and under Legato. A program that prints {"exact": {...}} as its last line has its
 numbers compared; one that does not run under Lightning here is not counted.
 """
 
+import csv
 import json
 import os
 import subprocess
@@ -14,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent / "lightning" / "packages"
+TRIED = PACKAGES.with_name("programs.csv")
+PAGE = Path(__file__).parents[1] / "docs" / "dev" / "lightning-programs.md"
 UNDER = {"Lightning": (), "Legato": ("-m", "legato", "lightning")}
 
 
@@ -43,6 +47,16 @@ def same(first, second):
     return first == second
 
 
+def page():
+    """Return the page with its table of packages, one for each row of programs.csv."""
+    before, _, rest = PAGE.read_text().partition("| package |")
+    with TRIED.open(newline="") as file:
+        columns, *rows = csv.reader(file)
+    table = [columns, ["---"] * len(columns), *sorted(rows)]
+    lines = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+    return before + lines + "\n" + rest.partition("\n\n")[2]
+
+
 def main(scripts):
     counted = ran = compared = equal = 0
     for script in scripts:
@@ -58,5 +72,7 @@ def main(scripts):
     print(f"{ran} of {counted} run unchanged; of {compared} that print numbers to compare, {equal} print equal ones.")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["--page"]:
+    PAGE.write_text(page())
+elif __name__ == "__main__":
     main([Path(one).resolve() for one in sys.argv[1:]] or sorted(PACKAGES.glob("*.py")))

@@ -10,7 +10,6 @@ FOR_SUBCLASSES = {"new_state", "check", "end_epoch", "evaluate", "manual_optimiz
 LEFT = {
     "agreed_metrics",  # callback_metrics has values of this process alone, and ranks decide by those that all have
     "sanity_check",  # where a run is made as Lightning has it: there is no other place between set-up and training
-    *("pads_shares", "reads_streams_whole"),
 }
 """What is overridden besides, with the reason; the set only gets smaller."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import completed, run_module, run_script
-from public_programs import same
+from public_programs import PAGE, page, same
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,10 @@ def run(folder, *called):
     done = completed(*called, cwd=folder, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_page_has_the_packages_that_were_tried():
+    assert PAGE.read_text() == page(), "python tests/public_programs.py --page"
 
 
 def test_each_script_is_listed():

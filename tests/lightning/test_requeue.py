@@ -3,49 +3,23 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from forked import Forked, run_module
 from waiting import wait_until
 
-SCRIPT = """
-import sys, time, lightning as L, torch
-from torch.utils.data import DataLoader, TensorDataset
-
-class Line(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.slope = torch.nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch, batch_idx):
-        return (batch[0] * self.slope - 2 * batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-    def on_train_start(self):
-        print("begins at", self.global_step, flush=True)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        time.sleep(0.1 if "slow" in sys.argv else 0)
-        print("step", self.global_step, flush=True)
-
-trainer = L.Trainer(accelerator="cpu", max_epochs=4, logger=False, enable_progress_bar=False, default_root_dir="here")
-module = Line()
-trainer.fit(module, DataLoader(TensorDataset(torch.linspace(0, 1, 24)), 2))
-print("slope", module.slope.item(), "after", trainer.global_step, flush=True)
-"""
+SCRIPT = Path(__file__).parents[1] / "lightning_script.py"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_job_that_was_told_to_end_goes_on_when_it_is_queued_again(tmp_path, number):
-    (tmp_path / "script.py").write_text(SCRIPT)
     job = {**os.environ, "SLURM_JOB_ID": "7"}
 
     def run(*words, **more):
-        return Forked(run_module, "legato", "lightning", "script.py", *words, cwd=tmp_path, env={**job, **more})
+        return Forked(run_module, "legato", "lightning", str(SCRIPT), *words, cwd=tmp_path, env={**job, **more})
 
     def said(program):
         path = program.folder / "stdout"

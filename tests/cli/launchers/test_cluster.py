@@ -43,41 +43,12 @@ trainer.fit(Slow(), resume="auto")
 """
 
 
-LIGHTNING = """
-import sys, time, lightning as L, torch
-from torch.utils.data import DataLoader, TensorDataset
-
-class Line(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.slope = torch.nn.Parameter(torch.zeros(1))
-
-    def training_step(self, batch, batch_idx):
-        return (batch[0] * self.slope - 2 * batch[0]).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-    def on_train_start(self):
-        print("begins at", self.global_step, flush=True)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        time.sleep(0.2 if "slow" in sys.argv else 0)
-        print("step", self.global_step, flush=True)
-
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, logger=False, enable_progress_bar=False)
-module = Line()
-trainer.fit(module, DataLoader(TensorDataset(torch.linspace(0, 1, 24)), 2))
-print("slope", module.slope.item(), "after", trainer.global_step, flush=True)
-"""
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with a script, a config and their task, which is the current one."""
     shutil.copy(Path(__file__).parents[2] / "launched_task.py", tmp_path)
     (tmp_path / "own.py").write_text(SCRIPT)
-    (tmp_path / "lightnings.py").write_text(LIGHTNING)
+    shutil.copy(Path(__file__).parents[2] / "lightning_script.py", tmp_path)
     trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, "replicas": 2, "threads": 1}
     config = {"task": {"_target_": "launched_task.Line"}, "run": {"name": "line", "root": "runs"}, "trainer": trainer}
     (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
@@ -255,7 +226,7 @@ def test_a_warning_requeues_a_job_that_has_saved(job):
 
 
 def test_a_program_for_lightning_goes_on_when_its_job_is_queued_again(folder, job):
-    words = "-m", "legato", "lightning", "lightnings.py"
+    words = "-m", "legato", "lightning", "lightning_script.py", "two"
     code, out = said("srun", "-n2", "-N1", sys.executable, *words)
     assert code == 0, out
     found = job("slow", program=" ".join(words))
@@ -269,7 +240,7 @@ def test_a_program_for_lightning_goes_on_when_its_job_is_queued_again(folder, jo
     assert 0 in begun
     ends = re.findall(r"slope \S+ after \d+", found.output.read_text())
     assert ends == re.findall(r"slope \S+ after \d+", out)  # both ranks', and to the last digit
-    assert not list(folder.glob(".requeued-*"))
+    assert not list(folder.rglob(".requeued-*"))
 
 
 def test_the_rank_that_failed_first_is_named(folder):
