@@ -68,6 +68,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["barebones"]:
         _check_barebones(given)
         found |= BAREBONES
+    # first: a strategy object may bring accelerator, devices and plugins of its own
     found["strategy"] = read_strategy(given["strategy"])
     found |= getattr(found["strategy"], "given", {})
     found |= {"requeue": is_requeued_by_default(), **read_plugins(given["plugins"])}
@@ -81,6 +82,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = int(value)  # 10.0 is a count, and True is 1
     if isinstance(found["val_check_interval"], float) and found["val_check_interval"] == 0.0:
         found["val_check_interval"] = 1  # no share of an epoch is less than a batch
+    # Lightning writes below the current folder, Legato below runs/
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
@@ -94,9 +96,11 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clip_algorithm": str(given["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
         "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
+        # the folder of runs without a logger that has one
         "run_name": "lightning_logs",
         # as Lightning's sampler repeats samples, and steps may gather from all ranks
         "use_distributed_sampler": "even" if given["use_distributed_sampler"] else False,
+        # Lightning trains on with a loss that is not finite
         "nan": "ignore",
     }
 
@@ -153,6 +157,7 @@ def _check_barebones(given: Mapping[str, Any]) -> None:
 
 def _accelerator(wanted: Any) -> Any:
     """Return the word for the kind of devices. Raises ConfigError for an unknown one."""
+    # an Accelerator object is the word for its kind
     word = wanted.lower() if isinstance(wanted, str) else wanted
     if word in ("tpu", "xla", "hpu", "ipu"):
         raise UnsupportedError(f"Trainer(accelerator={wanted!r}): {XLA}")

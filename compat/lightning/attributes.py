@@ -43,6 +43,7 @@ class LoggedMetrics(dict[str, Any]):
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take new values."""
+        # Legato has published all other values there before it publishes those of loggers
         shown = vars(self.owner)["_callback_metrics"]
         self.of_rank_0 |= values.keys() - shown.keys()
         super().update({name: torch.as_tensor(value) for name, value in values.items()})
@@ -105,11 +106,13 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def current_epoch(self) -> int:
         """The epoch that is under way, from 0; after a run the number of those begun."""
+        # Lightning counts an epoch that was stopped within; Legato does not, as a resume goes on in it
         return self.state.epoch + self.epoch_is_cut
 
     @property
     def global_step(self) -> int:
         """Steps of optimizers: in manual optimization the calls of their `step`."""
+        # in manual optimization Legato counts batches, and Lightning calls of optimizers
         manual = self.run is not None and not self.run.task.automatic_optimization
         return self.state.optimizer_steps if manual else self.state.global_step
 
@@ -169,6 +172,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def optimizers(self) -> "list[Optimizer]":
         """The optimizers of the run, which may be set within one, or of the newest fit."""
+        # those of the newest fit stay readable in a later test, whose run has none
         own = [] if self.run is None else super().optimizers
         return own or list(self.fitted[0])
 
@@ -354,6 +358,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
+        # the limit counts batches of all replicas, Lightning's those of each
         most = self.num_sanity_val_steps
         rounds = most if most == float("inf") else -(-most // self.state.replicas)
         return [min(rounds, count) for count in self.num_val_batches]
@@ -381,6 +386,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Steps of the whole run; asks for the training loader where that was not done yet, as in `setup`."""
+        # asked in configure_optimizers, before a run without an end has any number
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         run = self.run
@@ -396,6 +402,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def world_size(self) -> int:
         """The number of processes, also before they are there."""
+        # before the processes are started the strategy's own place is that of one
         known = self.strategy.place.world_size
         if known > 1 or self.running:
             return known
@@ -438,6 +445,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """The arguments of a DistributedSampler; None with one process."""
+        # a DistributedSampler of one replica would still reshuffle a loader
         if self.world_size == 1:
             return None
         return {"num_replicas": self.world_size, "rank": self.global_rank}

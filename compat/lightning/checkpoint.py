@@ -61,6 +61,7 @@ def _plain_classes() -> list[Any]:
 
 def _is_code(value: Any) -> bool:
     """Return whether `torch.load` would refuse a value that `torch.save` wrote."""
+    # torch alone knows what its reader refuses, and says so of a file only
     buffer = BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -175,6 +176,7 @@ def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any])
 # --- files ------------------------------------------------------------------------------------------------------------
 def write(path: Path, saved: dict[str, Any]) -> None:
     """Write a file, completely or not at all. Raises CheckpointError if that fails."""
+    # the file takes its name when it is complete: a reader never sees half of it
     with whole_file(path) as partial, torch.serialization.safe_globals(_plain_classes()):
         try:
             torch.save(saved, partial)
@@ -194,6 +196,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
                 torch.save(saved, partial)
             except RuntimeError as error:  # of torch's writer, on a full disk for one
                 raise OSError(str(error)) from error
+        # synced before the rename, or a power cut leaves an empty file under the right name
         descriptor = os.open(partial, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -209,6 +212,7 @@ def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = Non
     if weights_only is False:
         saved = torch.load(source, map_location=map_location, weights_only=False)
     else:
+        # an open file or an address may not be read twice
         if isinstance(source, (str, Path)):
             _require_undamaged(Path(source))
         with torch.serialization.safe_globals(_plain_classes()):
@@ -221,6 +225,7 @@ def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = Non
 def _put_code_back(saved: dict[str, Any], is_trusted: bool) -> None:
     of_legato = saved[KEY]
     pickled, names = of_legato.pop("code").cpu().numpy().tobytes(), of_legato.pop("code_names")
+    # code that this process has written is as trustworthy as the process; a hash, as the file may be another by now
     if is_trusted or hashlib.sha256(pickled).hexdigest() in written:
         for place, value in torch.load(BytesIO(pickled), map_location="cpu", weights_only=False).items():
             holder = saved if len(place) == 1 else saved.setdefault(place[0], {})
@@ -248,6 +253,7 @@ def _require_undamaged(path: Path) -> None:
 
 def run_of(path: Path) -> str | None:
     """Return the id of the run that wrote a file, of which no tensor is read; None for any other file."""
+    # any file that cannot be read is none of this run, which then leaves it alone
     with suppress(Exception), torch.serialization.safe_globals(_plain_classes()):
         return str(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["run_id"])
     return None
@@ -285,6 +291,7 @@ class LightningFile:
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, owner: Any) -> None:
         """Write a file on rank 0, which gets all shards."""
         run, problem = self.trainer.current_run, None
+        # Lightning knows no shards: rank 0 gathers them, tensor by tensor
         contents = in_one_piece(dict(contents), ranks)
         if ranks.rank == 0:
             owners = {"": run.task, "datamodule_": run.datamodule}
@@ -293,6 +300,7 @@ class LightningFile:
                 write(path, to_file(contents, run.datamodule))
             except CheckpointError as error:
                 problem = error
+        # all ranks raise, or those that did not write would wait in the next collective
         problem = ranks.broadcast(problem)
         if problem is not None:
             raise problem

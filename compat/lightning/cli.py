@@ -299,6 +299,7 @@ class LightningCLI:
     def _take_hyperparameters(self) -> None:
         """Take the hyperparameters of the checkpoint that the command line names as defaults of the module's."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
+        # "last" and "best" are words, which the trainer resolves once it is there
         if not path or not Path(path).exists():
             return
         saved = read_checkpoint(path).get("hyper_parameters") or {}

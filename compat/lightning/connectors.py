@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
+from .aliases import alias
 from .attributes import TrainerAttributes
 from .checkpoint import read
 from .placeholders import inner_part_missing
@@ -71,26 +72,10 @@ class CheckpointConnector(Connector):
 class LoggerConnector(Connector):
     """Logged values."""
 
-    @property
-    def callback_metrics(self) -> Any:
-        """The newest value of each name."""
-        return self.trainer.callback_metrics
-
-    _callback_metrics = callback_metrics
-
-    @property
-    def logged_metrics(self) -> Any:
-        """The newest value of each name that loggers are given."""
-        return self.trainer.logged_metrics
-
-    _logged_metrics = logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> Any:
-        """The newest value of each name that progress bars show."""
-        return self.trainer.progress_bar_metrics
-
-    _progress_bar_metrics = progress_bar_metrics
+    # each with its private name, by which programs read it, too
+    callback_metrics = _callback_metrics = alias("trainer.callback_metrics")
+    logged_metrics = _logged_metrics = alias("trainer.logged_metrics")
+    progress_bar_metrics = _progress_bar_metrics = alias("trainer.progress_bar_metrics")
 
     @property
     def metrics(self) -> dict[str, Any]:

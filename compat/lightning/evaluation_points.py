@@ -22,6 +22,7 @@ class EvaluationPoints:
     def follow(self, word: str) -> None:
         """Write a point after each batch of the evaluation `word`."""
         hooks, name = self.run.hooks, f"on_{word}_batch_end"
+        # evaluate comes once for each validation, and the run keeps its hooks
         if self.write not in hooks[name]:
             hooks[name] = (*hooks[name], self.write)
 

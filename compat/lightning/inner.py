@@ -47,6 +47,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
 
     Private names become placeholders; so does every name below lightning.fabric, whose classes Legato does not have.
     """
+    # programs import many classes of Fabric for annotations alone
     any_name = package.startswith(f"{ROOT}.fabric")
 
     def get(name: str) -> Any:
@@ -67,6 +68,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
             names = vars(import_module(f"{ROOT}.{home}"))
             if name in names.get("__all__", ()):
                 return names[name]
+        # Python and pickle ask for dunders, and a constant that is no class cannot stand for one
         if name.startswith("__") or name.isupper() or not (any_name or name.startswith("_")):
             raise AttributeError(f"module {package!r} has no public name {name!r}")
         return make_placeholder(package, name, WAY_OUT)

@@ -57,6 +57,7 @@ def start_ranks(count: int, seed: int) -> None:
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
     unset_variable(RANK_0)
+    # the ranks write files of theirs after fit, which a script that ends first would cut off
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -74,10 +75,12 @@ def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
+            # the run has a report of its own, which names the rank that failed first and is better than this one
             time.sleep(SECONDS_TO_END)
             code = children[failed[0] - 1].returncode
             print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=sys.stderr, flush=True)
             _end(children)
+            # by a signal: the main thread may wait in a collective, where no exception reaches it
             os.kill(os.getpid(), signal.SIGTERM)
             return
         time.sleep(0.2)

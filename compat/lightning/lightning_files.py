@@ -78,6 +78,7 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
             f"of an older version, convert it first: python -m lightning.pytorch.utilities.upgrade_checkpoint "
             f"FILE. Its weights are read by load_from_checkpoint."
         ) from None
+    # gradients of an unfinished window are in no file: its batches are trained on again
     left = 0 if is_last else done % accumulate
     within = begun and not is_last
     return {
@@ -123,6 +124,7 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     steps = state["epoch_steps"] if within or ended else step // max(1, epoch)
     validated = state["validated_at"] == step or (not within and state["validated_at"] > 0)
     # saved when a batch had ended, but for what follows it; after its validation all of it is done
+    # Lightning saves within on_train_batch_end, before it counts the batch as completed
     behind = int(within and not validated)
     made = state["optimizer_steps"]
     optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (made, made))

@@ -67,6 +67,7 @@ class PlacesPoints:
         """Write a point at the newest step, after `fit` at their count; or at a logged "step", without its epoch."""
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
+        # Lightning lets a logged "step" be the x-axis, and leaves the epoch out then
         if "step" in values:
             step = int(values.pop("step"))
             values.pop("epoch")
@@ -200,6 +201,7 @@ class FolderOfLogger:
     @property
     def version(self) -> int | str:
         """The version: the given one, or the next after the newest that there is, or what a subclass chooses."""
+        # late: a logger that is made and never used takes no number
         if self._version is None:
             self._version = self.logger._get_next_version()
         return self._version
@@ -230,6 +232,7 @@ class FolderOfLogger:
 
     def follow(self, directory: Path) -> None:
         """Take the version of a folder that another process has chosen, if it is one of this logger's."""
+        # another version may have been taken since by a run beside this one
         if self._version is None and directory.parent == self._root:
             number = directory.name.removeprefix("version_")
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name

@@ -21,6 +21,7 @@ class Counts:
     def __init__(self, **counts: Any) -> None:
         vars(self).update(counts)
 
+    # refused, not ignored: a program that sets counts expects a run to go on from there
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsupportedError(
             f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. A resume, fit(ckpt_path=...), "
@@ -237,6 +238,7 @@ class EvaluationLoop(Loop):
 
     def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
         """Run an evaluation and return its results, printed with `verbose`."""
+        # Lightning returns what loggers get, Legato every value
         results = logged_alone(run(), self.trainer.logged_metrics)
         if verbose and self.trainer.is_global_zero:
             shown = [{name: tensor(value) for name, value in one.items()} for one in results]

@@ -23,6 +23,7 @@ from ...tasks.hyperparameters import plain_containers
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ...trainer.resume.rebuild import rebuild_data_module, rebuild_task
+from .aliases import alias
 from .checkpoint import is_omegaconf, read
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
@@ -109,6 +110,7 @@ class InitialHyperparameters:
     @property
     def hparams(self) -> AttributeDict:
         """The saved hyperparameters; empty if none were saved."""
+        # in __dict__, as it is asked for before nn.Module.__init__ has run, too
         kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return kept
 
@@ -242,13 +244,7 @@ class LightningModule(InitialHyperparameters, Task):
         trainer = self.__dict__.get("_trainer")
         return None if trainer is None else getattr(trainer.strategy, "mesh", None)
 
-    @property
-    def _automatic_optimization(self) -> bool:  # private in Lightning, and set by programs
-        return self.automatic_optimization
-
-    @_automatic_optimization.setter
-    def _automatic_optimization(self, value: bool) -> None:
-        self.automatic_optimization = value
+    _automatic_optimization = alias("automatic_optimization")  # private in Lightning, and set by programs
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Return a batch after the three transfer hooks; private in Lightning, and called by programs."""
@@ -299,6 +295,7 @@ class LightningModule(InitialHyperparameters, Task):
         if getattr(trainer, "barebones", False):  # which Legato's own Trainer lacks
             return
         metrics = None if trainer is None or trainer.run is None else trainer.run.metrics
+        # Legato reduces values of an evaluation over all of it; Lightning writes a point a batch besides
         if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
             shown = name if on_epoch is False else f"{name}_step"
             full = shown + metrics.suffix if add_dataloader_idx else shown
@@ -434,6 +431,7 @@ class LightningModule(InitialHyperparameters, Task):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Leave the trainer out, which torch would follow, and switch to evaluation mode."""
+        # torch.jit and the exporter follow every attribute, and a trainer leads to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
         for module, _ in modes:

@@ -47,6 +47,7 @@ class Precision:
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"
     ) -> None:
         """Clip the gradients of an optimizer's parameters; 0: not."""
+        # 0 is Lightning's word for no clipping
         if clip_val > 0:
             word = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             clip = nn.utils.clip_grad_value_ if word == "value" else nn.utils.clip_grad_norm_
@@ -215,6 +216,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
             found["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
+            # a subclass says by methods where its process is, which no run of Legato asks
             known = type(plugin).__module__ == __name__
             if not known:
                 raise UnsupportedError(

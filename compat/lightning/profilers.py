@@ -224,6 +224,7 @@ class PyTorchProfiler(Profiler):
         if self.profiler is None:
             self.profiler = self._make()
             self.profiler.__enter__()
+            # marks cost time in each call of a module, so that they are made when recording begins
             if self._names and self.module is not None:
                 self._marks = RegisterRecordFunction(self.module)
                 self._marks.__enter__()
@@ -362,6 +363,7 @@ class Profiling(Callback):
         kind = type(strategy).__name__
         for name in ("training_step", "backward", "optimizer_step", "align_buffers"):
             self._replace(strategy, name, self._timed(f"{kind}.{name}", getattr(strategy, name)))
+        # wrapped apart: the name of its action depends on what it is called with
         evaluation_step = strategy.evaluation_step
 
         def timed_evaluation_step(step: str, arguments: Any) -> Any:

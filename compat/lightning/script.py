@@ -39,6 +39,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
         raise ConfigError(f"There is no script {words[0]}. {USAGE}")
     install()
     sys.argv = words
+    # python -m puts the current folder first, which python SCRIPT does not
     sys.path[:] = [path for path in sys.path if path != ""]
     sys.path.insert(0, os.getcwd() if as_module else str(Path(words[0]).resolve().parent))
     try:

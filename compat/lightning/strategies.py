@@ -20,6 +20,7 @@ from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
 from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.strategy import SingleStrategy
 from .accelerators import KINDS, Accelerator, Registry
+from .aliases import alias
 from .checkpoint import read, write
 from .placeholders import UnsupportedError, overridden, refuse_overrides
 from .plugins import ClusterEnvironment, Precision, read_plugins
@@ -50,15 +51,7 @@ class Strategy(strategy.Strategy):
         if accelerator is not None:
             self.given["accelerator"] = accelerator
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self.device
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices of this machine."""
-        return self.devices
+    root_device, parallel_devices = alias("device"), alias("devices")
 
     @property
     def accelerator(self) -> Accelerator:
@@ -124,35 +117,14 @@ class Strategy(strategy.Strategy):
     def optimizers(self, value: list[Optimizer]) -> None:
         self.task.trainer.optimizers = value  # type: ignore[union-attr, misc]
 
+    # the place of this process; barriers and reductions are over all of them
+    global_rank, local_rank, node_rank = alias("place.rank"), alias("place.local_rank"), alias("place.node_rank")
+    world_size, num_nodes = alias("place.world_size"), alias("place.nodes")
+
     @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.place.rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self.place.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The index of this machine."""
-        return self.place.node_rank
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of machines."""
-        return self.place.nodes
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self.place.world_size
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -160,12 +132,14 @@ class Strategy(strategy.Strategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object on every rank."""
+        # the common case; of another rank there is no broadcast of objects
         if src == 0:
             return self.collectives.broadcast(obj)
         return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the reduction of a tensor over all ranks; anything else is returned as it is."""
+        # Lightning passes on what is no tensor, and programs rely on it
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
         if group is not None:
@@ -174,6 +148,7 @@ class Strategy(strategy.Strategy):
         kind = {"mean": "sum", "avg": "sum"}.get(word, word)
         if kind not in ("sum", "max", "min", "product"):
             raise ConfigError(f"strategy.reduce(reduce_op={reduce_op!r}): expected mean, sum, max, min or product.")
+        # of a copy: Lightning leaves the tensor that it is given as it is
         found = self.collectives.all_reduce(tensor.clone(), kind)
         return found / self.place.world_size if word in ("mean", "avg") else found
 

@@ -131,12 +131,13 @@ class Trainer(TrainerAttributes):
         self.barebones, self.enable_autolog_hparams, self.predictions = barebones, enable_autolog_hparams, []
         given = without_defaults({**arguments, "callbacks": None})
         super().__init__(**given, **self._arguments_of_files_and_ranks(strategy, devices))
+        # only now: a word such as "auto" has become a strategy by the devices that there are
         self.strategy = with_attributes(self.strategy, arguments["strategy"])
         self.callbacks = make_callbacks(self, arguments, profiler)
         self._show_arguments(arguments, gradient_clip_algorithm)
+        # a str, too, so that what Legato compares with "cpu" still holds
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
-        self.modes_before = {}
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
         """Return arguments of Legato's Trainer: the format of its files, and which processes it is a part of."""
@@ -154,8 +155,10 @@ class Trainer(TrainerAttributes):
             self.max_epochs = arguments["max_epochs"]
             if self.num_sanity_val_steps == -1:
                 self.num_sanity_val_steps = inf  # type: ignore[assignment]
+        # Lightning shows the share as the two limits, which programs read
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+        # a program may call methods of its logger, of which fast_dev_run wants nothing written
         if self.fast_dev_run and arguments["logger"]:
             self.loggers = [DummyLogger()]
 
@@ -165,6 +168,7 @@ class Trainer(TrainerAttributes):
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
         self._callback_connector = CallbackConnector(self)
+        self.modes_before = {}
 
     @property
     def _evaluation_loop(self) -> EvaluationLoop:  # private in Lightning, as the next two are, and read by programs
@@ -186,6 +190,7 @@ class Trainer(TrainerAttributes):
     def new_state(self) -> TrainerState:
         """Return the state of a fit, which goes on from where the last one ended."""
         last = self.state
+        # a second fit of Lightning's Trainer goes on at the counts of the first; Legato's begins anew
         kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
@@ -211,12 +216,15 @@ class Trainer(TrainerAttributes):
         Raises MisconfigurationException for a max_epochs below the epochs of the checkpoint that the run goes on from.
         """
         run = self.current_run
+        # Lightning refuses it; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
                 f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
             )
+        # a dict with "weight" is a plain result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
         run.optimization.watch = None  # modules that change a teacher in training_step train so
+        # before the hooks of the program, which may ask for the epoch's progress
         run.hooks["on_train_epoch_start"] = (self._begin_epoch, *run.hooks["on_train_epoch_start"])
         super().sanity_check()
         if run.training_data.rounds:
@@ -227,6 +235,7 @@ class Trainer(TrainerAttributes):
 
     def _hide_evaluation_modes(self) -> None:
         """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
+        # by name, since on_fit_start may have replaced a part
         self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
         for part in self.lightning_module.modules():
             part.training = True
@@ -246,6 +255,7 @@ class Trainer(TrainerAttributes):
         state.logged_at = state.global_step
         super().end_epoch()
         is_cut = state.epoch == epoch
+        # reduced once more: end_epoch has written nothing of an epoch that a resume will go on with, and Lightning does
         if is_cut:
             values = run.metrics.reduce_epoch(keep=True)
             self.logged_metrics.update(values.loggers)
@@ -271,6 +281,7 @@ class Trainer(TrainerAttributes):
         self.evaluation_points.follow(word)
         if self.current_run.stage != "fit" and self.current_run.source is not None:
             self.files.load_states()
+        # inference tensors that a step stores would break the next training step
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:
@@ -447,6 +458,8 @@ class Trainer(TrainerAttributes):
             )
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)
+        # "last" means what the first callback remembers; another process may have written the files, so that folders
+        # are read then
         callback = self.checkpoint_callback
         if path != "last" or (callback is not None and callback.last_model_path):
             return path

@@ -80,6 +80,7 @@ class LearningRateSweep(Callback):
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
+        # the sweep of several processes is that of their batches together, as Lightning's mean over ranks is
         values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
         self._losses = []
         loss = sum(values) / len(values) if values else math.nan

@@ -73,6 +73,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise ValueError(f"{seed} is not in bounds, numpy accepts from {min_seed_value} to {max_seed_value}")
     if verbose:
         log.info(rank_prefixed_message(f"Seed set to {seed}", launched_rank()))
+    # in the environment, so that ranks that are started later have it
     set_variable("PL_GLOBAL_SEED", str(seed))
     set_variable("PL_SEED_WORKERS", str(int(workers)))
     random.seed(seed)

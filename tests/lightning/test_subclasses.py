@@ -105,7 +105,7 @@ OVERRIDDEN = {
     ),
     "BackboneFinetuning": (
         {"unfreeze_backbone_at_epoch": 1},
-        "freeze_before_training finetune_function _store",
+        "freeze_before_training finetune_function",
     ),
     "WeightAveraging": ({}, "should_update"),
     "DeviceStatsMonitor": ({}, "_get_and_log_device_stats"),

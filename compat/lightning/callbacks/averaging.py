@@ -129,6 +129,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         # A function of the epoch, and no scheduler of its own: a checkpoint then holds the scheduler that
         # configure_optimizers makes, and a resume needs nothing but this callback's state.
         self._set_rates(trainer)
+        # a resume begins its epoch again, whose first weights are in the averages already
         if epoch > self._last_epoch:
             self._last_epoch = epoch
             self.update(task)
@@ -165,6 +166,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)
+        # training_step logs, and these batches are none of the run's
         run.metrics.muted = True
         # a module that calls backward and its optimizer itself must not do so here
         task.__dict__ |= dict.fromkeys(MANUAL, NoExperiment())
@@ -175,6 +177,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             run.metrics.muted = False
             for name in MANUAL:
                 del task.__dict__[name]
+        # each process has measured its own share of the data
         trainer.strategy.align_buffers()
 
     # --- evaluation, which is of the trained weights ----------------------------------------------------------------

@@ -55,6 +55,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         if mode not in self.mode_dict:
             raise ConfigError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}.")
         self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose  # type: ignore[assignment]
+        # Lightning keeps the sign in the attribute, and programs read it so
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold

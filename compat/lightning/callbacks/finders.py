@@ -46,6 +46,7 @@ class Finder(Callback):
 
     def search_once(self, trainer: Any, pl_module: Any) -> None:
         """Search within the run that begins, unless that was done before."""
+        # a search before the run has set the value already
         done, self.has_searched = self.has_searched, False
         if not done and trainer.world_size == 1:
             getattr(self, self.SEARCH)(trainer, pl_module)

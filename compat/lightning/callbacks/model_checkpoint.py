@@ -239,8 +239,10 @@ class ModelCheckpoint(Checkpoint):
         if self._in_a_step(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
+        # not `or`: the clock is asked after each batch, as the first time it is asked counts as the start
         if not (by_steps | self._time_has_come(trainer)):
             return
+        # values of this step are read from the device only if a decision depends on them
         if self.monitor is not None:
             trainer.current_run.show_step()
         candidates = self._monitor_candidates(trainer)
@@ -414,6 +416,7 @@ class ModelCheckpoint(Checkpoint):
                 float(self.best_model_score), path, count,
             )  # fmt: skip
         self._save_checkpoint(trainer, path)
+        # removed last: a save that fails leaves the older checkpoint there
         if surplus and self._should_remove_checkpoint(trainer, surplus, path):
             self._remove_checkpoint(trainer, surplus)
 

@@ -73,6 +73,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             # an optimizer without a scheduler is logged in either interval
             if self.logging_interval or own_interval in (interval, "any"):
                 values |= self._values_of(names, optimizer)
+        # on every rank, as Lightning has them there
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         return values
 

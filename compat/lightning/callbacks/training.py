@@ -35,16 +35,6 @@ class BaseFinetuning(finetuning.BaseFinetuning, Callback):
         if stage != "fit":
             self.freeze_before_training(task)
 
-    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Unfreeze, once in an epoch."""
-        if trainer.current_epoch <= self._newest_epoch:
-            return  # the epoch goes on after a resume
-        self._newest_epoch = trainer.current_epoch
-        for index, optimizer in enumerate(trainer.optimizers):
-            before = len(optimizer.param_groups)
-            self.finetune_function(task, trainer.current_epoch, optimizer)
-            self._store(task, index, before, optimizer.param_groups)
-
     # private in Lightning, and called by programs that unfreeze within an epoch: a checkpoint has the groups anyway
     def _store(self, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: list[Any]) -> None:
         pass
