@@ -383,8 +383,6 @@ class Run(JoinedCall):
     """Factor by which the strategy multiplies gradients, beyond their mean over the samples of a step."""
     fingerprint: dict[str, Any]
     """Settings that define the run; see checkpoints.fingerprint."""
-    other_dtypes: list[Any]
-    """The dtypes of weights that differ from the checkpoint's."""
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard

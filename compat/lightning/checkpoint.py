@@ -27,7 +27,7 @@ from ...tasks.hyperparameters import plain_containers
 from ...trainer.checkpoints.foreign import plain_names, read_contents
 from ...trainer.checkpoints.shards import ShardBlock, shard_block
 from ...trainer.checkpoints.storage import whole_file
-from ...trainer.resume.parameter_names import has_names, named, numbered
+from ...trainer.resume.parameter_names import named, numbered
 from ...trainer.resume.rebuild import averaged_weights, averaging_state
 from .lightning_files import AVERAGING, FORMAT_VERSION, LIGHTNING, SCALER, TRAINED, contents_of, loops_of
 
@@ -100,10 +100,12 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
     if "optimizer_states" in saved:
         states = saved["optimizer_states"]
-        names = [[group["params"] for group in one["param_groups"]] if has_names(one) else None for one in states]
-        of_legato["optimizer_names"] = names
-        pairs = zip(states, names, strict=True)
-        saved["optimizer_states"] = [state if own is None else numbered(state, own) for state, own in pairs]
+        pairs = [(state, *numbered("optimizer", state, None)) for state in states]
+        # by numbers in Lightning's part of the file; the names, where there are any, in Legato's
+        of_legato["optimizer_names"] = [
+            [group["params"] for group in state["param_groups"]] if groups else None for state, _, groups in pairs
+        ]
+        saved["optimizer_states"] = [state for _, state, _ in pairs]
     for prefix in ("", "datamodule_"):
         for key in (LEFT_OUT, BUILT):
             saved.pop(prefix + key, None)

@@ -223,7 +223,6 @@ def test_a_live_object_is_named_and_handed_over(thing, trainer, tmp_path, caplog
     made.save_checkpoint(tmp_path / "two")
     told = [message for message in caplog.messages if "checkpoints do not hold" in message]
     assert len(told) == 1
-    assert f"thing ({type(thing).__name__})" in told[0]
     assert "Keeps.load_from_checkpoint(path, thing=...)" in told[0]
     assert task.hparams.thing is thing
     again = Keeps.load_from_checkpoint(tmp_path / "one", thing=5)

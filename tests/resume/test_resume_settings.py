@@ -213,7 +213,7 @@ TRAINING = {
     ),
     "nan": ({}, {"nan": "skip"}, "nan: raise -> skip"),
     "precision": ({}, {"precision": "bf16-mixed"}, "precision: 32-true -> bf16-mixed"),
-    "dtype": ({}, {"task": {"dtype": torch.float64}}, "model.0.weight and 3 more: torch.float32 -> torch.float64"),
+    "dtype": ({}, {"task": {"dtype": torch.float64}}, "dtypes: ['torch.float32'] -> ['torch.float64']"),
     "kernels": ({}, {"deterministic": True}, "deterministic_algorithms: False -> True"),
     "T_max": ({"task": {"scheduler": cosine(27)}}, {"task": {"scheduler": cosine(54)}}, "0.state.T_max: 27 -> 54"),
     "milestones": (

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from ...base.arguments import TrainerArguments
@@ -76,7 +75,7 @@ def section_of(fingerprint: Mapping[str, Any] | None, section: str) -> dict[str,
 # --- taking it --------------------------------------------------------------------------------------------------------
 def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
     """Return the fingerprint of a run whose optimizers were just made, without its samples and numerics."""
-    limit = trainer.gradient_clip_val or None
+    limit = trainer.gradient_clip_val or None  # 0 clips nothing, as None does
     found: dict[str, Any] = {
         "training.reproducible": trainer.reproducible,
         "training.gradient_clip_val": limit,
@@ -84,6 +83,8 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
         "training.nan": trainer.nan,
         "training.sync_batchnorm": trainer.sync_batchnorm,
         "training.automatic_optimization": optimization.automatic,
+        # not how many of each: under ddp_rpc some of the parameters are on servers
+        "training.dtypes": sorted({str(parameter.dtype) for parameter in optimization.task.parameters()}),
         f"training.{LEFT_OUT_SAMPLES}": sorted(trainer.leave_out_samples or ()),
     }
     for index, optimizer in enumerate(optimization.optimizers):
@@ -208,17 +209,3 @@ def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
     """Return whether a name is of a parameter group's setting that a new schedule decides."""
     section, index, *_, setting = name.split(".")
     return section == "optimizers" and int(index) in rescheduled and setting in SCHEDULED
-
-
-def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChange]:
-    """Return how the dtypes of a task's weights differ from a checkpoint's: one change for each pair of dtypes."""
-    weights = saved.get("state_dict") or {}
-    found: dict[tuple[Any, Any], list[str]] = {}
-    for name, parameter in task.named_parameters():
-        was = getattr(weights.get(name), "dtype", parameter.dtype)
-        if was != parameter.dtype:
-            found.setdefault((was, parameter.dtype), []).append(name)
-    return [
-        SettingChange(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *map(str, pair))
-        for pair, names in found.items()
-    ]

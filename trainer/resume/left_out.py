@@ -20,19 +20,15 @@ BUILT = "hyper_parameters_built"
 """Key of the names of hyperparameters of which a checkpoint holds the config that they were built from."""
 
 
-def can_be_stored(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value."""
-    with suppress(CheckpointError):
-        flatten({"value": value})
-        return True
-    return False
-
-
-# --- hyperparameters --------------------------------------------------------------------------------------------------
 def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
     """Return the hyperparameters that a checkpoint can hold, and the names of the others."""
     plain = plain_hyperparameters(owner)
-    values = {name: value for name, value in plain.items() if can_be_stored(value)}
+    values = {}
+    for name, value in plain.items():
+        # the writer itself decides, so that no list of storable types can differ from it
+        with suppress(CheckpointError):
+            flatten({name: value})  # which raises for what no checkpoint holds
+            values[name] = value
     return values, [name for name in plain if name not in values]
 
 
@@ -42,25 +38,22 @@ def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapp
     owners: these objects, by the prefix of their keys in the contents.
     """
     for prefix, owner in owners.items():
-        left = contents.get(prefix + LEFT_OUT)
-        if owner is None or not left or owner.__dict__.get("_hparams_told"):
-            continue
-        owner.__dict__["_hparams_told"] = True
-        kind = type(owner).__name__
-        named = ", ".join(f"{name} ({type(owner.hparams[name]).__name__})" for name in left)
-        log.warning(
-            "Hyperparameters of %s that checkpoints do not hold, as they are code: %s. Hand them over when you load "
-            "one: %s.load_from_checkpoint(path, %s).",
-            kind, named, kind, ", ".join(f"{name}=..." for name in left),
-        )  # fmt: skip
+        names = contents.get(prefix + LEFT_OUT)
+        if owner is not None and names and not owner.__dict__.get("_hparams_told"):
+            owner.__dict__["_hparams_told"] = True
+            log.warning("%s", _advice(type(owner), names))
 
 
 def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a hyperparameter that a checkpoint leaves out is not `replaced`."""
     names = [name for name in left_out if name not in replaced]
     if names:
-        raise CheckpointError(
-            f"{kind.__name__} was saved with hyperparameters that a checkpoint does not hold, as they are code: "
-            f"{', '.join(names)}. Hand them over: {kind.__name__}.load_from_checkpoint(path, "
-            f"{', '.join(f'{name}=...' for name in names)})."
-        )
+        raise CheckpointError(_advice(kind, names))
+
+
+def _advice(kind: type, names: Sequence[str]) -> str:
+    return (
+        f"Hyperparameters of {kind.__name__} that checkpoints do not hold, as they are code: {', '.join(names)}. Hand "
+        f"them over when you load one: {kind.__name__}.load_from_checkpoint(path, "
+        f"{', '.join(f'{name}=...' for name in names)})."
+    )

@@ -23,31 +23,28 @@ def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
     return {**state, "state": states, "param_groups": groups}
 
 
-def numbered(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return what `named` returned by the numbers of parameters, in the order of `names`."""
-    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
-    states = {numbers[name]: state["state"][name] for name in numbers if name in state["state"]}
-    others = {key: values for key, values in state["state"].items() if key not in numbers}
-    groups = [
-        {**group, "params": [numbers[name] for name in own]}
-        for group, own in zip(state["param_groups"], names, strict=True)
-    ]
-    return {**state, "state": states | others, "param_groups": groups}
+def numbered(kind: str, state: Mapping[str, Any], names: Names | None) -> tuple[dict[str, Any], list[int]]:
+    """Return what `named` returned by the current numbers of parameters, and the saved group of each current group.
 
-
-def has_names(state: Mapping[str, Any]) -> bool:
-    """Return whether a saved state is by names: a file of another program has numbers, and ddp_rpc's has, too."""
-    groups = state.get("param_groups", ())
-    return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
-
-
-def match_groups(kind: str, state: Mapping[str, Any], names: Names) -> list[int]:
-    """Return which saved parameter group each of an optimizer's groups, of parameters `names`, goes on from.
-
-    Groups are told by the names in them, so that their order, and that of their parameters, may have changed. Raises
-    CheckpointError, with names, if a parameter is new, gone or in a group with others.
+    Groups are told by the names in them, so that their order, and that of their parameters, may have changed; `names`:
+    None keeps the saved order. Raises CheckpointError, with names, if a parameter is new, gone or in another group.
     """
-    before = [group["params"] for group in state["param_groups"]]
+    before = [group["params"] for group in state.get("param_groups", ())]
+    if not before or not all(isinstance(name, str) for group in before for name in group):
+        return dict(state), []  # of another kind, or by numbers, as ddp_rpc has them
+    names = before if names is None else names
+    groups = _match_groups(kind, before, names)
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    # an optimizer may keep something under another key than a parameter
+    states = {numbers.get(key, key): values for key, values in state["state"].items()}
+    settings = [
+        {**state["param_groups"][group], "params": [numbers[name] for name in own]}
+        for group, own in zip(groups, names, strict=True)
+    ]
+    return {**state, "state": states, "param_groups": settings}, groups
+
+
+def _match_groups(kind: str, before: Names, names: Names) -> list[int]:
     if before == names:
         return list(range(len(before)))
     places = {frozenset(group): index for index, group in enumerate(before)}

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -13,7 +13,7 @@ from ..optimization import kernels
 from ..state import State
 from . import fingerprint
 from .fingerprint import Changes, SettingChange
-from .parameter_names import differences, has_names, match_groups, numbered
+from .parameter_names import differences, numbered
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
@@ -37,6 +37,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 f"trainer.replicas={asked}, but the run began with {restored.replicas} replicas, which are fixed for a "
                 f"run. Leave trainer.replicas out to go on with it; up to {restored.replicas} processes will do."
             )
+        # the seed decides the order of samples: half an epoch of each would repeat some and miss others
         if trainer.seed != restored.seed and trainer.is_global_zero:
             log.info("The run keeps the seed that it began with, %d; seed=%d is ignored.", restored.seed, trainer.seed)
         vars(state).update(restored.to_dict())
@@ -46,8 +47,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 "samples that it had. For other replicas begin a new run from the weights (Task.load_from_checkpoint).",
                 restored.replicas, processes, "es" * (processes > 1),
             )  # fmt: skip
-        run_id = saved.get("run_id")
-        trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
+        trainer.saver.run_id = saved.get("run_id") or trainer.saver.run_id
     elif state.global_step == 0:
         state.replicas, state.seed = asked if asked is not None else processes, trainer.seed
     if asked is not None and asked < 1:
@@ -71,6 +71,7 @@ def load_task_weights(
         # what get_extra_state of a module returns need not be a tensor
         if hasattr(weights[name], "shape") and hasattr(own[name], "shape") and weights[name].shape != own[name].shape
     ]
+    # torch would load what fits and raise afterwards: a task that is half loaded
     if shapes or (strict and (missing or unexpected)):
         problem = differences(missing, unexpected, shapes)
         hint = did_you_mean(missing[0], unexpected) if missing and unexpected else ""
@@ -89,28 +90,11 @@ def add_saved_groups(task: "Task", optimizers: Sequence[Optimizer], saved: Mappi
     """
     parameters = dict(task.named_parameters())
     for optimizer, state in zip(optimizers, saved.get("optimizer_states", ()), strict=False):
-        for group in state["param_groups"][len(optimizer.param_groups) :] if has_names(state) else ():
+        for group in state.get("param_groups", ())[len(optimizer.param_groups) :]:
             added = [parameters[name] for name in group["params"] if name in parameters]
             if len(added) == len(group["params"]) and not all(parameter.requires_grad for parameter in added):
                 # the settings of all groups are loaded later; without this one's torch's defaults would be described
                 optimizer.add_param_group({**group, "params": added})
-
-
-def require_same_optimizers(optimizers: Sequence[Optimizer], before: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an optimizer is of another class than the one whose state was saved.
-
-    Torch would load the state, settings included, and fail in the first step or train with the old settings.
-    """
-    for index, optimizer in enumerate(optimizers):
-        own = kernels.class_of(optimizer)
-        was = before.get(f"optimizers.{index}.class", own)
-        if was != own:
-            number = f" {index}" if len(optimizers) > 1 else ""
-            raise CheckpointError(
-                f"The checkpoint's optimizer{number} is {was}, the task now returns {own}, which cannot go on from "
-                f"that state. Return the one from before in configure_optimizers, or begin a new run from the weights "
-                f"alone (load_from_checkpoint)."
-            )
 
 
 # --- learning rate schedulers -----------------------------------------------------------------------------------------
@@ -152,13 +136,16 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
                 steps = (state.global_step if config.interval == "step" else state.scheduled_epochs) // config.frequency
             found[index] = Replay(optimizers.index(optimizer), _replay(scheduler, optimizer, steps))
         elif "class" in changed:
-            was, now = changed["class"]
-            raise CheckpointError(
-                f"The checkpoint's learning rate scheduler is {was}, the task now returns {now}, which cannot go on "
-                f"from that state. Return the one from before in configure_optimizers, or begin a new run from the "
-                f"weights alone (load_from_checkpoint)."
-            )
+            raise _other_class("learning rate scheduler", *changed["class"])
     return found
+
+
+def _other_class(name: str, was: str, now: str) -> CheckpointError:
+    # torch would load the state, settings included, and fail in the first step or train with the old settings
+    return CheckpointError(
+        f"The checkpoint's {name} is {was}, the task now returns {now}, which cannot go on from that state. Return the "
+        f"one from before in configure_optimizers, or begin a new run from the weights alone (load_from_checkpoint)."
+    )
 
 
 def changed_schedule(trainer: "Trainer", before: Mapping[str, Any], index: int) -> dict[str, tuple[Any, Any]]:
@@ -226,17 +213,12 @@ def find_changes(
     `bitwise` does not allow.
     """
     run, state = trainer.current_run, trainer.state
-    changes = None
-    if trainer.is_global_zero:
-        samples = fingerprint.below("samples", run.data.samples)
-        own = samples | run.fingerprint | fingerprint.below("numerics", run.numerics)
-        changes = fingerprint.compare(before, own, rescheduled, run.bitwise)
-        changes.changed += run.other_dtypes
-        changes.changed += [
-            SettingChange(f"optimizers.{index}.params", "another order", "matched by name") for index in reordered
-        ]
+    samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)
+    found = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
+    order = ("another order", "matched by name")
+    found.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
     # ranks may see different things (threads, a length that a share of the data has), but must decide alike
-    found: Changes = trainer.strategy.collectives.broadcast(changes)
+    found = cast(Changes, trainer.strategy.collectives.broadcast(found))
     dealt_out = fingerprint.section_of(before, "samples")
     is_done = bool(dealt_out) and dealt_out[fingerprint.ROUNDS] == state.epoch_rounds
     within = state.epoch_steps > 0 and not state.epoch_ended
@@ -293,18 +275,17 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     optimizers = run.optimization.optimizers
     _require_complete(trainer, saved)
     before = dict(saved.get("fingerprint") or {})
-    require_same_optimizers(optimizers, before)
     states, reordered, replays, rescheduled, changes = [], [], {}, set[int](), Changes()
-    for index, (optimizer, state) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
+    for index, (optimizer, saved_state) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
+        kind = kernels.class_of(optimizer)
+        was = before.get(f"optimizers.{index}.class", kind)
+        if was != kind:
+            raise _other_class(f"optimizer {index}" if len(optimizers) > 1 else "optimizer", was, kind)
         names = state_dicts.parameter_names(run.task, optimizer)
-        if names is not None and has_names(state):
-            places = match_groups(kernels.class_of(optimizer), state, names)
-            before |= _in_current_order(before, index, places)
-            if [group["params"] for group in state["param_groups"]] != names:
-                reordered.append(index)
-            state = numbered({**state, "param_groups": [state["param_groups"][place] for place in places]}, names)
-        elif has_names(state):
-            state = numbered(state, [group["params"] for group in state["param_groups"]])
+        state, groups = numbered(kind, saved_state, names)
+        before |= _in_current_order(before, index, groups)
+        if groups and names is not None and [group["params"] for group in saved_state["param_groups"]] != names:
+            reordered.append(index)
         states.append(state)
     # In this order: a replay moves the settings of the optimizers' groups, loading the optimizers puts the saved ones
     # in their place, and load_schedulers sets those of replayed schedules once more.
@@ -329,7 +310,9 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         run.fingerprint.clear()
         mine = ("samples.", "numerics.")
         run.fingerprint.update({name: value for name, value in before.items() if not name.startswith(mine)})
-    load_parts(trainer, saved)
+    for name, part in run.parts().items():
+        if name in saved:
+            part.load_state_dict(saved[name])
 
 
 def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
@@ -358,10 +341,3 @@ def _in_current_order(before: Mapping[str, Any], index: int, places: Sequence[in
         for number, group in enumerate(groups)
         for name, value in fingerprint.below(f"optimizers.{index}.groups.{number}", group).items()
     }
-
-
-def load_parts(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Load the states of the parts of a run, where the checkpoint has them."""
-    for name, part in trainer.current_run.parts().items():
-        if name in saved:
-            part.load_state_dict(saved[name])

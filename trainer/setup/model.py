@@ -41,10 +41,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
     strategy.place_task(task)
     call.metrics.take_states(call.bitwise)
-    other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         show_checkpoint(call, saved)
-        other_dtypes = fingerprint.other_dtypes(task, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers
     begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.goes_on else None
@@ -73,7 +71,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         arity=arity,
         gradient_scale=strategy.loss_scale,
         fingerprint=described,
-        other_dtypes=other_dtypes,
         numerics=numerics,
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
     )
