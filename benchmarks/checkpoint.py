@@ -74,7 +74,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         os.sync()
         timed("save in the background: stall", lambda: writer.save(behind, state))
         timed("save in the background: the rest, beside training", writer.wait)
-    writer.close()
+    writer.wait()
     return times, first_stall
 
 
@@ -92,7 +92,7 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writer = background.Writer()
         writer.save(folder / "warm" / "memory", state)
-        writer.close()
+        writer.wait()
         more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         measure(state, folder / "warm", 1)
         times, first_stall = measure(state, folder, 5)

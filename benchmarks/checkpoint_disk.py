@@ -107,7 +107,7 @@ def beside(folder: Path, rounds: int, state: dict[str, object]) -> None:
     here.send("end")
     theirs = here.recv()
     process.join()
-    writer.close()
+    writer.wait()
     print(f"\n{'beside a background save':<32}{'seconds':>9}{'step':>8}{'without':>9}{'ratio':>8}")
     for name, noted in (("steps of the rank that saves", steps.noted), ("steps of the other rank", theirs)):
         ratios = [mean_step(noted, copied, end) / mean_step(noted, quiet, quiet + 4) for quiet, copied, end in spans]

@@ -251,7 +251,7 @@ class Checkpoint(CheckpointCallback):
             return
         self._seen_step = step
         if self.asynchronous:
-            trainer.saver.check()
+            trainer.saver.writer.check()
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if trainer.elapsed - self._saved_at >= self.seconds_between:
             self._saved_at, due = trainer.elapsed, True
@@ -303,7 +303,7 @@ class Checkpoint(CheckpointCallback):
         """Agree on the checkpoints that are there, and repeat a save that the change interrupted."""
         if self.dirpath is None:
             return
-        trainer.saver.wait()
+        trainer.saver.writer.wait()
         if self._given_dirpath is not None:
             trainer.saver.hold_for_all(self.dirpath, patient=True)
         self._agree_on_index(trainer)

@@ -18,9 +18,8 @@ from ..base.errors import CheckpointError, ConfigError, TaskError
 from ..base.run_names import CONFIG
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, reading, storage
-from ..trainer.checkpoints.codec import KNOWN_EVERYWHERE
 from ..trainer.checkpoints.hashed import HashedFile
-from ..trainer.checkpoints.tensors import write_tensors
+from ..trainer.checkpoints.tensors import DTYPE_NAMES, write_tensors
 from ..trainer.resume.rebuild import averaged_weights
 from ..trainer.runs.directory import find_run
 from .config.build import build_config
@@ -68,7 +67,7 @@ def export_weights(source: Path, target: Path) -> int:
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
     # types such as complex numbers that older readers of safetensors do not know
-    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
+    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
     if odd:
         raise CheckpointError(
             f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."

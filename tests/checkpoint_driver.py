@@ -46,7 +46,7 @@ def save(path: Path, flavour: int = 0) -> None:
 def save_behind(path: Path, flavour: int = 0) -> None:
     writer = background.Writer()
     writer.save(path, example(int(path.name[5:]), flavour))
-    writer.close()
+    writer.wait()
 
 
 def save_in_parts(path: Path, flavour: int = 0, behind: bool = False) -> None:
@@ -62,7 +62,7 @@ def save_in_parts(path: Path, flavour: int = 0, behind: bool = False) -> None:
             return
         writer = background.Writer()
         writer.save(path, mine, ranks=rank)
-        writer.close()
+        writer.wait()
 
     on_ranks(2, work)
 

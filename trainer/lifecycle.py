@@ -95,7 +95,7 @@ def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     run.preemption.expect_end(failed=errors.first is not None)
-    attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
+    attempt(trainer.saver.writer.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
     if errors.first is None:
         attempt(run.gather_metrics)

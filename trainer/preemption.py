@@ -153,7 +153,7 @@ class Preemption:
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
                 callback.save(trainer, always=True)
-                trainer.saver.wait()
+                trainer.saver.writer.wait()
                 # Waits for rank 0: the launcher takes the first exit for the end of all.
                 saved = trainer.broadcast(path.exists())
                 break

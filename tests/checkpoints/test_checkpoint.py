@@ -120,9 +120,8 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
         (memory,) = writer.memory.values()  # one copy, also of what has two names
         assert memory.nbytes == weight.nbytes
         seen.append(memory.data_ptr())
-    writer.close()
+    writer.wait()
     assert len(set(seen)) == 1
-    assert not writer.memory
     for step, path in enumerate(find.checkpoints_in(tmp_path)):
         back = reading.read_checkpoint(path)
         assert back["list"] == [step]
@@ -145,7 +144,7 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
                 torch.equal(torch.as_tensor(back[file][name]), torch.as_tensor(value))
                 for name, value in contents[file].items()
             )
-    writer.close()
+    writer.wait()
 
 
 def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +169,7 @@ def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path, monkeyp
     writer.check()
     monkeypatch.undo()
     writer.save(tmp_path / "two", example(7))
-    writer.close()
+    writer.wait()
     assert reading.read_checkpoint(tmp_path / "two")["global_step"] == 7
 
 
@@ -178,7 +177,7 @@ def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Pat
     writer = background.Writer()
     with pytest.raises(CheckpointError, match="a is a set_iterator"):
         writer.save(tmp_path / "one", {"a": iter(set())})
-    writer.close()
+    writer.wait()
 
 
 @pytest.mark.slow
@@ -207,7 +206,7 @@ MEMORY = """
     at_once = most() - start
     for step in range(3):
         writer.save(root / str(step), state)
-    writer.close()
+    writer.wait()
     print(at_once / 200e6, (most() - start) / 200e6)
 """
 

@@ -91,7 +91,7 @@ def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_nothing(tmp_path,
             return
         writer = Writer()
         writer.save(tmp_path / f"step-{step:08d}", contents, ranks=rank)
-        writer.close()
+        writer.wait()
 
     on_ranks(2, lambda rank: save(rank, 1))
     really = os.open

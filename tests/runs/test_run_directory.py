@@ -20,7 +20,7 @@ import legato as lg
 from legato.base.errors import ConfigError, LegatoError, WorkerError
 from legato.base.version import LAST_READER_OF_RUNS
 from legato.cli.config.read import dump_yaml
-from legato.trainer.runs.directory import BestValue, RunDirectory, find_run, find_runs, is_run, read_points
+from legato.trainer.runs.directory import BestValue, RunDirectory, find_run, find_runs, is_run
 from legato.trainer.runs.run_file import RUN_FILE, flat_config
 
 
@@ -230,7 +230,7 @@ torn {"step
 
 def test_metrics_are_arrays_of_one_length(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(LINES)
-    found = read_points(tmp_path / "metrics.jsonl")
+    found = RunDirectory(tmp_path).metrics
     assert found["step"].tolist() == [1, 2, 4]
     assert found["step"].dtype == numpy.int64
     assert found["loss"].tolist()[0] == 0.5

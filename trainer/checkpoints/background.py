@@ -44,7 +44,7 @@ class Writer:
 
         Every one of `ranks` calls this, and uses them for nothing else until the save is done.
         """
-        self.wait()
+        self.wait()  # two at once would need memory for two copies
         # in the caller's step, where a value that cannot be stored names its path and the call that saved it
         flat = flatten(contents)
         flat.assign_writers(ranks)
@@ -70,13 +70,6 @@ class Writer:
         """Wait until the save is done; raises what `check` raises."""
         self.join()
         self.check()
-
-    def close(self) -> None:
-        """Wait, and free the memory."""
-        try:
-            self.wait()
-        finally:
-            self.memory = {}
 
     def _write(self, flat: FlatState, ranks: Ranks, owner: Owner) -> None:
         try:
@@ -115,6 +108,6 @@ class Writer:
 
 
 def _identity(tensor: Tensor) -> object:
-    if not tensor.nbytes:
+    if not tensor.nbytes:  # empty tensors may all have the same address
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -24,8 +24,6 @@ from .tensors import DTYPE_NAMES, flat_bytes
 MARK = "__legato__"
 DEPTH = 100  # levels of nesting; a value that contains itself ends here too
 MODEL, OTHERS = "model", "tensors"
-KNOWN_EVERYWHERE = frozenset(DTYPE_NAMES)
-"""Dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 ValuePath = tuple[str, ...]
 
@@ -200,7 +198,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     dtype = (value if part is None else part.block).dtype
     dtype_name = str(dtype).removeprefix("torch.")
     if part is not None:
-        if dtype not in KNOWN_EVERYWHERE:
+        if dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{_dotted(path)} is on several processes and is {dtype_name}, which cannot be stored in parts."
             )
@@ -215,7 +213,8 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
             f"{_dotted(path)} is a {kind}; a checkpoint holds plain, dense tensors: convert it first."
         )
     tensor = value.detach().resolve_conj().resolve_neg()
-    if dtype not in KNOWN_EVERYWHERE:
+    # every release of safetensors reads these; others are stored as real numbers or bytes
+    if dtype not in DTYPE_NAMES:
         mark |= {"dtype": dtype_name, "shape": list(tensor.shape)}
         tensor = torch.view_as_real(tensor) if dtype.is_complex else flat_bytes(tensor)
     flat.tensors[file][unique] = tensor

@@ -54,6 +54,7 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner
     """
     directory = Path(os.path.abspath(directory))
     folder, name, is_first = Folder(directory.parent), directory.name, ranks.rank == 0
+    # of all ranks: the disk is theirs together, and each alone might fit
     needed, begun = sum(ranks.gather_objects(flat.nbytes)), False
 
     def begin() -> None:
@@ -70,7 +71,7 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner
         sums = on_all_ranks(ranks, lambda: _write_files(folder, name, flat, ranks.rank))
         files = {file: entry for written in sums for file, entry in written.items()}
         on_all_ranks(ranks, lambda: folder.publish(name, files, owner.run) if is_first else None)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too: a torn stage would take its space until the next save
         if begun:
             folder.discard(name)
         if isinstance(error, OSError):
@@ -90,7 +91,7 @@ def _write_files(folder: Folder, name: str, flat: FlatState, rank: int) -> dict[
         for file, key in ((MODEL_FILE, MODEL), (TENSORS_FILE, OTHERS)):
             files[file] = write_tensors(folder.create(name, file), flat.tensors[key])
     for key, parts in flat.parts.items():
-        if parts:
+        if parts:  # a rank with replicas of what others write has no file at all
             file = file_name(key, rank)
             blocks = {tensor: part.block for tensor, part in parts.items()}
             files[file] = write_tensors(folder.create(name, file), blocks)

@@ -42,6 +42,7 @@ def check_sizes(directory: Path) -> dict[str, FileSum]:
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
     files = load_manifest(directory).files
+    # links and devices are refused before any is opened
     for name, expected in files.items():
         size = regular_size(directory, name)
         if size != expected.size:
@@ -60,6 +61,7 @@ def newest_complete(root: Path, check: Check = verify) -> Path | None:
     If a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the next
     sweep or save restores it.
     """
+    # newest first: to verify is to read it all, which is done for as few as possible
     for path in reversed(_candidates(root)):
         try:
             if check(path) is False:
@@ -81,6 +83,7 @@ def _candidates(root: Path) -> list[Path]:
         if path.name not in (name, temporary_path(root / name, REPLACED).name) or path.is_symlink():
             continue
         files = path / MANIFEST, path / STATE_FILE
+        # a user may have named a checkpoint: then its files tell it from any other folder
         if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
             candidates[name] = path
     return sorted(candidates.values(), key=checkpoint_step)
@@ -91,6 +94,7 @@ def checkpoint_step(path: Path) -> int:
     name = path.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
+    # not verified: the step only sorts, whoever reads the checkpoint checks it
     state = parse_small(path / STATE_FILE)
     step = state.get("global_step") if isinstance(state, dict) else None
     return step if isinstance(step, int) else -1

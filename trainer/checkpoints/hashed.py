@@ -43,6 +43,7 @@ class HashedFile:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
+                # only now: a sync after each block would wait for the disk many times
                 os.fsync(self._descriptor)
                 self.sum = FileSum(self._size, self._hash.hexdigest())
         finally:
@@ -58,6 +59,7 @@ def write_bytes(file: HashedFile, data: bytes) -> FileSum:
 
 def file_sum(path: Path) -> FileSum:
     """Return size and SHA-256 of a file; raises OSError for a link."""
+    # one buffer for all blocks: reading 10 GB would otherwise allocate ten thousand
     digest, size, buffer = hashlib.sha256(), 0, bytearray(1 << 20)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -79,6 +81,7 @@ def check_file(path: Path, expected: FileSum) -> Path:
 
 def parse_json(data: bytes, name: str) -> Any:
     """Parse strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError with the file's name."""
+    # RecursionError: a file of 100,000 brackets is small, and anybody can write it
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -86,6 +89,7 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # readers disagree on which of two counts, so a checkpoint could say different things to different programs
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a key appears twice in one object")

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ def are_file_names(names: Iterable[str]) -> bool:
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
     """Return the text of a manifest for these files of `run`; "" for no run."""
+    # the version is for people: what may be read is decided by the format alone
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
@@ -108,6 +110,13 @@ def load_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
+
+
+def is_checkpoint_of(run: str, directory: Path) -> bool:
+    """Return whether a run has written the checkpoint in a directory."""
+    with suppress(CheckpointError):
+        return load_manifest(directory).run == run
+    return False
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:

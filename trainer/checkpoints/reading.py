@@ -39,6 +39,7 @@ def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Rank
     """
     contents: dict[str, Any] = {}
     files: dict[str, FileSum] = on_all_ranks(ranks, lambda: check_sizes(directory) if ranks.rank == 0 else {})[0]
+    # from the manifest that rank 0 has read: another rank may see an older one on a network disk
     shards = ShardFiles(directory, files)
 
     def read_share() -> None:
@@ -55,6 +56,7 @@ def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Rank
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
     """Return the rank that verifies a file with shards."""
+    # on the layout that wrote it, the rank that needs it: its pages are then in the cache of that machine
     kind, _, number = name.partition(".")[0].partition("-")
     return int(number) % size if KEYS[kind] in in_parts else 0
 
@@ -81,6 +83,7 @@ def broadcast_contents(
 
     Tensors in `shards` are not sent: each rank reads them there.
     """
+    # shapes first, so that tensors go as bytes and are not pickled
     flat = flatten(contents) if rank == source else FlatState({})
     shapes = {
         file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

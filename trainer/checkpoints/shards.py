@@ -115,7 +115,7 @@ class StoredTensor:
                 low, high = max(start, first), min(start + count, first + length)
                 inner.append(slice(low - first, high - first))
                 outer.append(slice(low - start, high - start))
-            if all(part.start < part.stop for part in inner):
+            if all(part.start < part.stop for part in inner):  # else the shard has nothing of this block
                 block[tuple(outer)] = self.files.shard(file, self.name)[tuple(inner)]
         return block
 

@@ -58,6 +58,8 @@ class CheckpointFormat(Protocol):
 class DirectoryFormat:
     """Legato's own format: a directory for each checkpoint, verified by sums, sharded, without pickle."""
 
+    # Calls only: what a checkpoint is lies in checkpoints/, which knows no run and no trainer.
+
     def name(self, step: int) -> str:
         """Return `step-00001200`."""
         return find.directory_name(step)

@@ -37,7 +37,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         found |= hyperparameters_of(run.datamodule, "datamodule_")
     if not weights_only:
         require_step_done(trainer)
-        trainer.state.elapsed = trainer.elapsed
+        trainer.state.elapsed = trainer.elapsed  # a clock until then, which no checkpoint can hold
         if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
             run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
         samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
@@ -68,6 +68,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
         return contents(trainer, weights_only)
     newest = places.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
     saved = reading.read_checkpoint(newest) if newest is not None else {}
+    # of an earlier step it would be a state that never was: new weights with old moments
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
             "The run's optimizers ended with its processes, and it kept no complete checkpoint of its last step "
@@ -122,6 +123,7 @@ class CallbackStates:
         states = {}
         for callback in self.callbacks:
             state = callback.state_dict()
+            # silently, the second would take the place of the first
             if state and callback.state_key in states:
                 raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}; give one of them its own.")
             if state:
@@ -143,6 +145,7 @@ class PublishedMetrics:
 
     def state_dict(self) -> dict[str, float]:
         """Return the values."""
+        # only what all ranks agree on: a resume may have other ranks
         return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

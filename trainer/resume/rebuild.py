@@ -39,8 +39,9 @@ def rebuild_task(
     """
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
-    task.configure_model()
+    task.configure_model()  # a model made there has its weights only from here on
     if isinstance(source, Path) and source.is_file():
+        # once more: whether "module." is a wrapper of DDP's or a name of the task's own only the task can tell
         saved["state_dict"] = reading.read(source, task.state_dict().keys())["state_dict"]
     else:
         saved["state_dict"] = averaged_weights(saved)
@@ -75,6 +76,7 @@ def _build_from_checkpoint(
     Raises CheckpointError if an argument is missing.
     """
     known = inspect.signature(kind).parameters
+    # a file's hyperparameters may be more than __init__ takes, as Lightning's are
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
     for name in saved.get(prefix + BUILT) or ():
@@ -84,6 +86,7 @@ def _build_from_checkpoint(
     made: Built | None = kind.from_hyperparameters({**values, **replaced})
     if made is not None:
         return made
+    # save_hyperparameters("config") keeps what a single argument has held
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
         values |= {name: value for name, value in replaced.items() if name not in known}

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ...base.checkpoint_index import INDEX, CheckpointIndex
 from ...base.errors import CheckpointError, ConfigError, LegatoError
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
-from ..checkpoints import find, manifest, storage
+from ..checkpoints import find, storage
 from ..checkpoints.background import Writer
 from ..checkpoints.commit import Owner
+from ..checkpoints.manifest import is_checkpoint_of
 from ..checkpoints.storage import make_folder
 from ..processes.save_progress import SAVES
 from ..runs import record as run_record
@@ -224,17 +225,10 @@ class Saver:
         known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / CHECKPOINTS)
         return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
 
-    def check(self) -> None:
-        """Raise CheckpointError, once, if a background save has failed."""
-        self.writer.check()
-
-    def wait(self) -> None:
-        """Wait until the save is done; raises what `check` raises."""
-        self.writer.wait()
-
     def own_in(self, folder: Path) -> dict[str, int]:
         """Return the steps of this run's checkpoints in a folder, by name."""
-        return {path.name: find.checkpoint_step(path) for path in find.checkpoints_in(folder) if self._wrote(path)}
+        own = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
+        return {path.name: find.checkpoint_step(path) for path in own}
 
     def write_index(self, folder: Path, index: CheckpointIndex) -> None:
         """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
@@ -250,12 +244,6 @@ class Saver:
         except OSError as error:
             log.warning("%s could not be written: %s.", folder / INDEX, error.strerror or error)
 
-    def _wrote(self, path: Path) -> bool:
-        try:
-            return manifest.load_manifest(path).run == self.run_id
-        except CheckpointError:
-            return False
-
     # --- removing ---------------------------------------------------------------------------------------------------
     def remove(self, path: Path) -> None:
         """Delete a checkpoint of this run; every rank may call it, rank 0 acts.
@@ -263,13 +251,13 @@ class Saver:
         Raises CheckpointError if a save before it failed, and if there is no checkpoint of this run.
         """
         if self.trainer.is_global_zero:
-            self.wait()
+            self.writer.wait()
             self.format.remove(path, self.run_id)
 
     def discard(self, path: Path) -> None:
         """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
         if self.trainer.is_global_zero:
-            self.wait()
+            self.writer.wait()
             try:
                 self.format.remove(path, self.run_id)
             except CheckpointError as error:

@@ -114,6 +114,7 @@ class RunDirectory:
     @property
     def seconds(self) -> float | None:
         """Seconds of training, over all resumes; None if unknown."""
+        # of a run that was killed the last point is the last sign of life
         ended = self.status.get("ended")
         elapsed: float | None = _number_in(self.status, "elapsed")
         if ended is not None or not self.status:
@@ -188,6 +189,7 @@ class RunDirectory:
     def last_point(self) -> dict[str, Any]:
         """The newest logged step, its time, and its values; {} if nothing was logged."""
         try:
+            # the tail only: the file of a long run has hundreds of megabytes
             size = regular_file_size(self.path / POINTS_FILE)
             with (self.path / POINTS_FILE).open("rb") as file:
                 file.seek(max(0, size - _TAIL))
@@ -202,7 +204,19 @@ class RunDirectory:
 
         All have one entry for each logged step, NaN where a metric was not logged; {} if nothing was.
         """
-        return read_points(self.path / POINTS_FILE)
+        import numpy
+
+        path = self.path / POINTS_FILE
+        try:
+            regular_file_size(path)  # no link to a device, no FIFO
+            points = [point for line in path.read_bytes().splitlines() if (point := parse_point(line)) is not None]
+        except OSError:
+            points = []
+        if not points:
+            return {}
+        names = dict.fromkeys(name for point in points for name in point)
+        arrays = {name: numpy.array([_as_float(point.get(name)) for point in points]) for name in names}
+        return {"step": arrays.pop("step").astype("int64"), **arrays}
 
     def frame(self) -> Any:
         """Return `metrics` as a pandas DataFrame whose index is the step; raises ConfigError without pandas."""
@@ -225,6 +239,7 @@ class RunDirectory:
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
+        # while a run is under way nothing is written but points
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
         values = [one for one in self.metrics.get(metric, ()) if math.isfinite(one)]
@@ -257,7 +272,7 @@ def _walk(folder: str) -> Iterator[Path]:
     while ahead:
         here = ahead.pop()
         try:
-            entries = list(os.scandir(here))
+            entries = list(os.scandir(here))  # one call for a folder: a sweep may have a thousand runs
         except OSError:
             continue
         if any(entry.name == RUN_FILE for entry in entries) and is_run(Path(here)):
@@ -307,22 +322,6 @@ def _checkpoint(path: Path) -> CheckpointEntry:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-def read_points(path: Path) -> dict[str, Any]:
-    """Return the logged values of a `metrics.jsonl`, see `RunDirectory.metrics`; torn lines are passed over."""
-    import numpy
-
-    try:
-        regular_file_size(path)
-        points = [point for line in path.read_bytes().splitlines() if (point := parse_point(line)) is not None]
-    except OSError:
-        return {}
-    if not points:
-        return {}
-    names = dict.fromkeys(name for point in points for name in point)
-    arrays = {name: numpy.array([_as_float(point.get(name)) for point in points]) for name in names}
-    return {"step": arrays.pop("step").astype("int64"), **arrays}
-
-
 def loss_among(metrics: Sequence[str] | Mapping[str, Any]) -> str:
     """Return the name of a loss, of validation rather than training; "" if no name is like one."""
     losses = [name for name in metrics if "loss" in name.lower()]

@@ -55,6 +55,7 @@ class RunLock:
             raise ConfigError(self._refusal()) from None
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written to: {error.strerror}.") from error
+        # beside the lease, whose file belongs to filelock: who it is, and what it does
         record = {**_this_process(), "stage": self.stage, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         (self.folder / HOLDER).write_text(json.dumps(record), encoding="utf-8")
 
@@ -63,6 +64,7 @@ class RunLock:
         if not self._lease.is_locked or self._lease.is_lock_held_by_us:
             return
         if self.folder.is_dir() and not self.path.exists():
+            # somebody has tidied up: as long as nobody else holds it, that is no reason to end a run
             self._lease.release(force=True)
             try:
                 self.take()
@@ -112,6 +114,7 @@ def is_held(folder: Path) -> bool:
         return False
     except OSError:
         return True
+    # a lease runs on for half a minute after a kill; on this machine its process tells at once
     alive = _is_alive(holder_of(folder))
     return age < LEASE if alive is None else alive
 

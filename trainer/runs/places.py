@@ -5,7 +5,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ...base.errors import CheckpointError, ConfigError
 from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem
 from ..checkpoints import manifest
 from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, verify
+from ..checkpoints.manifest import is_checkpoint_of
 from . import record as run_record
 from . import run_file
 from .lock import belongs_to_training
@@ -55,6 +55,7 @@ def make_folder(root: Path, name: str) -> Path:
     if fault is not None:
         raise ConfigError(f"run.name {fault}")
     _require_text(root)
+    # after the newest: the gap of a run that was deleted would put a new run among the old ones
     number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
     while True:
         path = root / name / f"version_{number}"
@@ -103,6 +104,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     """
     identity = identity_of(directory)
 
+    # one checkpoint for the whole run: the later of both counts
     def is_own(path: Path) -> bool:
         # a folder of a callback's own may hold checkpoints of several runs
         if manifest.load_manifest(path).run != identity or check(path) is False:
@@ -134,15 +136,10 @@ def newest_to_resume(root: Path, name: str) -> Path | None:
 
 
 def _saves_elsewhere(directory: Path) -> bool:
+    # the config is all that is known before the task, and with it its callbacks, can be built
     values = run_file.read(directory).get("config") or {}
     folders = [Path(value) for key, value in values.items() if key.endswith(".dirpath") and isinstance(value, str)]
-    return any(_is_of(identity_of(directory), path) for folder in folders for path in checkpoints_in(folder))
-
-
-def _is_of(identity: str, checkpoint: Path) -> bool:
-    with suppress(CheckpointError):
-        return manifest.load_manifest(checkpoint).run == identity
-    return False
+    return any(is_checkpoint_of(identity_of(directory), path) for folder in folders for path in checkpoints_in(folder))
 
 
 FRESH = "checkpoint=none takes fresh weights."
@@ -223,6 +220,7 @@ class StoredRun:
 
     def _newest(self, folders: Sequence[Path]) -> Path | None:
         """Return the newest complete checkpoint of the first of the folders that has one, or of the run directory."""
+        # a callback with a `dirpath` of its own has nothing in the run directory
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:
                 return newest
@@ -236,7 +234,7 @@ class StoredRun:
         for name in best_names(newest.parent, manifest.load_manifest(newest).run):
             path = newest.parent / name
             try:
-                if path != newest:
+                if path != newest:  # which was verified when it was chosen
                     verify(path)
             except CheckpointError as error:
                 log.warning("The best checkpoint is passed over, it is not whole. %s", error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
 from ...base.run_names import CHECKPOINTS, EVALUATIONS, RUN_FILE
-from ..checkpoints.manifest import load_manifest
+from ..checkpoints.manifest import is_checkpoint_of
 from ..checkpoints.storage import Folder
 from .lock import HOLDER, LOCK
 from .record import FILES, RECORD
@@ -38,11 +38,8 @@ def is_own_run(directory: Path) -> bool:
 
 def is_own_checkpoint(path: Path) -> bool:
     """Return whether a checkpoint was written by the run in whose directory it lies."""
-    folder = path.parent
-    try:
-        return not folder.is_symlink() and load_manifest(path).run == identity_of(folder.parent) != ""
-    except CheckpointError:
-        return False
+    run = identity_of(path.parent.parent)
+    return run != "" and not path.parent.is_symlink() and is_checkpoint_of(run, path)
 
 
 def remove_run(directory: Path) -> None:
@@ -69,8 +66,9 @@ def _remove_checkpoints(folder: Path, identity: str) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     checkpoints = Folder(folder)
-    checkpoints.sweep()
+    checkpoints.sweep()  # temporary names are no checkpoints, and would be left
     for path in _entries(folder):
+        # what another run wrote, or a person has changed, stays; `clean` names what is left
         with suppress(CheckpointError):
             checkpoints.remove(path.name, identity)
     _remove_files(folder, (INDEX,))
@@ -86,6 +84,7 @@ def _remove_known_files(directory: Path) -> None:
 
 def _remove_files(folder: Path, patterns: tuple[str, ...]) -> None:
     for path in _entries(folder):
+        # a person may have linked a file of theirs into the run
         is_regular = path.is_file() and not path.is_symlink()
         if is_regular and any(fnmatchcase(path.name, pattern) for pattern in patterns):
             path.unlink()

@@ -76,6 +76,7 @@ def fail(directory: Path, error: BaseException, since: float) -> None:
 
 def read(directory: Path) -> dict[str, Any]:
     """Return the `run.json` of a run directory; {} for a folder that is none."""
+    # both words, as other programs write a run.json, too; nothing of theirs is listed or deleted
     values = parse_small(directory / RUN_FILE)
     if not isinstance(values, dict) or not values.get("legato"):
         return {}
@@ -121,6 +122,7 @@ def flat_config(text: str) -> dict[str, Any]:
 
 def _takes(directory: Path, stage: str) -> bool:
     """Return whether a call writes here: the evaluation of a trainer's own run must not overwrite how that ended."""
+    # an evaluation may also run in the directory of its training
     return read(directory).get("stage") == stage
 
 
@@ -128,6 +130,7 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     """Return the state that an error leaves a run in, with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
+    # asked to end is not failed: `legato runs` lists what can simply go on
     if isinstance(error, KeyboardInterrupt):
         return {"state": PREEMPTED, "error": "Ctrl-C"}
     if isinstance(error, SystemExit) and error.code == _RESUME_ME:
