@@ -130,11 +130,6 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
-def set_local_data(tensor: Any, data: Tensor) -> None:
-    """Replace the memory of this rank's shard of a tensor."""
-    local_part(tensor).data = data
-
-
 @contextmanager
 def faking_tensors() -> Iterator[str]:
     """Make tensors without memory within this context, on the device that it yields."""
@@ -236,11 +231,6 @@ def batch_norms() -> tuple[type[nn.Module], ...]:
 def dropouts() -> tuple[type[nn.Module], ...]:
     """Return the classes from which all dropouts derive."""
     return (nn.modules.dropout._DropoutNd,)
-
-
-def check_input(module: Any, input: Tensor) -> None:
-    """Make a batch norm check the dimensions of its input."""
-    module._check_input_dim(input)
 
 
 # --- optimizers and backward ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.torch_private import batch_norms, check_input
+from ...base.torch_private import batch_norms
 
 
 class _Sum(torch.autograd.Function):
@@ -52,7 +52,6 @@ class Synced(NORM_BASE):  # type: ignore[misc]
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
-        check_input(module, input)
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [axis for axis in range(values.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]

@@ -70,6 +70,42 @@ def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
     return [node for node, _ in stack.waiting]
 
 
+def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callable[[Value, Value], Value]) -> Value:
+    """Return the sum over all replicas of the values of each rank's partial nodes, rank by rank."""
+    # by rank, which is the order of the replicas: CarryStack needs them so
+    stack = CarryStack(add)
+    for node, value in zip((node for nodes in nodes_of for node in nodes), values, strict=True):
+        stack.push(node, value)
+    return stack.total()
+
+
+class ReplicaStack:
+    """The gradients of one process's replicas in a step, added up as far as the tree allows."""
+
+    def __init__(self, owned: range, parameters: int) -> None:
+        self.owned, self.parameters = owned, parameters
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.stack, self.next = CarryStack(add_gradients), self.owned.start
+
+    def push(self, replica: int, gradients: Gradients) -> None:
+        """Take the gradients of a replica; those before it that have not come had no batch."""
+        for absent in range(self.next, replica):
+            self.stack.push(TreeNode(absent, 0), [None] * self.parameters)
+        self.stack.push(TreeNode(replica, 0), gradients)
+        self.next = replica + 1
+
+    def close(self) -> list[Gradients]:
+        """Return the values of this process's partial nodes, and begin the next step."""
+        if self.next < self.owned.stop:
+            self.push(self.owned.stop - 1, [None] * self.parameters)
+        nodes = [values for _, values in self.stack.waiting]
+        self.reset()
+        return nodes
+
+
 # torch 2.13 has a new name for it, and warns of the old one
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -87,9 +123,7 @@ class Bucket:
         """They travel in `group`; None: the default one."""
         self.parameters, self.group = list(parameters), group
         self.layout = layout
-        self.owned = layout.owned(process)
-        self.stack = CarryStack(add_gradients)
-        self.next_replica = self.owned.start
+        self.replicas = ReplicaStack(layout.owned(process), len(self.parameters))
         self.missing: set[int] = set()
         """Indices of the gradients that the backward under way has not brought yet."""
         # A process's replicas need not make whole subtrees (3 + 3 + 2 of 8): it hands over its maximal ones as they
@@ -113,17 +147,14 @@ class Bucket:
 
     def abandon(self) -> None:
         """Drop the gradients of an unfinished step, and restore those from before it."""
-        self.stack.waiting, self.next_replica = [], self.owned.start
+        self.replicas.reset()
         for parameter, gradient in zip(self.parameters, self.kept, strict=True):
             parameter.grad = gradient
         self.kept = []
 
     def take(self, replica: int) -> None:
-        """Take the gradients of `replica` from the parameters; replicas before it had no batch."""
-        for absent in range(self.next_replica, replica):
-            self.stack.push(TreeNode(absent, 0), [None] * len(self.parameters))
-        self.stack.push(TreeNode(replica, 0), self._take_gradients())
-        self.next_replica = replica + 1
+        """Take the gradients of `replica` from the parameters."""
+        self.replicas.push(replica, self._take_gradients())
 
     def _take_gradients(self) -> list[Tensor | None]:
         gradients = [parameter.grad for parameter in self.parameters]
@@ -131,19 +162,9 @@ class Bucket:
             parameter.grad = None
         return gradients
 
-    def close(self) -> list[list[Tensor | None]]:
-        """Count the remaining replicas as absent, and return the partial nodes of this process."""
-        for absent in range(self.next_replica, self.owned.stop):
-            self.stack.push(TreeNode(absent, 0), [None] * len(self.parameters))
-        self.next_replica = self.owned.start
-        nodes = [values for _, values in self.stack.waiting]
-        self.stack.waiting = []
-        return nodes
-
     def finish_alone(self) -> None:
         """Write the sums where this process has all replicas."""
-        self.stack.waiting = [(node, values) for node, values in zip(self.nodes_of[0], self.close(), strict=True)]
-        self._give_gradients(self.stack.total())
+        self._give_gradients(add_up(self.nodes_of, self.replicas.close(), add_gradients))
 
     def _give_gradients(self, gradients: list[Tensor | None]) -> None:
         gradients, self.kept = add_gradients(self.kept, gradients), []
@@ -153,7 +174,7 @@ class Bucket:
     # --- across processes -------------------------------------------------------------------------------------------
     def send(self) -> None:
         """Send each process its share of this process's partial nodes."""
-        nodes = self.close()
+        nodes = self.replicas.close()
         self.own = nodes[0]
         self._make_room(len(nodes))
         world, share = self.layout.processes, self.share
@@ -171,14 +192,10 @@ class Bucket:
     def hand_out(self) -> None:
         """Add up every process's partial nodes for this process's share, and send the sum to all."""
         self._wait()
-        # by rank, which is the order of the replicas: CarryStack needs them so
-        every = [node for own in self.nodes_of for node in own]
-        stack = CarryStack[Tensor](Tensor.add_)
-        for node, value in zip(every, self.incoming.view(len(every), self.share), strict=True):
-            stack.push(node, value)
+        total = add_up(self.nodes_of, self.incoming.view(-1, self.share), Tensor.add_)
         # what was sent has arrived, so its room is free
         whole = self.outgoing[: self.layout.processes * self.share]
-        self.work = all_gather_single(whole, stack.total(), group=self.group, async_op=True)
+        self.work = all_gather_single(whole, total, group=self.group, async_op=True)
 
     def write(self) -> None:
         """Give every parameter its sum, in the memory of this process's own gradient."""

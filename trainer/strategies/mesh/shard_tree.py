@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....base.errors import TaskError
 from ...data.sampling import Layout
-from ..tree import CarryStack, TreeNode, add_gradients, partial_nodes
+from ..tree import ReplicaStack, add_up, partial_nodes
 from .sharding import sharded
 
 UNEVEN = (
@@ -72,15 +72,15 @@ class TreeReduceScatter:
     def __init__(self, tree: ShardTree) -> None:
         self.tree = tree
         layout = tree.layout
-        self.owned = layout.owned(tree.rank)
+        self.replicas = ReplicaStack(layout.owned(tree.rank), 1)
         self.nodes_of = [partial_nodes(layout.owned(each)) for each in range(layout.processes)]
         self.numbers = 0
         self.reset()
 
     def reset(self) -> None:
         """Begin a step."""
-        self.stack, self.next_replica, self.batches = CarryStack(add_gradients), self.owned.start, 0
-        self.replica = -1
+        self.replicas.reset()
+        self.replica, self.batches = -1, 0
         self.gradient: Tensor | None = None
         """Sum over the batches so far of `replica`."""
 
@@ -112,27 +112,17 @@ class TreeReduceScatter:
         self.replica, self.gradient = replica, gradient if last else gradient.clone()
 
     def _push_replica(self) -> None:
-        if self.gradient is None:
-            return
-        for absent in range(self.next_replica, self.replica):
-            self.stack.push(TreeNode(absent, 0), [None])
-        self.stack.push(TreeNode(self.replica, 0), [self.gradient])
-        self.next_replica, self.gradient = self.replica + 1, None
+        if self.gradient is not None:
+            self.replicas.push(self.replica, [self.gradient])
+            self.gradient = None
 
     def _exchange(self, output: Tensor, numbers: int, group: dist.ProcessGroup) -> None:
         """Send each rank its share of this one's partial sums, and add up the own share of all ranks' in order."""
         self._push_replica()
-        for absent in range(self.next_replica, self.owned.stop):
-            self.stack.push(TreeNode(absent, 0), [None])
-        self.next_replica = self.owned.stop
         world, share = len(self.nodes_of), output.numel()
-        rows = [output.new_full((numbers,), -0.0) if row is None else row for _, (row,) in self.stack.waiting]
+        rows = [output.new_full((numbers,), -0.0) if row is None else row for (row,) in self.replicas.close()]
         outgoing = rows[0] if len(rows) == 1 else torch.stack([row.view(world, share) for row in rows], 1).flatten()
-        every = [node for nodes in self.nodes_of for node in nodes]
-        incoming = output.new_empty(len(every) * share)
         counts = [len(nodes) * share for nodes in self.nodes_of]
+        incoming = output.new_empty(sum(counts))
         dist.all_to_all_single(incoming, outgoing, counts, [len(rows) * share] * world, group=group)
-        stack = CarryStack[Tensor](Tensor.add_)
-        for node, value in zip(every, incoming.view(len(every), share), strict=True):
-            stack.push(node, value)
-        output.copy_(stack.total())
+        output.copy_(add_up(self.nodes_of, incoming.view(sum(map(len, self.nodes_of)), share), Tensor.add_))

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
-from ....base.torch_private import own_buffers
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...processes.place import Place
@@ -42,23 +41,15 @@ def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch
     placed: set[nn.Module] = set()
     for modules, device in parts:
         for module in modules:
-            module.to(device)
-            placed.add(module)
-    _move_rest(task, placed, rest)
-
-
-def _move_rest(module: nn.Module, placed: set[nn.Module], device: torch.device) -> None:
-    if not placed.intersection(module.modules()):
-        module.to(device)
-        return
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(device)
-    buffers = own_buffers(module)
-    for name, buffer in list(buffers.items()):
-        buffers[name] = None if buffer is None else buffer.to(device)
-    for child in module.children():
-        if child not in placed:
-            _move_rest(child, placed, device)
+            placed.update(module.to(device).modules())
+    for module in task.modules():
+        if placed.isdisjoint(module.modules()):
+            module.to(rest)  # its own way, which an LSTM's flat weights need
+        elif module not in placed:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(rest)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(rest))
 
 
 log = logging.getLogger("legato")
@@ -162,10 +153,8 @@ class DDPModelParallelStrategy(DDPStrategy):
             self._place_parts(task, [[block.module for block in part] for part in parts])
             if self.place.rank == 0:
                 for index, part in enumerate(parts):
-                    size = sum(block.size for block in part)
-                    log.info(
-                        "Part %d: %s (%s bytes)", index, _first_to_last([block.name for block in part]), f"{size:,}"
-                    )
+                    names = " .. ".join(dict.fromkeys((part[0].name, part[-1].name)))
+                    log.info("Part %d: %s (%s bytes)", index, names, f"{sum(block.size for block in part):,}")
             return
         from ....tasks.task import Task
 
@@ -250,7 +239,3 @@ class DDPModelParallelStrategy(DDPStrategy):
             outputs.append(step(piece, *others))
         metrics.samples = whole
         return combine_losses(outputs, sizes, self.device)
-
-
-def _first_to_last(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
 from ....base.tensors import map_tensors
-from ....base.torch_private import local_part, set_local_data
+from ....base.torch_private import local_part
 from ...data.sampling import Layout
 from ...metrics.reduce import to_floats
 from ...optimization.batch_weights import weight_of
@@ -126,9 +126,9 @@ class PipelineMeshStrategy(MeshStrategy):
             if self.owners.is_foreign(tensor):
                 # One number expanded to the shape: names, shapes and dtypes stay for optimizers and summaries, and sums
                 # over it are finite. Tensors on meta fail where a step checks gradients.
-                set_local_data(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
+                local.data = torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape)
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
-                set_local_data(tensor, local.data.to(self.device))
+                local.data = local.data.to(self.device)
 
     def prepare(
         self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
