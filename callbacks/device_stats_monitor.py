@@ -61,6 +61,7 @@ class DeviceStatsMonitor(Callback):
         elif device.type == "mps":
             found = {"mps_current_allocated_bytes": float(torch.mps.current_allocated_memory())}
         wanted = device.type == "cpu" if self._cpu_stats is None else self._cpu_stats
+        # without an argument psutil is optional; asked for, setup has refused the run that lacks it
         if wanted and find_spec("psutil") is not None:
             import psutil
 

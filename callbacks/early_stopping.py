@@ -90,6 +90,7 @@ class EarlyStopping(MonitoringCallback):
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Keep a resumed run stopped, unless `patience` was raised."""
+        # its checkpoint is of the stopped run: without this a resume would train on until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)
@@ -116,7 +117,7 @@ class EarlyStopping(MonitoringCallback):
 
     def _check(self, trainer: "Trainer") -> None:
         score = self._metric.read(trainer)
-        if score is None or trainer.fast_dev_run:
+        if score is None or trainer.fast_dev_run:  # a value of an earlier validation was judged then
             return
         reason = self._reason_to_stop(score)
         if reason is not None:

@@ -154,6 +154,7 @@ class BaseFinetuning(Callback):
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Unfreeze, once in an epoch."""
+        # a second call would add the same parameters to the optimizer again
         if trainer.current_epoch <= self._newest_epoch:
             return  # the epoch goes on after a resume
         self._newest_epoch = trainer.current_epoch

@@ -51,10 +51,12 @@ class GradientAccumulationScheduler(Callback):
             raise ConfigError(
                 "GradientAccumulationScheduler needs automatic optimization: the task steps its optimizers itself."
             )
+        # before the data are made, which count the steps of an epoch by it
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Set the epoch's count."""
+        # only between epochs: a position within one is counted in steps of one size
         trainer.current_run.set_accumulation(self.get_accumulate_grad_batches(trainer.current_epoch))
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:

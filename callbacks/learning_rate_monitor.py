@@ -50,6 +50,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the rates when the step is complete."""
+        # a step of several batches calls this for each; the count has advanced after the last one only
         if self._rates_of_step is not None and trainer.state.global_step == self._rates_of_step[0]:
             self._log(trainer, *self._rates_of_step)
             self._rates_of_step = None

@@ -40,6 +40,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
             mark = " + uninitialised" if lazy else ""
             rows.append((name, type(module).__name__, f"{total:,}{mark}", f"{trainable:,}"))
     total, trainable, lazy = _count_parameters(task)
+    # an uninitialised parameter has no number of elements to ask for
     size = sum(tensor.numel() * tensor.element_size() for tensor in task.parameters() if not _is_lazy(tensor))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     line = "  ".join("-" * width for width in widths)

@@ -87,6 +87,7 @@ class Monitor:
 
     def is_better(self, value: float, than: float) -> bool:
         """Return whether `value` is strictly better; False for NaN."""
+        # each comparison with NaN is False, so that one is never the best
         return value < than if self.mode == "min" else value > than
 
     @property

@@ -38,5 +38,6 @@ class OnExceptionCheckpoint(CheckpointCallback):
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Save the run."""
+        # of several processes the saver writes none: the others may be dead, or wait in a collective
         if not trainer.fast_dev_run:
             trainer.saver.save_after_error(Path(self.ckpt_path))

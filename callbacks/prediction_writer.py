@@ -62,7 +62,7 @@ class PredictionWriter(Callback):
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write or keep the batch."""
-        item = trainer.current_run.loop.item
+        item = trainer.current_run.loop.item  # the hook is given the batch alone, not where it lies in the dataset
         indices = None if item is None else item.indices
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)

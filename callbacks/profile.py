@@ -69,6 +69,7 @@ class Profile(Callback):
         self._stop()
 
     def _stop(self) -> None:
+        # training's end and the teardown both come here: the first of them writes the trace
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -283,7 +283,7 @@ class ProgressBar(ProgressDisplay):
             options = {} if in_notebook() else {"file": STDERR, "dynamic_ncols": True}
             self._bar = _tqdm()(desc=title, total=total, bar_format=layout, leave=False, **options)
         self._bar.n = done
-        self._bar.postfix = shown
+        self._bar.postfix = shown  # set_postfix would sort the names, and format the numbers in its own way
         self._bar.refresh()
 
     def _close(self, leave: bool = False) -> None:

@@ -55,7 +55,7 @@ class ThroughputMonitor(Callback):
         # called for each batch of a step, of which the last one counts
         if step % trainer.log_every_n_steps or step == self._step:
             return
-        seconds = max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)  # clocks of some systems stand still for microseconds
         if seconds > LEAST_SECONDS and self._waited > MOST_SHARE * seconds and not self._told:
             self._told = True
             workers = getattr(trainer.train_dataloader, "num_workers", None)
@@ -85,6 +85,7 @@ class ThroughputMonitor(Callback):
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
         """Restart the clock."""
+        # as if the validation had taken no time, so that a short interval around a long one is not slow
         self._since += time.perf_counter() - self._validation_began
         self._ended = 0.0
 

@@ -119,6 +119,7 @@ class WeightAveraging(Callback):
         """Swap out the averages, also after an exception."""
         self._swap_out(task)
 
+    # what comes last in an evaluation, also in one that failed, so that no run goes on with the averages
     on_test_model_train = on_predict_model_train = on_validation_model_train
 
     def _swap_in(self, task: "Task") -> None:
@@ -130,6 +131,7 @@ class WeightAveraging(Callback):
         with torch.no_grad():
             for name, tensor in self._averaged(task).items():
                 if name in self.averages:
+                    # copied into the parameter and not put in its place: optimizers and compiled graphs hold that one
                     own = _local_shard(tensor.detach())
                     self._trained[name] = own.clone()
                     own.copy_(_local_shard(self.averages[name]))

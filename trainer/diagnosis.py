@@ -132,6 +132,7 @@ def first_bad_module(run: "Run", item: "ReplicaBatch", batch: Any) -> tuple[str,
         if not are_finite(tensors):
             is_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
             given = [tensor for _, tensor in named_tensors(inputs)]
+            # the first NaN is blamed before an earlier infinity, which a mask may hold on purpose
             by_kind.setdefault(is_nan, (name, module, are_finite(given)))
 
     handles = [

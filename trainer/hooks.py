@@ -64,6 +64,7 @@ class Hooks(dict[str, Calls]):
         self.late: dict[str, Calls] = {}
         monitoring = [callback for callback in callbacks if isinstance(callback, MonitoringCallback)]
         plain = [callback for callback in callbacks if callback not in monitoring]
+        # a stable sort: among themselves, callbacks stay in the order in which they were given
         monitoring.sort(key=lambda callback: isinstance(callback, CheckpointCallback))
         for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
             # those two do their work in the base class, so that they are called also where nothing overrides them

@@ -94,6 +94,7 @@ def describe_exit(run: Call, error: SystemExit) -> BaseException:
 def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
+    # first: an exception raised by a signal's handler would skip what follows
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.writer.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
@@ -108,6 +109,7 @@ def close(run: Call, errors: Errors) -> None:
         attempt(hook, run.stage)
     for hook in run.hooks.of_task["teardown"]:
         attempt(hook, run.stage)
+    # from here on `trainer.running` is False: loggers that ask for the stage in finalize are told that there is none
     run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:

@@ -56,7 +56,7 @@ def _discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
-    metrics.muted = True
+    metrics.muted = True  # what the step logs counts in the process whose batch it is
     # numbers of its own: those of the batches that count must not depend on who has masked ones
     seed_generators(mix(state.seed, MASKED, state.global_step, item.replica, item.batch_idx))
     try:

@@ -58,7 +58,7 @@ class Preemption:
 
     def _record(self, number: int) -> None:
         # a handler only records, as collectives cannot be called here: the ranks agree at their next meeting
-        self.signal = max(self.signal, number)
+        self.signal = max(self.signal, number)  # the ranks agree by a maximum, too, so that all end by the same one
         if not self.started and not self.leaving:
             self.leaving = True
             requeue_early(number, self.trainer.requeue)
@@ -145,6 +145,7 @@ class Preemption:
         name = Path(trainer.saver.format.name(step))
         if name.is_absolute():
             known = [name.parent]
+        # at the first step of this start the checkpoint that it came from is the same one
         if not known or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
         folder = known[0]

@@ -97,7 +97,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 def _run(trainer: "Trainer", request: Request) -> Any:
     check_task(trainer, request.task, request, is_sent=True)
     place = find_place(trainer.cluster)
-    if place is not None:
+    if place is not None:  # this process serves others (ddp_rpc), and returns when they have ended
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Path | None = None

@@ -206,6 +206,7 @@ class Call:
     def of(cls, trainer: "Trainer", request: Request) -> "Call":
         """Make the parts of a requested call; nothing is started or opened yet."""
         state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
+        # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
         # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
         agreement = Agreement(SINGLE, 1, 0, state.elapsed)
         metrics = strategy.elastic.for_stage(request.stage).make_metrics(request.task)
@@ -404,7 +405,7 @@ class Run(JoinedCall):
         if self.by_replica and item.replica != self.loop.replica:
             self.loop.replica = item.replica
         self.metrics.open_batch(item.replica, item.samples)
-        if self.data.keys_forward:
+        if self.data.keys_forward:  # else the generators are where loading the batch, which is keyed, has left them
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
@@ -448,6 +449,7 @@ class Run(JoinedCall):
             if self.keys_hooks:
                 self.seed_hooks("on_step_end")
             hooks.call("on_step_end")
+        # on_step_end may change weights, as an update does; a rank that dies later leaves them whole (elastic runs)
         self.optimization.updating = False
         if not hooks["on_train_batch_end"]:
             return
@@ -504,6 +506,7 @@ class Run(JoinedCall):
             agreement.apply(step, highest)
         else:
             self.agree_on_stop()
+        # after the agreement: the clock by which it is due is the agreed one, so that all ranks compare or none
         self.drift.compare_if_due(step, agreement.elapsed)
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
@@ -556,6 +559,7 @@ class Run(JoinedCall):
     def end_training(self) -> None:
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
         self.require_same_weights()
+        # an exit from here on is none before the end of training, and is not reported as one
         self.loop.remaining = "hooks"
         self.seed_hooks("on_train_end")
         self.hooks.call("on_train_end")
@@ -619,13 +623,14 @@ class Run(JoinedCall):
 
     def show_step(self) -> None:
         """Publish the newest step's values where that was not done; every rank calls it."""
+        # a logged step is published already; a second time its values would be reduced in vain
         if self.state.logged_at != self.state.global_step:
             self._show(self.metrics.newest_values())
 
     def call_epoch_end(self, word: str) -> None:
         """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
         self.metrics.suffix, self.metrics.in_step = "", False
-        self.metrics.leave_batches(1)
+        self.metrics.leave_batches(1)  # a value of such a hook weighs as one batch, on any number of processes
         name = f"on_{word}_epoch_end"
         # reduced for hooks alone: without one the values are reduced once, in end_epoch
         if self.hooks[name]:

@@ -60,6 +60,7 @@ class State:
         if missing:
             raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")
         for name in known:
+            # True is an int for isinstance, and an int may stand for a float in JSON
             kind = type(known[name])
             if isinstance(values[name], bool) != (kind is bool) or not isinstance(values[name], (int, kind)):
                 raise CheckpointError(f"state.{name} must be {kind.__name__}, got {values[name]!r}.")

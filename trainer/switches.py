@@ -130,6 +130,7 @@ def write_switches(values: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in values.items():
+            # only what differs: setting some of them warns, imports the compiler, or starts a device
             if _value(SWITCHES[name]) != value:
                 SWITCHES[name].write(value)
 

@@ -67,6 +67,7 @@ class TrainerView(TrainerArguments):
     @property
     def elapsed(self) -> float:
         """Seconds of the run so far, over all its resumes: the same number on every rank."""
+        # not this process's clock, by which ranks that stop after some time would stop at different steps
         return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
 
     @property
@@ -232,6 +233,7 @@ class TrainerView(TrainerArguments):
     @property
     def is_last_batch(self) -> bool:
         """Whether a replica's last training batch of the epoch is under way; False where the loader has no length."""
+        # `epoch_rounds` counts whole steps; within one, the batches of the step are added
         total, done, metrics = self.num_training_batches, self.state.epoch_rounds, self.metrics
         if total == float("inf") or metrics.step != self.state.global_step:  # the second: between two steps
             return done >= total
