@@ -103,7 +103,7 @@ def evaluations_text(run: RunDirectory) -> str:
 
 
 def checkpoints_text(run: RunDirectory) -> str:
-    """Return how many checkpoints there are, and of which steps; README.txt in the directory names all files."""
+    """Return how many checkpoints there are, and of which steps."""
     steps = [str(entry.step) for entry in run.checkpoints if entry.complete]
     size = format_bytes(sum(entry.size for entry in run.checkpoints))
     return f"{counted(len(run.checkpoints), 'checkpoint')}, {size}; complete: {', '.join(steps) or 'none'}"
