@@ -170,22 +170,6 @@ class Trainer(TrainerAttributes):
         self._callback_connector = CallbackConnector(self)
         self.modes_before = {}
 
-    @property
-    def _evaluation_loop(self) -> EvaluationLoop:  # private in Lightning, as the next two are, and read by programs
-        within = self.fit_loop.epoch_loop.val_loop
-        loops = {"fit": within, "validate": self.validate_loop, "test": self.test_loop}
-        if self.state.fn is None or self.state.fn.value not in loops:
-            raise RuntimeError("The `Trainer._evaluation_loop` property isn't defined. Accessed outside of scope")
-        return loops[self.state.fn.value]
-
-    @property
-    def _active_loop(self) -> Any:
-        if self.training:
-            return self.fit_loop
-        if self.sanity_checking or self.evaluating:
-            return self._evaluation_loop
-        return self.predict_loop if self.predicting else None
-
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
         """Return the state of a fit, which goes on from where the last one ended."""

@@ -5,9 +5,8 @@ import importlib.util
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ...base.errors import WorkerError
 from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from .exceptions import MisconfigurationException
 from .rank_zero import rank_prefixed_message, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
@@ -120,38 +118,6 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
     """Return a collection with each tensor detached, and on the CPU if so wished."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
-
-
-def extract_batch_size(batch: Any) -> int:
-    """Return the first dimension of the tensors in a batch: the first one's, with a warning if they differ.
-
-    Raises MisconfigurationException if there is no tensor.
-    """
-    sizes = list(_sizes(batch))
-    found = [size for size in sizes if size is not None]
-    if not found:
-        raise MisconfigurationException(
-            "The batch size is not known: there is no tensor in the batch. Give it: self.log(..., batch_size=...)."
-        )
-    if len(set(found)) > 1:
-        rank_zero_warn(
-            f"The tensors of the batch have different first dimensions; {found[0]} is taken as the batch size. Give it "
-            f"where another is meant: self.log(..., batch_size=...)."
-        )
-    return found[0]
-
-
-def _sizes(batch: Any) -> Iterator[int | None]:
-    if isinstance(batch, Tensor):
-        yield batch.size(0) if batch.ndim else 1
-    elif isinstance(batch, Mapping):
-        yield from (size for item in batch.values() for size in _sizes(item))
-    elif isinstance(batch, Iterable) and not isinstance(batch, (str, bytes)):
-        yield from (size for item in batch for size in _sizes(item))
-    elif is_dataclass(batch):
-        yield from (size for one in fields(batch) for size in _sizes(getattr(batch, one.name)))
-    else:
-        yield None
 
 
 def has_iterable_dataset(dataloader: object) -> bool:

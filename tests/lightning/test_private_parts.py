@@ -46,40 +46,6 @@ def loader():
     return DataLoader(torch.arange(16.0).reshape(8, 2) / 16, batch_size=2)
 
 
-def active(trainer):
-    """Return which loop is under way, and which evaluates."""
-    names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
-    loops = {name: getattr(trainer, name) for name in names} | {"within": trainer.fit_loop.epoch_loop.val_loop}
-
-    def name_of(loop):
-        return next((name for name, one in loops.items() if one is loop), None)
-
-    try:
-        evaluates = name_of(trainer._evaluation_loop)
-    except RuntimeError as error:
-        evaluates = str(error)
-    return name_of(trainer._active_loop), evaluates
-
-
-def test_the_loop_that_is_under_way(tmp_path):
-    found = []
-    for package in (room, real):
-        seen = []
-
-        def look(self, *_, seen=seen):
-            seen.append(active(self.trainer))
-
-        hooks = ("on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_fit_end")
-        net = module(package, **dict.fromkeys(hooks, look))
-        trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
-        seen.append(active(trainer)[:2])
-        trainer.fit(net, loader(), loader())
-        trainer.validate(net, loader(), verbose=False)
-        trainer.test(net, loader(), verbose=False)
-        found.append(seen)
-    assert found[0] == found[1]
-
-
 class Counted(room.Callback):
     state_key = "counted"
 

@@ -156,33 +156,6 @@ def test_apply_to_collection():
         )
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.ones(3, 2),
-        {"ids": [1, 2], "x": torch.ones(4)},
-        ["text", torch.ones(5, 1)],
-        torch.tensor(1.0),
-        Batch(torch.ones(6), "n"),
-        [[torch.ones(2), torch.ones(2)]],
-    ],
-)
-def test_the_size_of_a_batch(batch):
-    our, their = both("pytorch.utilities.data.extract_batch_size")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's is less sure
-        expected = their(batch)
-    assert our(batch) == (expected if expected is not None else 1)
-
-
-def test_no_size_and_two_sizes():
-    our, _ = both("pytorch.utilities.data.extract_batch_size")
-    with pytest.raises(ours.exceptions.MisconfigurationException, match="batch_size="):
-        our("text")
-    with pytest.warns(UserWarning, match="different first dimensions"):
-        assert our([torch.ones(2), torch.ones(3)]) == 2
-
-
 def test_gradient_norms():
     model = Net()
     model(torch.randn(4, 256)).square().mean().backward()

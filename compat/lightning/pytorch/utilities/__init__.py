@@ -20,7 +20,7 @@ from legato.compat.lightning.types import (
 )
 from legato.compat.lightning.utilities import (
     CPU_DEVICE, FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON, GradClipAlgorithmType, LightningEnum,
-    apply_to_collection, extract_batch_size, garbage_collection_cuda, get_filesystem, grad_norm,
+    apply_to_collection, garbage_collection_cuda, get_filesystem, grad_norm,
     has_iterable_dataset,
     is_local_file_protocol as _is_local_file_protocol,
     is_oom_error, is_overridden, isolate_rng, load_file as _load, main, measure_flops,
@@ -41,6 +41,9 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 )
 is_cuda_out_of_memory, is_cudnn_snafu, is_out_of_cpu_memory = placeholders(
     __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which knows all of them."
+)
+extract_batch_size, = placeholders(
+    __name__, "extract_batch_size", "Give the size where it is needed: self.log(..., batch_size=len(batch))."
 )
 suggested_max_num_workers, = placeholders(
     __name__, "suggested_max_num_workers", "Divide len(os.sched_getaffinity(0)) by the number of processes."
