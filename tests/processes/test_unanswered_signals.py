@@ -156,7 +156,8 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
     # by a KeyboardInterrupt or the code that asks for a new start, or else after the save
     assert process.returncode in ((1, 130) if number == signal.SIGINT else (RESUME_ME,))
     assert checkpoints(tmp_path) == ["step-00000002"]
-    assert not list((tmp_path / "runs").rglob("*.partial"))
+    # what follows the save may be cut off: run.json, which is synced as well, is then the one of before
+    assert {path.name for path in (tmp_path / "runs").rglob("*.partial")} <= {".run.json.partial"}
 
 
 @pytest.mark.slow
