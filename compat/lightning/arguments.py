@@ -16,7 +16,7 @@ from .accelerators import KINDS, read_devices
 from .callbacks.callback import Callback as CallbackOfLightning
 from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .placeholders import UnsupportedError
-from .plugins import ClusterEnvironment, LayerSync, Precision, read_plugins
+from .plugins import ClusterEnvironment, LayerSync, Precision, read_plugins, word_of
 from .profilers import Profiler
 from .rank_zero import rank_zero_info, rank_zero_warn
 from .requeue import is_requeued_by_default
@@ -179,10 +179,7 @@ def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
             "precision='transformer-engine': call transformer_engine's layers and fp8_autocast in the module, and say "
             "precision='bf16-true'."
         )
-    try:
-        return Precision.word_of(wanted)
-    except ConfigError as error:
-        raise ConfigError(str(error)) from None
+    return word_of(wanted)
 
 
 def set_benchmark(benchmark: bool | None, deterministic: Any) -> None:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from ...base.errors import CheckpointError
-from ...trainer.checkpoints import find, reading, storage
+from ...trainer.checkpoints import reading, storage
 from .checkpoint import to_file, write
 from .lightning_files import setting
 
@@ -31,7 +31,7 @@ def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
     storage.require_new(target)
     if target.suffix != SUFFIX:
         raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
-    contents = reading.read_checkpoint(find.resolve(source))
+    contents = reading.read(source)
     state = contents.get("state")
     if state is not None and not setting(contents, "training.automatic_optimization", default=True):
         contents["global_step"] = state["optimizer_steps"]  # as Lightning counts in manual optimization

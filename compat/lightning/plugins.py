@@ -7,16 +7,24 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...base.errors import ConfigError
 from ...trainer.optimization.optimizers import optimizer_parameters
-from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.place import Place, find_place
+from ...trainer.strategies.strategy import SingleStrategy
 from .placeholders import UnsupportedError, refuse_overrides
 
-
 # --- precision --------------------------------------------------------------------------------------------------------
+SHORT_WORDS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def word_of(precision: str | int) -> str:
+    """Return Lightning's long word for a precision."""
+    return SHORT_WORDS.get(str(precision), str(precision))
+
+
 class Precision:
     """A precision of a run, by its word; what it does is Legato's."""
 
@@ -25,18 +33,12 @@ class Precision:
     def __init__(self) -> None:
         self.scaler: Any = None
 
-    @staticmethod
-    def word_of(name: str | int) -> str:
-        """Return Lightning's word for a precision. Raises ConfigError for an unknown one."""
-        return PrecisionOfRun(name, "cpu").name
-
-    def in_use(self, device_type: str = "cpu") -> PrecisionOfRun:
-        """Return the precision of a run with this word."""
-        return PrecisionOfRun(self.precision, device_type)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward runs."""
-        return self.in_use().forward_context()
+    def forward_context(self, device: str | torch.device = "cpu") -> AbstractContextManager[Any]:
+        """Return the context in which a forward runs on a device."""
+        # a strategy makes the precision of its run, and here a run of this process alone is enough
+        strategy = SingleStrategy()
+        strategy.join(Place(), [torch.device(device)], self.precision)
+        return strategy.precision.forward_context()
 
     @staticmethod
     def main_params(optimizer: Any) -> Iterator[nn.Parameter]:
@@ -92,7 +94,7 @@ class FSDPPrecision(Precision):
         super().__init__()
         if scaler is not None:
             raise UnsupportedError("FSDPPrecision(scaler=...): the run makes its own scaler. Leave it out.")
-        self.precision = PrecisionOfRun(precision, "cpu").name
+        self.precision = word_of(precision)
 
 
 CALLED_BY_LIGHTNING = (

@@ -376,7 +376,7 @@ class Trainer(TrainerAttributes):
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
         """Make tensors on the run's device, in its precision."""
         device = self.device_list[0]
-        with self.precision_plugin.in_use(device.type).forward_context(), device:
+        with self.precision_plugin.forward_context(device), device:
             yield
 
     @contextmanager

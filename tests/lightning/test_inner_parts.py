@@ -331,6 +331,17 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
         DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
 
 
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("32", torch.float32), ("64-true", torch.float64), ("bf16-mixed", torch.bfloat16)]
+)
+def test_a_module_made_by_a_trainer_has_its_precision(tmp_path, word, dtype):
+    with quiet(tmp_path, precision=word).init_module():
+        layer = torch.nn.Linear(1, 1, dtype=torch.float32 if "mixed" in word else None)
+        found = layer(torch.zeros(1, 1)).dtype
+    assert found == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
 class Predicts(Linear):
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return float(batch.sum()) + batch_idx
