@@ -35,13 +35,12 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
-from ..trainer.processes.layout import describe_layout
 from ..trainer.processes.place import find_place
 from ..trainer.processes.rendezvous import leave_process_group
 from .config.build import build_config
 from .config.read import read_strategy
 from .config.resumed import load_to_fit
-from .recorder import Record, Recorder, read_records
+from .recorder import Record, Recorder, layout_of, read_records
 from .run import warm_up_if_several
 
 if TYPE_CHECKING:
@@ -102,8 +101,7 @@ class Report:
         yield "Worked", ", ".join(self.tried) or "nothing"
         records = self.records
         if records:
-            layout = describe_layout([record.place for record in records], records[0].origin, "")
-            yield "Processes", layout.replace("\n", f"\n{'':<16}")
+            yield "Processes", layout_of(records).replace("\n", f"\n{'':<16}")
         if self.seconds is not None:
             total = next((record.total_steps for record in records if record.total_steps is not None), None)
             length = "" if total is None else f"; {time_taken(self.seconds * total)} for {total:,} steps"

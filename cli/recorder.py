@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..callbacks.callback import MonitoringCallback
-from ..trainer.processes.layout import entry_of
+from ..trainer.processes.layout import describe_layout, entry_of
 from ..trainer.strategies.strategy import trainable
 
 if TYPE_CHECKING:
@@ -162,6 +162,11 @@ def read_records(folder: Path) -> list[Record]:
     """Return the records of all ranks in fit, by rank."""
     records = (Record(**json.loads(path.read_text())) for path in folder.glob("check-*.json"))
     return sorted(records, key=lambda record: record.rank)
+
+
+def layout_of(records: list[Record]) -> str:
+    """Return the layout of the processes that made the records, as text."""
+    return describe_layout([record.place for record in records], records[0].origin, "")
 
 
 def _finite(count: int | float) -> int | None:
