@@ -136,9 +136,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """
         from ..trainer.processes.gather import gather
 
-        trainer = self.trainer
-        refuse_in_step = None if trainer.run is None else trainer.run.refuse_gather
-        return gather(trainer.strategy, data, group, sync_grads, refuse_in_step)
+        return gather(self.trainer, data, group, sync_grads)
 
     # --- model and steps --------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, TaskError
+from . import masked
 from .data.randomness import generator_states, set_generators
 from .optimization.optimization import Optimization
 from .optimization.optimizers import needs_closure
@@ -55,7 +56,7 @@ class Closure:
             for item in step.batches:
                 self.trainer.train_batch(step, item, run.reopen_batch(item))
             if not step.batches:
-                run.stand_in(step)
+                masked.stand_in(run, step)
             run.strategy.end_step()
             optimization.divide_gradients(step)
             if optimization.looks_at_gradients:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import Errors, TaskError, WorkerError
 from .processes.signals import RESUME_ME
-from .run import DOING_OF_STAGE, Call, Request, Run
+from .request import DOING_OF_STAGE, Request
+from .run import Call, Run
 from .runs.run_file import identity_of
 from .setup import outputs
 from .setup.checks import check_task
-from .setup.start import set_up
+from .setup.start import make_call, set_up
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -37,7 +38,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
     check_task(trainer, request.task, request)
-    call = trainer.run = Call.of(trainer, request)
+    call = trainer.run = make_call(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}

@@ -13,11 +13,26 @@ import torch
 
 from .data.randomness import seed_generators
 from .data.sampling import mix
-from .data.steps import ReplicaBatch
+from .data.steps import ReplicaBatch, StepInput
 from .optimization.outputs import losses_of
 
 MASKED = 0x6D61736B
 """Stream constant that separates their random numbers from those of batches that count."""
+
+
+def begin_step(run: Any, step: StepInput) -> None:
+    """Run the masked batches that come first in a step: all, or those before the last where none of its own follows."""
+    if run.optimization.automatic:
+        # after the gradients are cleared: they may add other processes' gradients to this shard
+        train(run, step.masked if step.batches else step.masked[:-1], last=False)
+
+
+def stand_in(run: Any, step: StepInput) -> None:
+    """Take part in a step of which this process has no batch."""
+    if run.strategy.lockstep:
+        train(run, step.masked[-1:], last=True)
+    else:
+        run.strategy.leave_out(last=True, after_forward=False)
 
 
 def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:

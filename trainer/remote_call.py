@@ -22,11 +22,13 @@ from .processes.place import Place, find_place
 from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
 from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal
-from .run import Call, Request, Run
+from .request import Request
+from .run import Run
 from .runs import places, run_file
 from .setup import directory
 from .setup.checks import check_task
 from .setup.parts import with_callbacks_of
+from .setup.start import make_call
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -136,7 +138,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for name, value in outcome.trainer.items():
         setattr(trainer, name, value)
     trainer.saver.run_id = outcome.run_id
-    trainer.run = Call.of(trainer, request)
+    trainer.run = make_call(trainer, request)
     trainer.run.loop.open = False
     if trainer.run_dir is not None:
         for logger in trainer.loggers:

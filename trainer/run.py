@@ -6,7 +6,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -15,31 +15,25 @@ import torch
 from torch import nn
 
 from ..base.contracts import Stateful
-from ..base.errors import ConfigError, DataError, Errors, NonFiniteError, TaskError, first_names
-from ..base.torch_private import count_graphs
+from ..base.errors import DataError, Errors, NonFiniteError, TaskError, first_names
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import diagnosis, masked
+from . import diagnosis
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
-from .data.transfer import to_host
 from .drift import DriftGuard
 from .elastic.membership import Membership
-from .hooks import Calls, Hooks, count_arguments, fitted
+from .hooks import Hooks
 from .metrics.log import Metrics
-from .metrics.reduce import Reduced, by_loader
-from .optimization.kernels import NOTHING_COMPILED
+from .metrics.reduce import Reduced
 from .optimization.optimization import Optimization
 from .optimization.outputs import as_outputs
-from .optimization.training_mode import set_training_mode
 from .preemption import Preemption
 from .processes.agreement import Agreement
 from .processes.hang import Watchdog
-from .processes.ranks import SINGLE
 from .resume.contents import CallbackStates, PublishedMetrics
-from .runs.record import note_epoch
 from .runs.run_file import RunFile
 from .schedule import Schedule
 from .state import State
@@ -49,82 +43,6 @@ if TYPE_CHECKING:
     from .strategies.strategy import Strategy
 
 log = logging.getLogger("legato")
-
-DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
-"""Names of the hooks and steps of each stage."""
-
-
-@dataclass
-class Request:
-    """Arguments of one call of fit, validate, test or predict."""
-
-    stage: str
-    task: Task
-    datamodule: DataModule | None = None
-    loaders: dict[str, Any] = field(default_factory=dict)
-    """Loaders that were handed over, by "train", "validation", "test", "predict"."""
-    resume: Any = None
-    """Source to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
-    weights: Any = None
-    """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
-    source_is_chosen: bool = False
-    """Whether the checkpoint to read is the newest of a folder, of which an older one will do where it is damaged."""
-    keep_outputs: bool = False
-    """Whether predictions are returned."""
-    verbose: bool = False
-    """Whether the metrics of an evaluation are printed."""
-
-    @classmethod
-    def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
-        """Make a request; a data module may be given instead of a loader, as in Lightning."""
-        request = cls(stage, task, datamodule, **where)
-        request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
-        return request
-
-    @classmethod
-    def of_evaluation(
-        cls,
-        trainer: "Trainer",
-        stage: str,
-        task: Task | None,
-        loader: Any,
-        datamodule: DataModule | None,
-        keep_outputs: bool | None = False,
-        **options: Any,
-    ) -> "Request":
-        """Make a request; without a task for that of the trainer's last run, with its best weights, as in Lightning."""
-        keep_outputs = keep_outputs is not False  # None is Lightning's default of return_predictions, and keeps them
-        if task is not None:
-            return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
-        if trainer.run is None:
-            raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
-        found = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
-        callback = trainer.checkpoint_callback
-        if found.weights is None and callback is not None and callback.best_model_path:
-            found.weights = "best"
-        return found
-
-    def repeat(self, trainer: "Trainer") -> Any:
-        """Make the same request to another trainer."""
-        if self.stage == "fit":
-            train, validation = self.loaders.get("train"), self.loaders.get("validation")
-            return trainer.fit(self.task, train, validation, self.datamodule, ckpt_path=self.resume)
-        loader, where = self.loaders.get(DOING_OF_STAGE[self.stage]), self.weights
-        if self.stage == "predict":
-            keep, module = self.keep_outputs, self.datamodule
-            return trainer.predict(self.task, loader, module, ckpt_path=where, return_predictions=keep)
-        evaluate = getattr(trainer, self.stage)
-        return evaluate(self.task, loader, ckpt_path=where, verbose=self.verbose, datamodule=self.datamodule)
-
-    def take_loaders(self, **loaders: Any) -> None:
-        """Store the given loaders."""
-        for word, loader in loaders.items():
-            if isinstance(loader, DataModule):
-                self.datamodule = loader
-            elif loader is not None:
-                self.loaders[word] = loader
-        if self.datamodule is not None and self.loaders:
-            raise ConfigError(f"{self.stage} was given loaders and a data module; give one of the two.")
 
 
 @dataclass
@@ -202,36 +120,6 @@ class Call:
     watchdog: Watchdog
     run_file: RunFile
 
-    @classmethod
-    def of(cls, trainer: "Trainer", request: Request) -> "Call":
-        """Make the parts of a requested call; nothing is started or opened yet."""
-        state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
-        # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
-        # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
-        agreement = Agreement(SINGLE, 1, 0, state.elapsed)
-        metrics = strategy.elastic.for_stage(request.stage).make_metrics(request.task)
-        found = cls(
-            trainer,
-            request.stage,
-            request.task,
-            request.datamodule,
-            request.loaders,
-            state,
-            strategy,
-            loop,
-            RunData(keys_forward=trainer.reproducible != "off"),
-            Errors(),
-            ExitStack(),
-            Hooks(trainer, request.task, []),
-            agreement,
-            metrics,
-            Preemption(trainer, request.stage, agreement),
-            Watchdog(trainer, loop, metrics),
-            RunFile(),
-        )
-        metrics.describe_place = found.describe_place
-        return found
-
     @property
     def layout(self) -> Layout:
         """The layout of replicas over processes."""
@@ -298,40 +186,9 @@ class Call:
     def require_same_weights(self) -> None:
         """Raise DisagreementError if ranks that share weights would not save the same; every rank calls it."""
 
-    def refuse_gather(self, size: int, sync_grads: bool) -> None:
-        """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
-        if not self.loop.open or not (self.metrics.in_step and self.metrics.in_batch):
-            return
-        doing, strategy, how = self.loop.doing, self.strategy, "with sync_grads=True " if sync_grads else ""
-        replicas, processes = self.state.replicas, f"{strategy.data_ranks.size} processes"
-        if doing == "train" and strategy.cuts_batches:
-            raise TaskError(
-                f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. "
-                f"Use strategy ddp, whose processes have whole batches."
-            )
-        if doing == "train" and (self.local_replicas > 1 or self.members_change):
-            raise TaskError(
-                f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
-                f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
-                f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
-                f"number."
-            )
-        if size > 1 and not self._all_take_part():
-            stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
-            instead = f"gathering in on_{stage}_epoch_end"
-            if doing == "train":
-                instead = "trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
-            raise TaskError(
-                f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
-                f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
-            )
-
-    def _all_take_part(self) -> bool:
-        """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
-        if self.loop.doing == "train":
-            return self.training_data.is_whole is not False and self.loop.step is not None and self.loop.step.whole
-        data = self.data.evaluations["validation" if self.loop.doing == "sanity_check" else self.loop.doing]
-        return data.is_whole is not False and data.whole and self.state.replicas % self.strategy.data_ranks.size == 0
+    def remember_training_mode(self) -> None:
+        """Remember the mode of each module of the task, for `restore_training_mode`."""
+        self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
 
     def restore_training_mode(self) -> None:
         """Give each module of the task the mode that it had at `remember_training_mode`."""
@@ -387,18 +244,14 @@ class Run(JoinedCall):
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard
-    graphs: int = field(default_factory=count_graphs)
-    """The number of graphs that torch's compiler had made when the run was made."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
-        """Begin a step: clear the gradients, and run the masked batches that come first."""
+        """Begin a step: clear the gradients."""
         self.loop.step, self.loop.replica = step, -1
         self.metrics.step, self.metrics.batches_of_step = self.state.global_step, 0
         if self.optimization.automatic:
             self.optimization.begin_step(step)
-            if step.masked:  # after clearing: they may add other processes' gradients to this shard
-                masked.train(self, step.masked if step.batches else step.masked[:-1], last=False)
 
     def open_batch(self, item: ReplicaBatch) -> Any:
         """Return a batch on its device, with the logged values and random numbers that follow those of its replica."""
@@ -415,13 +268,6 @@ class Run(JoinedCall):
         if self.keyed:
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
-
-    def stand_in(self, step: StepInput) -> None:
-        """Take part in a step of which this process has no batch."""
-        if self.strategy.lockstep:
-            masked.train(self, step.masked[-1:], last=True)
-        else:
-            self.strategy.leave_out(last=True, after_forward=False)
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
         """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""
@@ -528,7 +374,7 @@ class Run(JoinedCall):
             self.end_fit()
             return
         self.preemption.start()
-        self.set_training_mode()
+        self.optimization.begin_training()
         self.loop.validated_after = self.schedule.seconds()
         self.metrics.open("train", fresh=False)
         if self.state.epoch_ended:
@@ -537,24 +383,6 @@ class Run(JoinedCall):
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.agree_on_stop()
-
-    def set_training_mode(self) -> None:
-        """Put what is trained into training mode, and say so where a module came in evaluation mode."""
-        names = set_training_mode(self.task)
-        if names and self.trainer.is_global_zero:
-            log.info(
-                "%s came in evaluation mode, and %s trained in training mode, so that dropout works. Call .eval() in "
-                "on_train_epoch_start to keep evaluation mode.",
-                first_names(names),
-                "is" if len(names) == 1 else "are",
-            )
-
-    def call_epoch_start(self) -> None:
-        """Call the hooks that begin an epoch."""
-        trainer, state = self.trainer, self.state
-        if trainer.is_global_zero and trainer.run_dir is not None:
-            note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
-        self.hooks.call("on_train_epoch_start")
 
     def end_training(self) -> None:
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
@@ -581,18 +409,13 @@ class Run(JoinedCall):
             self.watchdog.require_same_end(self.training_data.amount_read)
         self.refuse_empty_epoch()
         self.require_loss()
-        if self.compiled_nothing and self.state.epoch == 0 and self.trainer.is_global_zero:
-            log.warning(NOTHING_COMPILED)
+        if self.state.epoch == 0:
+            self.optimization.warn_if_nothing_compiled()
         self.check_losses()
         if self.schedule.is_last_step(epoch_is_over=not self.schedule.stops_here()):
             self.trainer.log_step()
         else:
             self.show_step()
-
-    @property
-    def compiled_nothing(self) -> bool:
-        """Whether `trainer.compile` has made no graph so far, as far as that is known."""
-        return bool(self.trainer.compile) and count_graphs() == self.graphs
 
     def require_loss(self) -> None:
         """Raise TaskError where no batch of a run's first epoch had a loss, warn in a later one; collective."""
@@ -688,51 +511,3 @@ class Run(JoinedCall):
         """Accumulate this many batches of a replica for a step, from the epoch on that begins."""
         self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
         self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)
-
-    # --- evaluation -------------------------------------------------------------------------------------------------
-    def no_gradients(self) -> AbstractContextManager[Any]:
-        """Return the context of an evaluation."""
-        inference_mode = self.trainer.inference_mode and self.strategy.allows_inference_mode
-        return torch.inference_mode() if inference_mode else torch.no_grad()
-
-    def remember_training_mode(self) -> None:
-        """Remember the mode of each module of the task, for `restore_training_mode`."""
-        self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
-
-    def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
-        """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
-        start, end = self.hooks[f"on_{word}_batch_start"], self.hooks[f"on_{word}_batch_end"]
-        several = len(self.data.evaluations[word].loaders) > 1
-        return tuple(fitted(hook, 3, several) for hook in start), tuple(fitted(hook, 4, several) for hook in end)
-
-    def arity_of(self, step: str) -> int:
-        """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""
-        data = self.data.evaluations.get(step.removesuffix("_step"))
-        return count_arguments(self.task, step, several_loaders=data is not None and len(data.loaders) > 1)
-
-    def kept(self, output: Any) -> Any:
-        """Return a prediction in host memory, so that those of a whole dataset do not fill the device."""
-        return output if self.strategy.device.type == "cpu" else to_host(output)
-
-    def predictions(self) -> list[Any]:
-        """Return every rank's predictions in the loader's order; with several loaders a list for each."""
-        own, self.loop.outputs = self.loop.outputs, []  # the run outlives the call, and they may be large
-        ranks = self.strategy.data_ranks.gather_objects(own)
-        # by loader, batch and replica: never by the outputs themselves, which need not compare
-        every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
-        loaders = len(self.data.evaluations["predict"].loaders)
-        lists = [[item[3] for item in every if item[0] == index] for index in range(loaders)]
-        return lists[0] if loaders == 1 else lists
-
-    def report(self, verbose: bool) -> list[dict[str, float]]:
-        """Return an evaluation's metrics, one dict for each loader; with `verbose`, print them on rank 0."""
-        metrics = self.trainer.callback_metrics
-        if verbose and metrics:
-            width = max(map(len, metrics))
-            rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
-            self.trainer.print("\n".join(rows), flush=True)
-        owners: dict[str, set[int]] = {}
-        for rank in self.strategy.data_ranks.gather_objects(self.metrics.loaders_of):
-            for name, loaders in rank.items():
-                owners.setdefault(name, set()).update(loaders)
-        return by_loader(metrics, len(self.data.evaluations[self.loop.doing].loaders), owners)

@@ -12,17 +12,18 @@ from ..base.arguments import TrainerArguments, suggesting
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import lifecycle, masked, remote_call
+from . import evaluation, lifecycle, masked, remote_call
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import ReplicaBatch, StepInput
 from .hooks import check_names
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
+from .request import Request
 from .resume.saver import Saver
-from .run import Request
 from .setup.checks import check_arguments
 from .setup.data import make_loaders
+from .setup.outputs import note_epoch
 from .setup.parts import make_callbacks, make_loggers, make_strategy
 from .state import State
 from .view import TrainerView
@@ -34,9 +35,7 @@ Source = str | Path | None
 """A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
 
 
-class Trainer(TrainerView):  # noqa: D101 - inherited
-    # Its arguments, and its docstring, are those of `arguments.TrainerArguments`.
-
+class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, are those of TrainerArguments
     def __post_init__(self) -> None:
         check_arguments(self)
         self.state = State()
@@ -141,6 +140,8 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
         run, output, batch = self.current_run, None, None
         run.begin_step(step)
+        if step.masked:  # batches of other processes, in whose collectives this one takes part
+            masked.begin_step(run, step)
         for item in step.batches:
             batch = run.open_batch(item)  # its replica, random numbers and device
             if run.hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
@@ -149,7 +150,7 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
             if item is not step.batches[-1]:
                 run.hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
         if not step.batches and step.samples:
-            run.stand_in(step)
+            masked.stand_in(run, step)
         run.strategy.end_step()
         run.optimization.step(step)  # guard, clipping, hooks, optimizers, loss scale
         run.schedule.count(step)
@@ -192,7 +193,8 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
             make_loaders(run)
         run.metrics.open("train", fresh=False)
         seed_generators(mix(state.seed, EPOCH, state.epoch))
-        run.call_epoch_start()
+        note_epoch(run)
+        run.hooks.call("on_train_epoch_start")
         if state.epoch_steps and run.schedule.validation_is_due():
             self.validate_now()
         run.schedule.after_validation()
@@ -267,17 +269,14 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
             if run.loop.doing not in run.data.evaluations:
                 return []  # without a batch there is nothing to do, and no hook is called
             self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
-            if request.stage == "predict":
-                return run.predictions() if request.keep_outputs else []
-            return run.report(request.verbose)
+            return evaluation.results(run, request)
 
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
         run, state = self.current_run, self.state
         hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations, run.loop.outputs
-        step, arity = f"{word}_step", run.arity_of(f"{word}_step")
-        begin, end = run.batch_hooks(word)
-        with run.no_gradients():
+        step, (arity, begin, end) = f"{word}_step", evaluation.calls_of(run, word)
+        with evaluation.no_gradients(run):
             run.strategy.align_buffers()
             run.remember_training_mode()
             run.seed_hooks(f"on_{word}_start")
@@ -297,7 +296,7 @@ class Trainer(TrainerView):  # noqa: D101 - inherited
                 for hook in end:
                     hook(output, batch, *arguments)
                 if keep_outputs:
-                    outputs.append((item.dataloader_idx, item.batch_idx, item.replica, run.kept(output)))
+                    outputs.append((item.dataloader_idx, item.batch_idx, item.replica, evaluation.kept(run, output)))
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "validation":

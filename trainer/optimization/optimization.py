@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
-from ...base.torch_private import mark_stepped
+from ...base.torch_private import count_graphs, mark_stepped
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
@@ -17,8 +17,10 @@ from ..data.steps import StepInput
 from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
+from .kernels import NOTHING_COMPILED
 from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
+from .training_mode import set_training_mode
 from .weight_watch import WeightWatch
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Optimization:
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
         # `needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients
         self.needs_closure = self.are_cleared = False
+        # Graphs that torch's compiler had made before this run's first step: more of them show that it compiles
+        self.graphs = count_graphs()
         # Epoch of the newest step
         self.epoch = -1
         # Under manual optimization: the newest step, and the number of updates within it
@@ -113,6 +117,22 @@ class Optimization:
         """Go on with other optimizers, of the same parameters."""
         self.optimizers[:] = optimizers
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+
+    def begin_training(self) -> None:
+        """Put what is trained into training mode, and say so where a module came in evaluation mode."""
+        names = set_training_mode(self.task)
+        if names and self.trainer.is_global_zero:
+            log.info(
+                "%s came in evaluation mode, and %s trained in training mode, so that dropout works. Call .eval() in "
+                "on_train_epoch_start to keep evaluation mode.",
+                first_names(names),
+                "is" if len(names) == 1 else "are",
+            )
+
+    def warn_if_nothing_compiled(self) -> None:
+        """Warn where `trainer.compile` has made no graph so far, as far as that is known."""
+        if self.trainer.compile and count_graphs() == self.graphs and self.trainer.is_global_zero:
+            log.warning(NOTHING_COMPILED)
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:

@@ -5,8 +5,7 @@ Only the first dimension may differ: evaluation counts every sample once, so sha
 raises on every rank.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,9 @@ from ...base.errors import DisagreementError, TaskError
 from ...base.tensors import map_tensors
 from .place import Place
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
 
 
 class Spread(Protocol):
@@ -27,16 +29,12 @@ class Spread(Protocol):
     collectives: Ranks
 
 
-def gather(
-    strategy: Spread, data: Any, group: Any, sync_grads: bool, refuse_in_step: Callable[[int, bool], object] | None
-) -> Any:
-    """Return `data` with every tensor gathered; see `Task.all_gather`.
-
-    `refuse_in_step`: raises TaskError where not all of so many ranks run the step at the same time.
-    """
+def gather(trainer: "Trainer", data: Any, group: Any, sync_grads: bool) -> Any:
+    """Return `data` with every tensor gathered; see `Task.all_gather`."""
+    strategy: Spread = trainer.strategy
     ranks = _ranks_of(strategy, group)
-    if refuse_in_step is not None:
-        refuse_in_step(ranks.size, sync_grads)
+    if trainer.run is not None:
+        _refuse_in_step(trainer.run, ranks.size, sync_grads)
     tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -74,6 +72,43 @@ def _ranks_of(strategy: Spread, group: Any) -> Ranks:
             f"the ranks that torch.distributed.new_group was given."
         )
     return Ranks(dist.get_rank(group), size, group)
+
+
+def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
+    """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
+    if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
+        return
+    doing, strategy, how = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
+    replicas, processes = run.state.replicas, f"{strategy.data_ranks.size} processes"
+    if doing == "train" and strategy.cuts_batches:
+        raise TaskError(
+            f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. "
+            f"Use strategy ddp, whose processes have whole batches."
+        )
+    if doing == "train" and (run.local_replicas > 1 or run.members_change):
+        raise TaskError(
+            f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
+            f"{' that may die' if run.members_change else ''}, one after the other: what a later one computes is "
+            f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
+            f"number."
+        )
+    if size > 1 and not _all_take_part(run):
+        stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
+        instead = f"gathering in on_{stage}_epoch_end"
+        if doing == "train":
+            instead = "trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
+        raise TaskError(
+            f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
+            f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
+        )
+
+
+def _all_take_part(run: Any) -> bool:
+    """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
+    if run.loop.doing == "train":
+        return run.training_data.is_whole is not False and run.loop.step is not None and run.loop.step.whole
+    data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
+    return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_ranks.size == 0
 
 
 def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:

@@ -16,8 +16,8 @@ from ...tasks.task import Task
 from ..hooks import STEP_NAMES, TASK_HOOKS, check_nones, count_arguments, overrides
 from ..optimization.model_checks import require_sendable
 from ..optimization.precision import Precision
+from ..request import DOING_OF_STAGE, Request
 from ..resume.checkpoint_format import CheckpointFormat
-from ..run import DOING_OF_STAGE, Request
 from .data import LOADERS
 
 if TYPE_CHECKING:

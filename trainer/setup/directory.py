@@ -16,8 +16,9 @@ from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
 from ..checkpoints import find
 from ..checkpoints.manifest import load_manifest
+from ..request import Request
 from ..resume.saver import new_identity
-from ..run import Call, Request
+from ..run import Call
 from ..runs import places
 from ..runs.directory import is_run
 from ..runs.places import FRESH, StoredRun

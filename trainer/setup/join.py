@@ -12,8 +12,9 @@ from ..hooks import Hooks
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.place import Place, find_place, located
+from ..request import Request
 from ..resume import restore
-from ..run import Call, JoinedCall, Request
+from ..run import Call, JoinedCall
 from ..runs import run_file
 from .directory import find_directory
 from .outputs import record_start

@@ -42,6 +42,13 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
     run_record.add_start(directory, facts, trainer.save_code, trainer.config_text if call.stage == "fit" else None)
 
 
+def note_epoch(run: Run) -> None:
+    """Record in the run directory, on rank 0, after which step an epoch begins."""
+    trainer, state = run.trainer, run.state
+    if trainer.is_global_zero and trainer.run_dir is not None:
+        run_record.note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
+
+
 def open_outputs(run: Run) -> None:
     """Record a start in a process that becomes rank 0 while the run is under way, and open its loggers."""
     record_start(run)

@@ -1,14 +1,55 @@
 """The order of set-up, and its last phase: the rest of the checkpoint is restored, and the watch begins."""
 
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from ...base.environment import restart_count
-from ..processes.agreement import GarbageCollector
+from ...base.errors import Errors
+from ..hooks import Hooks
+from ..preemption import Preemption
+from ..processes.agreement import Agreement, GarbageCollector
+from ..processes.hang import Watchdog
+from ..processes.ranks import SINGLE
+from ..request import DOING_OF_STAGE, Request
 from ..resume import restore
-from ..run import Call, Request, Run
+from ..run import Call, LoopState, Run, RunData
+from ..runs.run_file import RunFile
 from .join import join
 from .model import make_run
 from .outputs import open_loggers, open_outputs
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
+
+
+def make_call(trainer: "Trainer", request: Request) -> Call:
+    """Make the parts of a requested call; nothing is started or opened yet."""
+    state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
+    # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
+    # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
+    agreement = Agreement(SINGLE, 1, 0, state.elapsed)
+    metrics = strategy.elastic.for_stage(request.stage).make_metrics(request.task)
+    call = Call(
+        trainer,
+        request.stage,
+        request.task,
+        request.datamodule,
+        request.loaders,
+        state,
+        strategy,
+        loop,
+        RunData(keys_forward=trainer.reproducible != "off"),
+        Errors(),
+        ExitStack(),
+        Hooks(trainer, request.task, []),
+        agreement,
+        metrics,
+        Preemption(trainer, request.stage, agreement),
+        Watchdog(trainer, loop, metrics),
+        RunFile(),
+    )
+    metrics.describe_place = call.describe_place
+    return call
 
 
 def set_up(call: Call, request: Request) -> Run:

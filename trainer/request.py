@@ -1,0 +1,87 @@
+"""Request: what one call of fit, validate, test or predict was given; it can be repeated in another process."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from ..tasks.data_module import DataModule
+from ..tasks.task import Task
+
+if TYPE_CHECKING:
+    from ..base.contracts import Trainer
+
+DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+"""Names of the hooks and steps of each stage."""
+
+
+@dataclass
+class Request:
+    """Arguments of one call of fit, validate, test or predict."""
+
+    stage: str
+    task: Task
+    datamodule: DataModule | None = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """Loaders that were handed over, by "train", "validation", "test", "predict"."""
+    resume: Any = None
+    """Source to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
+    weights: Any = None
+    """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
+    source_is_chosen: bool = False
+    """Whether the checkpoint to read is the newest of a folder, of which an older one will do where it is damaged."""
+    keep_outputs: bool = False
+    """Whether predictions are returned."""
+    verbose: bool = False
+    """Whether the metrics of an evaluation are printed."""
+
+    @classmethod
+    def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
+        """Make a request; a data module may be given instead of a loader, as in Lightning."""
+        request = cls(stage, task, datamodule, **where)
+        request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
+        return request
+
+    @classmethod
+    def of_evaluation(
+        cls,
+        trainer: "Trainer",
+        stage: str,
+        task: Task | None,
+        loader: Any,
+        datamodule: DataModule | None,
+        keep_outputs: bool | None = False,
+        **options: Any,
+    ) -> "Request":
+        """Make a request; without a task for that of the trainer's last run, with its best weights, as in Lightning."""
+        keep_outputs = keep_outputs is not False  # None is Lightning's default of return_predictions, and keeps them
+        if task is not None:
+            return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
+        if trainer.run is None:
+            raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
+        found = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
+        callback = trainer.checkpoint_callback
+        if found.weights is None and callback is not None and callback.best_model_path:
+            found.weights = "best"
+        return found
+
+    def repeat(self, trainer: "Trainer") -> Any:
+        """Make the same request to another trainer."""
+        if self.stage == "fit":
+            train, validation = self.loaders.get("train"), self.loaders.get("validation")
+            return trainer.fit(self.task, train, validation, self.datamodule, ckpt_path=self.resume)
+        loader, where = self.loaders.get(DOING_OF_STAGE[self.stage]), self.weights
+        if self.stage == "predict":
+            keep, module = self.keep_outputs, self.datamodule
+            return trainer.predict(self.task, loader, module, ckpt_path=where, return_predictions=keep)
+        evaluate = getattr(trainer, self.stage)
+        return evaluate(self.task, loader, ckpt_path=where, verbose=self.verbose, datamodule=self.datamodule)
+
+    def take_loaders(self, **loaders: Any) -> None:
+        """Store the given loaders."""
+        for word, loader in loaders.items():
+            if isinstance(loader, DataModule):
+                self.datamodule = loader
+            elif loader is not None:
+                self.loaders[word] = loader
+        if self.datamodule is not None and self.loaders:
+            raise ConfigError(f"{self.stage} was given loaders and a data module; give one of the two.")
