@@ -40,7 +40,7 @@ class Closure:
     def _run_again(self) -> None:
         run, step = self.trainer.current_run, self.step
         optimization, draws = run.optimization, run.optimization.draws_in_updates
-        if run.by_replica or run.strategy.lockstep or run.strategy.precision.scaler is not None:
+        if run.strategy.by_replica or run.strategy.lockstep or run.strategy.precision.scaler is not None:
             raise TaskError(
                 "optimizer_step has its closure run the step again, which takes one replica for each process, weights "
                 "that are not sharded, and no precision 16-mixed. Call the closure once, and before zero_grad()."

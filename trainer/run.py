@@ -59,8 +59,6 @@ class LoopState:
     """Whether the rest of the epoch is left out."""
     step: StepInput | None = None
     """The newest step of this process."""
-    replica: int = -1
-    """The replica whose batches the newest step is at; -1: it has not opened any."""
     item: ReplicaBatch | None = None
     """The newest batch of an evaluation in this process."""
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
@@ -230,8 +228,6 @@ class Run(JoinedCall):
     schedule: Schedule
     transfer: Callable[[Any, int], Any] | None
     """Moves a batch to its device; None: it is there."""
-    by_replica: bool
-    """Whether the strategy must know where one replica's batches end and the next one's begin."""
     keys_hooks: bool
     """Whether hooks after a step are keyed. A single process needs no key: a step of one replica leaves its generators
     at a state that is a function of the step."""
@@ -248,15 +244,13 @@ class Run(JoinedCall):
     # --- the step ---------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
         """Begin a step: clear the gradients."""
-        self.loop.step, self.loop.replica = step, -1
+        self.loop.step = step
         self.metrics.step, self.metrics.batches_of_step = self.state.global_step, 0
         if self.optimization.automatic:
             self.optimization.begin_step(step)
 
     def open_batch(self, item: ReplicaBatch) -> Any:
         """Return a batch on its device, with the logged values and random numbers that follow those of its replica."""
-        if self.by_replica and item.replica != self.loop.replica:
-            self.loop.replica = item.replica
         self.metrics.open_batch(item.replica, item.samples)
         if self.data.keys_forward:  # else the generators are where loading the batch, which is keyed, has left them
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
@@ -448,7 +442,7 @@ class Run(JoinedCall):
         """Publish the newest step's values where that was not done; every rank calls it."""
         # a logged step is published already; a second time its values would be reduced in vain
         if self.state.logged_at != self.state.global_step:
-            self._show(self.metrics.newest_values())
+            self.trainer.publish(self.metrics.newest_values(), write=False)
 
     def call_epoch_end(self, word: str) -> None:
         """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
@@ -457,12 +451,9 @@ class Run(JoinedCall):
         name = f"on_{word}_epoch_end"
         # reduced for hooks alone: without one the values are reduced once, in end_epoch
         if self.hooks[name]:
-            self._show(self.metrics.reduce_epoch(keep=True))
+            self.trainer.publish(self.metrics.reduce_epoch(keep=True), write=False)
         self.seed_hooks(name)
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
-
-    def _show(self, reduced: Reduced) -> None:
-        self.trainer.publish(reduced, write=False)
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError where the training loader had nothing for a whole epoch."""

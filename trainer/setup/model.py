@@ -66,7 +66,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         optimization=optimization,
         schedule=Schedule(call, optimization),
         transfer=transfer,
-        by_replica=by_replica,
         keys_hooks=call.keyed and (trainer.world_size > 1 or call.state.replicas > 1),
         arity=arity,
         gradient_scale=strategy.loss_scale,
