@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import Errors, TaskError, WorkerError
+from ..base.errors import Errors, TaskError, WorkerError, first_names
 from .processes.signals import RESUME_ME
 from .request import DOING_OF_STAGE, Request
 from .run import Call, Run
@@ -100,7 +100,7 @@ def close(run: Call, errors: Errors) -> None:
     attempt(trainer.saver.writer.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
     if errors.first is None:
-        attempt(run.gather_metrics)
+        attempt(gather_metrics, run)
         attempt(run.strategy.finish)
     if errors.first is not None:
         tell_of_error(run, errors)
@@ -133,6 +133,16 @@ def close(run: Call, errors: Errors) -> None:
         run.undo.close()
     except BaseException as error:  # what it undoes was undone all the same
         errors.add(error, "while the run's changes of the process were undone")
+
+
+def gather_metrics(run: Call) -> None:
+    """Merge the metric objects that were never logged over the ranks; every rank calls it."""
+    names = run.metrics.gather_unlogged()
+    if names and run.trainer.is_global_zero:
+        log.warning(
+            "Metrics that were updated but neither logged nor computed, so that they never had a value over all "
+            "processes: %s. Log them, or call compute() in on_*_epoch_end on every process.", first_names(names),
+        )  # fmt: skip
 
 
 def tell_of_error(run: Call, errors: Errors) -> None:

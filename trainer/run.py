@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.contracts import Stateful
-from ..base.errors import DataError, Errors, NonFiniteError, TaskError, first_names
+from ..base.errors import DataError, Errors, NonFiniteError, TaskError
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import diagnosis
@@ -171,15 +171,6 @@ class Call:
     def require_finite(self) -> None:
         """Raise NonFiniteError if the weights to save are not finite; every rank calls it."""
         diagnosis.require_finite(self)
-
-    def gather_metrics(self) -> None:
-        """Merge the metric objects that were never logged over the ranks; every rank calls it."""
-        names = self.metrics.gather_unlogged()
-        if names and self.trainer.is_global_zero:
-            log.warning(
-                "Metrics that were updated but neither logged nor computed, so that they never had a value over all "
-                "processes: %s. Log them, or call compute() in on_*_epoch_end on every process.", first_names(names),
-            )  # fmt: skip
 
     def require_same_weights(self) -> None:
         """Raise DisagreementError if ranks that share weights would not save the same; every rank calls it."""
