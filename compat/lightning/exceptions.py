@@ -13,10 +13,6 @@ class SIGTERMException(SystemExit):
     """The end of a process that was told to terminate."""
 
 
-class TunerExitException(Exception):
-    """Ends the run of a finder of batch size or learning rate."""
-
-
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
     """There is nothing at the path of a checkpoint."""
 

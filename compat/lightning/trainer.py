@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ...base.errors import ConfigError
+from ...callbacks.callback import Callback
 from ...tasks.task import Task
 from ...trainer.hooks import check_hook_arguments, describe_misnomers, overrides
 from ...trainer.processes.place import find_place
@@ -70,13 +71,29 @@ def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None or name == "check_val_every_n_epoch"}
 
 
+class FitAsLightning(Callback):
+    """Adds hooks by which a fit is as Lightning has it, and leaves the trainer's callbacks before a program's setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Add the hooks to those of the run."""
+        trainer.callbacks.remove(self)  # programs look for theirs in the list
+        hooks = trainer.current_run.hooks
+        # a sanity check, which comes between these two and training, evaluates each part in the mode that it has
+        hooks["on_fit_start"] += (trainer.leave_out_checks, trainer.hide_modes)
+        hooks["on_sanity_check_start"] = (trainer.show_modes, *hooks["on_sanity_check_start"])
+        hooks["on_sanity_check_end"] += (trainer.hide_modes,)
+        hooks["on_train_start"] = (trainer.show_modes, *hooks["on_train_start"])
+        # before the hooks of the program, which may ask for the epoch's progress
+        hooks["on_train_epoch_start"] = (trainer.enter_epoch, *hooks["on_train_epoch_start"])
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
     evaluation_points: EvaluationPoints | None = None
     """Values that the steps of an evaluation log with `on_step`."""
-    modes_before: dict[str, bool]
-    """Training modes of the parts of the module when its training begins, by name."""
+    fit_as_lightning = FitAsLightning()
+    """Put among the callbacks of each run: a run collects its hooks once, from its callbacks and its task."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -168,7 +185,6 @@ class Trainer(TrainerAttributes):
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
         self._callback_connector = CallbackConnector(self)
-        self.modes_before = {}
 
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
@@ -186,6 +202,8 @@ class Trainer(TrainerAttributes):
 
         Callbacks of Lightning's kind are given the module's `log` and `log_dict` for the time of the call.
         """
+        if self.fit_as_lightning not in self.callbacks:  # it has left after the last run
+            self.callbacks.insert(0, self.fit_as_lightning)
         for owner in owners:
             if isinstance(owner, CallbackOfLightning):
                 owner.__dict__.update(log=self.task.log, log_dict=self.task.log_dict)
@@ -194,8 +212,8 @@ class Trainer(TrainerAttributes):
                 log.warning(told)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
-    def sanity_check(self) -> None:
-        """Run a few validation batches, once the run is as Lightning has it. Here, since it comes before each training.
+    def leave_out_checks(self) -> None:
+        """Leave out the checks and the weights of batches that Lightning's programs would run into.
 
         Raises MisconfigurationException for a max_epochs below the epochs of the checkpoint that the run goes on from.
         """
@@ -208,25 +226,21 @@ class Trainer(TrainerAttributes):
         # a dict with "weight" is a plain result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
         run.optimization.watch = None  # modules that change a teacher in training_step train so
-        # before the hooks of the program, which may ask for the epoch's progress
-        run.hooks["on_train_epoch_start"] = (self._begin_epoch, *run.hooks["on_train_epoch_start"])
-        super().sanity_check()
-        if run.training_data.rounds:
-            self._hide_evaluation_modes()
 
-    def _begin_epoch(self) -> None:
+    def enter_epoch(self) -> None:
+        """Note that an epoch is under way."""
         self.epoch_is_cut, self.in_epoch = False, True
 
-    def _hide_evaluation_modes(self) -> None:
+    def hide_modes(self) -> None:
         """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
         # by name, since on_fit_start may have replaced a part
         self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
-        for part in self.lightning_module.modules():
-            part.training = True
-        hooks = self.current_run.hooks
-        hooks["on_train_start"] = (self._show_evaluation_modes, *hooks["on_train_start"])
+        if self.current_run.training_data.rounds:  # else nothing is trained, and no on_train_start shows them again
+            for part in self.lightning_module.modules():
+                part.training = True
 
-    def _show_evaluation_modes(self) -> None:
+    def show_modes(self) -> None:
+        """Put each part back into its own mode."""
         for name, part in self.lightning_module.named_modules():
             part.training = self.modes_before.get(name, part.training)
 

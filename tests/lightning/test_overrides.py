@@ -9,7 +9,6 @@ FOR_SUBCLASSES = {"new_state", "check", "end_epoch", "evaluate", "manual_optimiz
 """Names of Legato's Trainer that a subclass may override."""
 LEFT = {
     "agreed_metrics",  # callback_metrics has values of this process alone, and ranks decide by those that all have
-    "sanity_check",  # where a run is made as Lightning has it: there is no other place between set-up and training
 }
 """What is overridden besides, with the reason; the set only gets smaller."""
 

@@ -43,8 +43,3 @@ def install() -> None:
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     lead_python_path(FOLDER)
-
-
-def is_installed() -> bool:
-    """Return whether this process, or the one that started it, has called `install`."""
-    return FOLDER in sys.path
