@@ -349,12 +349,12 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
             if candidate.is_file():
                 return candidate.resolve()
         siblings = sorted(one.name for folder in (path.parent, *project) for one in folder.glob("*.y*ml"))
-        if path.is_dir():  # such as a run directory
-            siblings = [str(path / CONFIG)] if (path / CONFIG).is_file() else []
+        stored = (path / CONFIG).is_file()  # of a run directory
     except (OSError, ValueError):  # a name that no file can have
-        siblings = []
+        siblings, stored = [], False
     place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
-    hint = did_you_mean(str(path), siblings, 0.3) or did_you_mean(path.name, [*siblings, *ready_configs()])
+    near = did_you_mean(path.name, [*siblings, *ready_configs()])
+    hint = f" Did you mean {str(path / CONFIG)!r}?" if stored else near
     raise ConfigError(f"{place} not there, nor among the ready ones ({', '.join(ready_configs()) or 'none'}).{hint}")
 
 
