@@ -29,6 +29,7 @@ def _counts_devices(value: Any) -> bool:
     return bool(value == -1 or value > 0)
 
 
+# numbers beside words: YAML reads 32 without quotes as a number, and Lightning takes both
 PrecisionName = Literal[
     "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16
 ]

@@ -48,6 +48,7 @@ class CheckpointIndex:
             scores = {name: sign * one.score for name, one in self.checkpoints.items() if one.score is not None}
             # sorted() is stable, so of equal scores the earlier checkpoint stays first
             ranked = sorted(scores, key=scores.__getitem__)
+        # all are those without a value too, which cannot be compared, and so are never among the best few
         if save_top_k == -1:
             return ranked + [name for name in self.checkpoints if name not in ranked]
         return ranked[:save_top_k]
@@ -60,6 +61,7 @@ class CheckpointIndex:
         """Return the text of the file."""
         entries = {name: entry._asdict() for name, entry in self.checkpoints.items()}
         content = {"run": self.run, "monitor": self.monitor, "mode": self.mode, "checkpoints": entries}
+        # NaN is no JSON, and one such score would have `read_index` refuse the whole file
         return json.dumps(content, indent=1, allow_nan=False).encode("ascii")
 
 
@@ -80,11 +82,13 @@ def best_names(folder: Path, run: str) -> list[str]:
     """Return the names of a run's checkpoints with a value that are still in a folder, best first."""
     index = read_index(folder)
     names = index.best() if index is not None and index.run == run else []
+    # somebody may have deleted a checkpoint, of which the index does not learn
     return [name for name in names if (folder / name / MANIFEST).is_file()]
 
 
 def _entry(step: object, score: object, elapsed: object) -> Entry:
     numbers = [step, elapsed] if score is None else [step, elapsed, score]
+    # type() and not isinstance(): JSON's true is an int for the latter
     if type(step) is not int or not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):  # type: ignore[arg-type]
         raise ValueError("no entry of an index")
     return Entry(step, score, elapsed)  # type: ignore[arg-type]

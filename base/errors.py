@@ -91,7 +91,7 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error; before Python 3.11, to its message."""
     if hasattr(error, "add_note"):
         error.add_note(note)
-    elif isinstance(error, OSError) and error.strerror is not None:
+    elif isinstance(error, OSError) and error.strerror is not None:  # its text is made of strerror, not of args
         error.strerror += f"\n{note}"
     elif not isinstance(error, SystemExit):  # its only argument is the exit code
         error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])
@@ -114,7 +114,7 @@ class Errors:
         """Record an error."""
         if self.first is None:
             self.first = error
-        elif error is not self.first:
+        elif error is not self.first:  # a hook may raise again the error that it was told of
             note = f"After that, {when}: {type(error).__name__}: {error}"
             add_note(self.first, note)
             if not isinstance(self.first, Exception):  # an exit or an interrupt is shown without its notes
@@ -123,7 +123,7 @@ class Errors:
 
 def name_of(function: Callable[..., object]) -> str:
     """Return a function's qualified name; of a method with the class of its object."""
-    while isinstance(function, partial):
+    while isinstance(function, partial):  # as hooks of callbacks are, bound to trainer and task
         function = function.func
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", repr(function))

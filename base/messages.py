@@ -28,6 +28,7 @@ class Output:
         self._try(lambda stream: stream.flush())
 
     def _try(self, action: Callable[[Any], object]) -> None:
+        # looked up for each text: notebooks, tests and redirect_stdout replace the stream
         stream = getattr(sys, self.name) or self.nowhere
         try:
             action(stream)

@@ -50,6 +50,7 @@ def first_validation(interval: object, epochs: int | None, accumulate: int, epoc
     if isinstance(interval, int):
         within = -(-interval // accumulate)
     else:
+        # a fraction is rounded down to batches, at least one, and these up to steps
         within = epoch if interval == 1.0 else -(-max(1.0, epoch * accumulate * interval // 1) // accumulate)
     found = before + within
     return None if math.isinf(found) else int(found)

@@ -107,7 +107,7 @@ def parse_small(path: Path) -> Any:
     """Return the contents of a small JSON file; None where there is none, or where it cannot be read."""
     try:
         return json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # the last: of thousands of brackets within each other
         return None
 
 

@@ -78,9 +78,11 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
     top = path.partition(".")[0]
     try:
         # resolve_name imports: so only within packages that the program has imported by itself
+        # nothing of the standard library, which is imported in any case and can start programs
         found = pkgutil.resolve_name(path) if top in sys.modules and top not in sys.stdlib_module_names else None
     except (ImportError, AttributeError, ValueError):
         found = None
+    # where it is defined, not where it was found: a module of the task's package may import os.system by name
     home, own = str(getattr(found, "__module__", "")), kind.__module__.partition(".")[0]
     known = isinstance(found, type) and issubclass(
         found, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler | Dataset

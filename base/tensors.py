@@ -37,7 +37,7 @@ def map_tensors(
         # a subclass, such as transformers' BatchEncoding, is made anew by its own type
         changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
         return changed if type(batch) is dict else type(batch)(changed)
-    if is_dataclass(batch) and not isinstance(batch, type):
+    if is_dataclass(batch) and not isinstance(batch, type):  # is_dataclass is true of the class itself, too
         # replace() refuses fields that __init__ does not take
         initialized = (field for field in fields(batch) if field.init)
         values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in initialized}

@@ -363,6 +363,7 @@ def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
     While no profiler runs it leaves out the range of torch's profiler, which takes 35 us a batch, 9 % of a small step.
     """
     base = torch.utils.data.dataloader._BaseDataLoaderIter
+    # an iterator of another class, such as one of a subclass of DataLoader, may do work of its own there
     if type(batches).__next__ is not base.__next__:
         return batches.__next__, math.inf
     # beyond the length that an iterable dataset declares torch's own iterator continues, with a warning
@@ -372,6 +373,7 @@ def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
     """Return the function that reads the next batch after `count` ones that were read by `reader_of`."""
+    # torch counts on from there for its warning beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]
 
@@ -387,7 +389,7 @@ def end_loader_workers(iterator: Any, loader: Any = None) -> None:
         if loader is None:
             return
         if getattr(loader, "_iterator", None) is iterator:
-            loader._iterator = None
+            loader._iterator = None  # else the loader would reuse an iterator without workers
     iterator._shutdown_workers()
 
 

@@ -140,7 +140,7 @@ def _fit_mapping(origin: Any, parts: Any, value: dict[Any, Any], key: Key, build
 
 
 def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> Fitted:
-    if Any in members:
+    if Any in members:  # it takes the value as it is; another member might convert it
         return fit(Any, value, key, build)
     inner: list[Problem] = []
     # members that convert come last, so that a str stays one in `str | Path`
@@ -268,6 +268,7 @@ def _wrong(members: tuple[Any, ...], value: Any) -> str:
             return f"{message} Write {int(value)} without quotes."
         words = [word for one in bare if typing.get_origin(one) is Literal for word in typing.get_args(one)]
         return message + did_you_mean(value, [word for word in words if isinstance(word, str)])
+    # from about 2^53 on floats skip integers: another number could be suggested than was written
     if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{message} Write {int(value)}."
     if kinds & {str, *_PATHS} and type(value) in (int, float):

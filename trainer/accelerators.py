@@ -17,6 +17,7 @@ _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def find_kinds() -> list[str]:
     """Return the kinds of device that this process can use: "cpu", and the accelerator that torch sees."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # the accelerator last: "auto" means the last kind, and find_kind suggests it
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
@@ -99,6 +100,7 @@ def seed_devices(key: int) -> None:
     # called in each step: without an accelerator it ends here
     module = None if device_module() is None else _module_in_use()
     if module is not None:
+        # torch.mps has one device, and no manual_seed_all
         (module.manual_seed if module is torch.mps else module.manual_seed_all)(key)
 
 
@@ -133,5 +135,6 @@ def deterministic_cublas(device_type: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # a value that was set before the run is the program's own, and stays
         if given is None:
             unset_variable(_CUBLAS)

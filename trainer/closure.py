@@ -24,6 +24,7 @@ class Closure:
 
     def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:
         self.trainer, self.step, self.optimizer = trainer, step, optimizer
+        # what a task cleared in an earlier step, or before this step's update, is no reason to run the step again
         self.is_called = trainer.current_run.optimization.are_cleared = False
 
     def __call__(self) -> Tensor | None:

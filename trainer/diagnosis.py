@@ -27,6 +27,7 @@ def bad_weights(run: "Call") -> list[str]:
     Frozen parameters and buffers may be infinite on purpose, as masks are.
     """
     trained = {name: parameter for name, parameter in run.task.named_parameters() if parameter.requires_grad}
+    # all at once first, with one sync of each device: to look at each parameter by itself takes one sync for each
     names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
     if run.strategy.place.world_size == 1:
         return names
@@ -38,6 +39,7 @@ def bad_weights(run: "Call") -> list[str]:
 
 def require_finite(run: "Call") -> None:
     """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore` only warn. Collective."""
+    # losses first: their error names the step that went wrong, which weights that are bad by now do not tell
     run.check_losses()
     bad = bad_weights(run)
     if not bad:
@@ -61,6 +63,7 @@ def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
         findings = [*diagnose_forward(run), *diagnose_task(run.task)]
     except Exception as problem:  # must not hide the error that it explains
         findings = [f"The diagnosis failed with {type(problem).__name__}: {problem}."]
+    # after every step: a rank whose own losses were finite speaks only where all ranks' were
     first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
     ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
     # the earliest bad loss, then a rank with findings, then the lowest: all ranks choose the same
@@ -141,6 +144,7 @@ def first_bad_module(run: "Run", item: "ReplicaBatch", batch: Any) -> tuple[str,
     ]
     try:
         if run.data.keys_forward:
+            # the batch's own step: the state may have counted on since, and dropout would leave out other values
             seed_generators(mix(run.state.seed, run.metrics.step, item.replica, item.batch_idx))
         # it may fail on such numbers; the hooks' findings until then count
         with suppress(Exception):

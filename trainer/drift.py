@@ -37,6 +37,7 @@ class DriftGuard:
 
     def compare(self, step: int, elapsed: float) -> None:
         """Compare the weights after `step`, once; every rank calls it. Raises DisagreementError where they differ."""
+        # a save, or the end of training, may come right after the logging point that has compared this step
         if self.ranks.size == 1 or self.compared_at == step:
             return
         began = time.perf_counter()
@@ -49,6 +50,7 @@ class DriftGuard:
         # ~x = -x - 1 turns the least into the greatest, so that one maximum has both
         answer = self.ranks.all_reduce(torch.stack([total, ~total, nanoseconds]), "max").tolist()
         self.waited = time.perf_counter() - summed
+        # counted from when it was due: comparisons of saves, which do not wait until then, add to the pause
         self.compared_at, self.next_time = step, (self.next_time or elapsed) + PAUSE_PER_SECOND * answer[2] * 1e-9
         if answer[0] != ~answer[1]:
             raise DisagreementError(self._describe(step, names, numbers.tolist()))
@@ -56,6 +58,7 @@ class DriftGuard:
     def _describe(self, step: int, names: list[str], numbers: list[int]) -> str:
         """Describe which parameters differ on which ranks. Collective."""
         by_rank = dict(zip(get_process_group_ranks(self.ranks.group), self.ranks.gather_objects(numbers), strict=True))
+        # what most ranks have passes for right; where two values are as frequent, that of the lower rank
         usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank.values(), strict=True)]
         ranks = [rank for rank, column in by_rank.items() if column != usual]
         differing = [
@@ -83,8 +86,9 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # of one element that was expanded, which counts as contiguous
         flat = flat.clone(memory_format=torch.contiguous_format)
+    # bits and not values: a sum of values rounds, and is no longer equal to itself with a NaN among them
     flat = flat.view(torch.uint8)
-    if flat.data_ptr() % 8:
+    if flat.data_ptr() % 8:  # eight bytes are read at a time
         flat = flat.clone()
     rest = flat.numel() % 8
     words = flat[: flat.numel() - rest].view(torch.int64).sum()

@@ -64,6 +64,7 @@ def _report(run: "Run", verbose: bool) -> list[dict[str, float]]:
         rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
         run.trainer.print("\n".join(rows), flush=True)
     owners: dict[str, set[int]] = {}
+    # of all ranks: one without a batch of a loader does not know what was logged for it
     for rank in run.strategy.data_ranks.gather_objects(run.metrics.loaders_of):
         for name, loaders in rank.items():
             owners.setdefault(name, set()).update(loaders)

@@ -148,7 +148,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
     inherited = {name for kind in base.__mro__ for name in vars(kind)}
     own = {
         name: kind
-        for kind in reversed(type(owner).__mro__)
+        for kind in reversed(type(owner).__mro__)  # bases first: the message names the class that defines it last
         for name, value in vars(kind).items()
         if kind not in base.__mro__ and callable(value) and not name.startswith("_") and name not in inherited
         if kind.__module__.partition(".")[0] != __name__.partition(".")[0]  # this package's own classes are right
@@ -156,6 +156,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
     for name, kind in own.items():
         cutoff = 0.8 if name.startswith("on_") else STEP_SIMILARITY
         known = {RENAMED[name]} & known_hooks if name in RENAMED else known_hooks | known_steps
+        # 0.0: for a hook that was renamed the new name is the only candidate
         meant = did_you_mean(name, known, 0.0 if name in RENAMED else cutoff)
         right = MISNOMERS.get(name, "")
         if right in known_steps and getattr(type(owner), right, None) is getattr(base, right, None):

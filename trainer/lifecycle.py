@@ -39,6 +39,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         )
     check_task(trainer, request.task, request)
     call = trainer.run = make_call(trainer, request)
+    # now, and not at the first value: a run that fails before would show those of the run before it
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
@@ -49,6 +50,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:
             error.__cause__ = caught  # before run.json, which shows its traceback
+        # trainer.run and not `call`: the phase that the run had reached, whose parts are the ones to close
         close(trainer.run, errors)
         if error is not caught:
             raise error from caught
@@ -60,6 +62,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: one that names ranks and cause for an exit, a debugger or a failed collective."""
+    # a preempted run exits by RESUME_ME on purpose, once its checkpoint is complete
     if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":
         error = describe_exit(run, error)
     if isinstance(error, RuntimeError) and str(error).startswith(SECOND_BACKWARD) and run.task.automatic_optimization:
@@ -121,6 +124,7 @@ def close(run: Call, errors: Errors) -> None:
             if score is not None and errors.first is None:
                 attempt(logger.log_best, str(saved.monitor), float(score))
             attempt(logger.finalize, "success" if errors.first is None else "failed")
+    # an error of the closing itself; one of the run was named in `begin`, before the hooks were told of it
     if errors.first is not None and not failed:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:

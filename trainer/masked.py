@@ -70,6 +70,7 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 def _discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
+    # a copy of all buffers for each masked batch: batch norm would count samples that another process has counted
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
     metrics.muted = True  # what the step logs counts in the process whose batch it is
     # numbers of its own: those of the batches that count must not depend on who has masked ones

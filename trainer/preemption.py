@@ -100,6 +100,7 @@ class Preemption:
                     self.stop_if_agreed()
                 rounds += 1
             yield item
+        # a rank that is through goes on meeting those with more batches: each meeting takes all ranks
         while not agreement.agree_in_evaluation(rounds, True, self.signal):
             self.stop_if_agreed()
 
@@ -152,9 +153,10 @@ class Preemption:
         path = folder / name.name
         saved = False
         for callback in trainer.checkpoint_callbacks:
+            # a callback keeps count of what it saves by itself; weights alone cannot be resumed from
             if callback.dirpath == folder and not callback.save_weights_only:
                 callback.save(trainer, always=True)
-                trainer.saver.writer.wait()
+                trainer.saver.writer.wait()  # a background save is not at its path before
                 # Waits for rank 0: the launcher takes the first exit for the end of all.
                 saved = trainer.broadcast(path.exists())
                 break
@@ -172,5 +174,5 @@ class Preemption:
         code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} asks for a new start:"
         again = "" if self._replays else f"{code} resume=auto continues."
         log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
-        if trainer.requeue and number != signal.SIGINT:
+        if trainer.requeue and number != signal.SIGINT:  # Ctrl-C is a person's, and no request of SLURM
             requeue_job(number)

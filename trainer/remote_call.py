@@ -138,11 +138,13 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for name, value in outcome.trainer.items():
         setattr(trainer, name, value)
     trainer.saver.run_id = outcome.run_id
+    # the workers' run ended with them: trainer.task and its like read this one, which is closed from the start
     trainer.run = make_call(trainer, request)
     trainer.run.loop.open = False
     if trainer.run_dir is not None:
         for logger in trainer.loggers:
             logger.follow(trainer.run_dir)
+    # workers have added the callbacks that the task configures; their states below are for those, too
     trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         callback.find_folder(trainer)
@@ -158,6 +160,7 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
     """Load the trained weights, in the dtypes that their precision gave them."""
     for name, tensor in task.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
+            # load_state_dict would cast to the caller's dtype; and in place, as a script may hold the Parameter itself
             tensor.data = tensor.data.to(weights[name].dtype)
     task.load_state_dict(weights)
 
@@ -196,6 +199,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
         return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
+    # on the host: the caller may have no such device, and this process, whose memory it is, ends
     weights = {} if emptied else task.cpu().state_dict()
     buffers = {} if emptied else dict(task.cpu().named_buffers())
     metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged

@@ -182,7 +182,7 @@ class Call:
     def restore_training_mode(self) -> None:
         """Give each module of the task the mode that it had at `remember_training_mode`."""
         for module, mode in self.loop.training_modes:
-            module.training = mode
+            module.training = mode  # not module.train(mode), which sets all modules below it as well
         self.loop.training_modes = []
 
 
@@ -250,6 +250,7 @@ class Run(JoinedCall):
     def reopen_batch(self, item: ReplicaBatch) -> Any:
         """Return a batch that is trained on again in the same step; its random numbers are those of the first time."""
         self.metrics.return_to_batch(item.replica, item.samples)
+        # not keys_forward: where loading the batch keyed its first forward, it is not loaded a second time
         if self.keyed:
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
@@ -362,11 +363,13 @@ class Run(JoinedCall):
         self.optimization.begin_training()
         self.loop.validated_after = self.schedule.seconds()
         self.metrics.open("train", fresh=False)
+        # resumed from a checkpoint of an epoch's last hooks, which are not called a second time
         if self.state.epoch_ended:
             self.schedule.count_epoch()
         self.tell_few_points()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
+        # a hook may have set should_stop: the ranks would else learn of it only after a step
         self.agree_on_stop()
 
     def end_training(self) -> None:
@@ -414,6 +417,7 @@ class Run(JoinedCall):
             return
         epoch = self.state.epoch
         told = f"training_step returned None for every batch of epoch {epoch}, so nothing was trained: return the loss."
+        # a run that was stopped has not seen the whole epoch, of which a later batch might have had a loss
         if epoch == 0 and not self.agreement.stop:
             raise TaskError(told)
         if trainer.is_global_zero:

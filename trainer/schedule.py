@@ -40,6 +40,7 @@ class Schedule:
         agrees: agree with the other ranks where that is due, and save if one was told to end.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
+        # a single process has nobody to wait for, and stops after the very step in which it was asked
         asked = trainer.should_stop and trainer.world_size == 1
         if agrees and (state.global_step >= agreement.next_step or asked):
             self.call.agree()
@@ -49,6 +50,7 @@ class Schedule:
             and state.epoch >= (trainer.min_epochs or 0)
         ):
             return True
+        # after the others: max_steps ends a run also where min_epochs or min_steps ask for more
         return 0 <= trainer.max_steps <= trainer.global_step
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
@@ -130,6 +132,7 @@ class Schedule:
             return False
         if every is None:
             return bool(self.seconds() - self.loop.validated_after >= (seconds or 0.0))
+        # of the newest step alone: an epoch's last step may have fewer batches than accumulate_grad_batches
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
         # a step of several batches may pass over the one after which validation is due
         return bool(rounds % every < rounds_of_step)
@@ -140,6 +143,7 @@ class Schedule:
         if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
             return False
         is_due_by_epoch = epochs is None or (state.epoch + 1) % epochs == 0
+        # a signal leaves no time for a validation, and the run is not over: its resume goes on within the epoch
         if agreement.stop and not agreement.signal and state.epoch_steps > 0 and self.stops_here():
             return is_due_by_epoch
         within_epochs = (self.data.validation_rounds, self.data.validation_seconds) != (None, None)

@@ -64,4 +64,4 @@ class State:
             kind = type(known[name])
             if isinstance(values[name], bool) != (kind is bool) or not isinstance(values[name], (int, kind)):
                 raise CheckpointError(f"state.{name} must be {kind.__name__}, got {values[name]!r}.")
-        return cls(**{name: values[name] for name in known})
+        return cls(**{name: values[name] for name in known})  # passes over fields that a later version has added

@@ -68,6 +68,7 @@ def _read_nnpack() -> bool:
 
 
 def _flushes_denormals() -> bool:
+    # torch only sets this switch; a product whose result is a denormal tells whether it is on
     return bool((torch.tensor([2.0**-1070], dtype=torch.float64) * 1.0 == 0.0).item())
 
 

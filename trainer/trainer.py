@@ -195,7 +195,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         seed_generators(mix(state.seed, EPOCH, state.epoch))
         note_epoch(run)
         run.hooks.call("on_train_epoch_start")
-        if state.epoch_steps and run.schedule.validation_is_due():
+        if state.epoch_steps and run.schedule.validation_is_due():  # resumed between a step and its validation
             self.validate_now()
         run.schedule.after_validation()
 
@@ -215,15 +215,15 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         self.publish(run.metrics.reduce_epoch(keep=not complete), write=complete)
         if complete:
             schedule.end_epoch()
-        for hook in run.hooks.late["on_train_epoch_end"]:
+        for hook in run.hooks.late["on_train_epoch_end"]:  # they judge by the values of the epoch
             hook()
         schedule.count_epoch()
-        run.agree_on_stop()
+        run.agree_on_stop()  # a callback may have set should_stop
 
     def log_step(self) -> None:
         """Write the newest step's values; here, and nowhere before, they are read from the device."""
         run, state = self.current_run, self.state
-        if state.logged_at == state.global_step:
+        if state.logged_at == state.global_step:  # the last step may be a multiple of log_every_n_steps
             return
         reduced = run.log_point()
         state.logged_at = state.global_step
@@ -254,7 +254,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
     def validate_now(self) -> None:
         """Validate in the middle of training."""
         run = self.current_run
-        run.check_losses()
+        run.check_losses()  # a NaN ends the run now, not after a validation of NaN
         run.loop.doing = "validation"
         self.evaluate("validation")
         run.end_validation()

@@ -265,7 +265,7 @@ class TrainerView(TrainerArguments):
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole run; infinity where nothing limits it."""
         epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
-        steps = epochs * self.steps_per_epoch if epochs else 0
+        steps = epochs * self.steps_per_epoch if epochs else 0  # 0 * infinity is NaN
         limit = float("inf") if self.max_steps == -1 else self.max_steps
         found = min(steps, limit)
         return found if found == float("inf") else int(found)
