@@ -179,6 +179,7 @@ class Callback:
     ) -> None:
         """Called after each evaluation batch."""
 
+    # names of this class's functions: an override of on_validation_start is not called in test and predict
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval

@@ -42,6 +42,7 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
     """
     try:
         name = Template().vformat(template, (), values)
+    # a metric that was not logged, or a format that no float takes, such as :d
     except (KeyError, ValueError) as error:
         field = str(error.args[0])
         raise ConfigError(
@@ -105,6 +106,7 @@ class Checkpoint(CheckpointCallback):
                 raise ConfigError(f"Checkpoint: {name} must be 0 (never) or more, got {count}.")
         if isinstance(train_time_interval, timedelta):
             train_time_interval = train_time_interval.total_seconds() / 60
+        # None and not 0: every_n_epochs=0 alone leaves the save at the end of the run (save_last)
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_epochs = 1
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
@@ -192,6 +194,7 @@ class Checkpoint(CheckpointCallback):
         """Reset the state of the last run. Raises ConfigError if two Checkpoint callbacks share a folder."""
         if stage != "fit":
             return
+        # all of them: those that are set up later have no folder yet, or that of the last run
         for callback in trainer.checkpoint_callbacks:
             callback.find_folder(trainer)
         folders = [os.path.realpath(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
@@ -251,8 +254,10 @@ class Checkpoint(CheckpointCallback):
             return
         self._seen_step = step
         if self.asynchronous:
+            # else a background save that failed would end the run only when the next save begins
             trainer.saver.writer.check()
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
+        # the clock on which the ranks agree: by their own they would enter the collective save at different steps
         if trainer.elapsed - self._saved_at >= self.seconds_between:
             self._saved_at, due = trainer.elapsed, True
         if due:
@@ -260,6 +265,7 @@ class Checkpoint(CheckpointCallback):
             if self._metric is not None and step % trainer.log_every_n_steps == 0:
                 trainer.log_step()  # else the monitored value would be that of an earlier step
             elif self._metric is not None and not self._metric.from_validation:
+                # publishes the value of this step without a point in the loggers, at the cost of one collective
                 trainer.current_run.show_step()
             self.save(trainer)
 
@@ -303,6 +309,7 @@ class Checkpoint(CheckpointCallback):
         """Agree on the checkpoints that are there, and repeat a save that the change interrupted."""
         if self.dirpath is None:
             return
+        # the agreement below drops what is not complete, which a save in the background is about to be
         trainer.saver.writer.wait()
         if self._given_dirpath is not None:
             trainer.saver.hold_for_all(self.dirpath, patient=True)
@@ -341,6 +348,7 @@ class Checkpoint(CheckpointCallback):
             return
         step, entries = trainer.global_step, self.index.checkpoints
         score = self._score(trainer, between=always and trainer.state.epoch_steps > 0)
+        # saved already, maybe before its value was known: the weights are the same, so only the index changes
         if step <= self._newest_step:
             if score is not None:
                 name = next(reversed(entries))
@@ -374,6 +382,7 @@ class Checkpoint(CheckpointCallback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
+        # in the background the new one is not complete yet, and the one before stays until it is
         if not self.asynchronous and not always:
             self._prune(trainer)
 
@@ -402,6 +411,7 @@ class Checkpoint(CheckpointCallback):
         folder, found = Path(self.dirpath or ""), False
         if trainer.is_global_zero and restart_count() == 0:
             found = len(trainer.saver.own_in(folder)) < len(checkpoints_in(folder))
+        # on all ranks: if rank 0 alone raised, the others would wait for it in their next collective
         if trainer.broadcast(found):
             raise ConfigError(
                 f"Checkpoint: dirpath {str(self.dirpath)!r} has checkpoints of another run, which would be "
@@ -413,6 +423,7 @@ class Checkpoint(CheckpointCallback):
         kept = self.index.kept(self.save_top_k, self.save_last)
         surplus = [name for name in self.index.checkpoints if name not in kept]
         for name in surplus:
+            # deletes on rank 0 alone; the others keep the same index, by which they decide whether to save
             trainer.saver.discard(Path(self.path(name)))
             del self.index.checkpoints[name]
         if (surplus or changed) and self.dirpath is not None:

@@ -35,6 +35,7 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Log before a batch."""
+        # the step that this batch belongs to, so that both hooks' values stand at the same step
         self._log(trainer, "on_train_batch_start", trainer.state.global_step + 1)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -61,6 +61,7 @@ class EarlyStopping(MonitoringCallback):
     @property
     def state_key(self) -> str:
         """One key per metric and mode."""
+        # two of them, for two metrics, are usual, and callbacks with one key between them are refused
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,6 +133,7 @@ class EarlyStopping(MonitoringCallback):
         import torch
 
         better = self._metric.is_better
+        # first, as comparisons with NaN are False: it would only count as one more check without improvement
         if self.check_finite and not math.isfinite(score):
             return "is not finite."
         if self.stopping_threshold is not None and better(score, self.stopping_threshold):
@@ -144,6 +146,7 @@ class EarlyStopping(MonitoringCallback):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1
+        # patience 0 and 1 are the same: the first check without improvement ends the run
         if self.wait_count < self.patience:
             return None
         return f"has not improved on {self.best_score:.6g} in {self.wait_count} checks."

@@ -133,6 +133,7 @@ class BaseFinetuning(Callback):
         """Freeze."""
         if stage == "fit":
             self._trained, self._newest_epoch = [], -1
+            # before configure_optimizers, which may give its optimizer only what is trained
             self.freeze_before_training(task)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -164,6 +165,7 @@ class BaseFinetuning(Callback):
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Record which parameters are trained."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
+        # here, as state_dict is not given the task; a checkpoint of weights alone has no state of callbacks
         if state is not None:
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
@@ -229,9 +231,11 @@ class BackboneFinetuning(BaseFinetuning):
             own = rate * self.backbone_initial_ratio_lr if given is None else given
             backbone: Any = task.backbone
             self.unfreeze_and_add_param_group(backbone, optimizer, own, self.initial_denom_lr, self.train_bn)
+        # None where the run passed that epoch without this callback: no group was added whose rate could rise
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             own = min(own, rate) if self.should_align else own
+            # the group that was added at that epoch; the callback takes for granted that no other came after it
             optimizer.param_groups[-1]["lr"] = own
         else:
             return

@@ -62,6 +62,7 @@ class GradientAccumulationScheduler(Callback):
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Give the Trainer its own value back."""
         if stage == "fit":
+            # else the setup of the next fit would take it for the Trainer's own count, and refuse it
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class LearningRateMonitor(Callback):
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
         """Yield (name, optimizer, interval) for each optimizer."""
+        # of several schedulers of one optimizer the last one gives the name and the interval
         schedulers = {
             id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs
         }

@@ -49,6 +49,7 @@ class Monitor:
         # by identity: every publish makes new tensors, also of an equal value
         fresh = found is not None and found is not self._before
         self.from_validation |= fresh
+        # a sanity check tells who logs the metric, but nothing is decided by its value
         if not trainer.sanity_checking:
             self._validated = True
             self._validated_step = trainer.global_step if fresh else self._validated_step
@@ -69,6 +70,7 @@ class Monitor:
         """Return, at the end of an epoch, whether the metric is absent and no validation will log it."""
         if self.name in trainer.agreed_metrics or self.from_validation:
             return False
+        # before the first validation nothing is missing yet, unless there is none to wait for
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
@@ -98,6 +100,7 @@ class Monitor:
     def refuse(self, trainer: "Trainer") -> NoReturn:
         """Save a checkpoint if the run keeps any, then raise ConfigError with the names that were logged."""
         if trainer.checkpoint_callback is not None:
+            # a misspelt name shows after a whole epoch: a resume with the right one need not train it again
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
         raise ConfigError(

@@ -73,6 +73,7 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Write what was kept."""
         if self.interval != "batch":
+            # predictions as `predict` returns them; indices are a list for each loader also where there is one
             single = len(self._predictions) == 1
             predictions = self._predictions[0] if single else self._predictions
             self.write_on_epoch_end(trainer, task, predictions, self._indices)

@@ -72,6 +72,7 @@ class ProgressBar(ProgressDisplay):
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Find out where to draw."""
+        # a process without a console, such as pythonw's, has None for stderr
         self._enabled = trainer.is_global_zero and self.refresh_rate > 0 and sys.stderr is not None
         self._in_place = self._enabled and (sys.stderr.isatty() or in_notebook())
         self._close()
@@ -107,6 +108,7 @@ class ProgressBar(ProgressDisplay):
         """Begin the epoch's bar."""
         self._epoch_began, self._means = time.monotonic(), {}
         self._epoch_samples = trainer.state.samples_seen
+        # a log file has its first line at once, and then at most one a minute, also where epochs are shorter
         if self._enabled and (self._in_place or self._shown_step < 0):
             self._next = 0.0
 
@@ -155,6 +157,7 @@ class ProgressBar(ProgressDisplay):
             self._means, self._next_reading = trainer.metrics.running_values(), now + SECONDS_BETWEEN_READINGS
         state, steps = trainer.state, trainer.steps_per_epoch
         if trainer.max_steps >= 0:
+            # of the last epoch only what max_steps leaves, else its bar would end before it is full
             steps = min(steps, trainer.max_steps - (state.global_step - state.epoch_steps))
         seconds = now - self._epoch_began
         rate = f"{amount((state.samples_seen - self._epoch_samples) / seconds)} samples/s" if seconds > 0 else ""
@@ -166,6 +169,7 @@ class ProgressBar(ProgressDisplay):
         """Return training's means over the epoch so far, and the newest values of other metrics."""
         metrics = dict(self._means)
         for name, value in trainer.progress_bar_metrics.items():
+            # `loss_step` and `loss_epoch` share a column, which the mean over the epoch so far takes where there is one
             shown = name.removesuffix("_step")
             if shown not in metrics and shown.removesuffix("_epoch") not in self._means:
                 metrics[shown] = value
@@ -322,6 +326,7 @@ def _tqdm() -> Any:
 def columns() -> int:
     """Return the width of the terminal; 200 where there is none, as for a log file or a notebook."""
     try:
+        # of stderr, where the table goes: shutil's function asks stdout, which may be a pipe
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError, AttributeError):
         return 200
@@ -329,6 +334,7 @@ def columns() -> int:
 
 def in_notebook() -> bool:
     """Return whether this process runs the cells of a notebook."""
+    # not imported here: where nobody has imported it, this is no notebook
     shell = sys.modules.get("IPython")
     kernel = None if shell is None else shell.get_ipython()
     return kernel is not None and type(kernel).__name__ == "ZMQInteractiveShell"
@@ -337,6 +343,7 @@ def in_notebook() -> bool:
 def amount(value: float) -> str:
     """Return a count with three digits: "7", "940", "12.3k", "1.25M"."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        # from here on three digits round up to the next unit: 999.5 would be 1e+03
         if value >= size * 0.9995:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"

@@ -93,6 +93,7 @@ class ThroughputMonitor(Callback):
         """Return whether the device has nothing left to do: the program may wait for a batch while it is busy."""
         import torch
 
+        # query returns at once, where a synchronize would make the program wait in every step
         return bool(torch.accelerator.current_stream(self._device).query())
 
     def _restart(self, trainer: "Trainer", now: float) -> None:

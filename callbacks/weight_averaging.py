@@ -73,6 +73,7 @@ class WeightAveraging(Callback):
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
         """Update averages in place by new weights; the first are copied."""
+        # a running mean and not a sum, whose last digits would be lost as it grows
         averages.lerp_(weights, 1.0 / (self.updates + 1))
 
     def update(self, task: "Task") -> None:
@@ -93,6 +94,7 @@ class WeightAveraging(Callback):
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave the averages in the task."""
         self.leave_averages(task)
+        # gathered while all processes are there: the next call may have other devices, and shards them anew
         self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
 
     def leave_averages(self, task: "Task") -> None:
@@ -125,6 +127,7 @@ class WeightAveraging(Callback):
     def _swap_in(self, task: "Task") -> None:
         import torch
 
+        # swapped in already: a second time would take the averages for the trained weights
         if self._trained:
             return
         self._shard_averages(task)
@@ -141,6 +144,7 @@ class WeightAveraging(Callback):
     def _swap_out(self, task: "Task") -> None:
         import torch
 
+        # a validation that succeeds comes here twice, of which the second time finds nothing to do
         trained, self._trained = self._trained, {}
         with torch.no_grad():
             for name, tensor in self._averaged(task).items() if trained else ():
@@ -156,6 +160,7 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the averages; they are sharded when training or evaluation begins."""
         self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
+        # none where on_load_checkpoint stands in for a state that the checkpoint lacks
         self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
@@ -188,6 +193,7 @@ class WeightAveraging(Callback):
         found: dict[str, torch.Tensor] = dict(task.named_parameters())
         if self.use_buffers:
             found.update(task.named_buffers())
+        # counters, such as num_batches_tracked of a batch norm, have no mean
         return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
 
 

@@ -40,6 +40,7 @@ class CSVLogger(Logger):
         # the point at the step of the checkpoint is logged again when the run goes on: what it has here stays as it is
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
+        # an empty cell is no value, but a column of other rows
         self._recorded = {name for row in last for name, value in row.items() if value}
         if self.columns:
             self._write_anew(kept)
@@ -55,10 +56,12 @@ class CSVLogger(Logger):
                 return
         row["step"] = int(step)
         if not row.keys() <= set(self.columns) or not self._path.exists():
+            # costs a pass over the whole file, since all rows need the columns of the header
             rows, _ = _read(self._path)
             # sorted, so that the header does not depend on which metric came first
             self.columns = sorted({*self.columns, *row})
             self._write_anew(rows)
+        # closed after each row, which hands it to the system: a buffer would be lost with a killed process
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
@@ -71,6 +74,7 @@ class CSVLogger(Logger):
     def save(self) -> None:
         """Sync the file to disk."""
         if self._path is not None and self._path.exists():
+            # any descriptor will do: fsync writes out what was written to the file by others, too
             with self._path.open("a") as file:
                 os.fsync(file.fileno())
 

@@ -18,6 +18,7 @@ def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
 
 def plain(value: Any) -> Any:
     """Return a value as YAML and JSON can write it."""
+    # bool before int, of which it is a subclass: True would become 1
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)  # numpy.float64 is a float that YAML refuses

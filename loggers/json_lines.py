@@ -74,6 +74,7 @@ class JSONLinesLogger(Logger):
             file.seek(start)
             # a single write, so that a kill leaves either the old or the new line
             file.write(opening + json.dumps(self._line, allow_nan=False).encode())
+            # a value that is logged again at this step may be shorter than before
             file.truncate()
 
     def _append(self) -> BinaryIO:
@@ -85,6 +86,7 @@ class JSONLinesLogger(Logger):
         except FileNotFoundError as error:
             raise run_directory_gone(self.path.parent) from error
         if self._line and not os.fstat(file.fileno()).st_size:
+            # without the step of the resume: the new file has none of the values that were recorded at it
             self._line, self._line_start, self._resume_step = {}, 0, None
             log.warning("%s was deleted or moved while the run was writing it. A new file begins here.", self.path)
         return file
@@ -130,6 +132,7 @@ def parse_point(line: bytes) -> dict[str, Any] | None:
     """Return the point that a line of the file is; None for one that was torn."""
     try:
         point = json.loads(line)
+    # RecursionError: brackets nested deeper than the parser goes
     except (ValueError, RecursionError):
         return None
     return point if isinstance(point, dict) and isinstance(point.get("step"), int) else None

@@ -13,6 +13,7 @@ class NoExperiment:
 
     # so that a task may draw and write by `self.logger.experiment` without asking for its rank
     def __getattr__(self, name: str) -> "NoExperiment":
+        # these are protocols: copy.deepcopy would call a __deepcopy__ that is none
         if name.startswith("__"):
             raise AttributeError(name)
         return self

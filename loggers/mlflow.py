@@ -112,6 +112,7 @@ class MLFlowLogger(Logger):
             self.follow(run_dir)
         self._written = None if resume_step is None else {}
         Path(run_dir, ID_FILE).write_text(f"{self.run_id}\n")
+        # a run that goes on may be FINISHED or FAILED there since its last end
         self.experiment.update_run(self._run_id, "RUNNING")
 
     def follow(self, run_dir: Path) -> None:

@@ -144,6 +144,7 @@ class TensorBoardLogger(Logger):
             TensorBoardLogger.log_metrics(self, {**absent, **self._best}, self._step)
         if self._params:
             names = self._final or [name for name in self._points if not name.startswith(LAST)]
+            # 0.0 stands for any value: HPARAMS takes names from this record, and values from the scalars of these names
             experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*self._best, *names], 0.0))
             self._add(experiment.value)
             if status == "success":  # the end that torch makes says that it was one

@@ -56,6 +56,7 @@ class WandbLogger(Logger):
             self._run = begun or wandb.init(**self._init)
             self._init["id"] = str(self._run.id)
             self._run.define_metric(STEP)
+            # W&B's own step counts calls of log, of which one step of training may have several
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return self._run
 
@@ -66,6 +67,7 @@ class WandbLogger(Logger):
         if resume_step is not None:
             self.follow(run_dir)
         Path(run_dir, ID_FILE).write_text(f"{self.experiment.id}\n")
+        # a summary has the newest value of each metric: of this one, the last step that W&B knows of
         self._written = -1 if resume_step is None else int(self.experiment.summary.get(STEP, -1))
 
     def follow(self, run_dir: Path) -> None:
@@ -82,6 +84,7 @@ class WandbLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters as the run's config."""
+        # a resume may bring other values, which W&B refuses without allow_val_change
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:

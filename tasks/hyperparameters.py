@@ -17,6 +17,7 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
+            # not KeyError, so that hasattr, and getattr with a default, work
             raise AttributeError(f"No hyperparameter {name!r}; saved are: {', '.join(self)}.") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -95,6 +96,7 @@ class Hyperparameters:
         # from the innermost __init__ outwards, so that what a subclass was given replaces what it handed on
         while frame is not None:
             values = inspect.getargvalues(frame)
+            # beyond this object's frames: another object's __init__ may have built this one
             if not values.args or values.locals.get(values.args[0]) is not self:
                 break
             if frame.f_code.co_name == "__init__":
@@ -135,6 +137,7 @@ def _mapping_items(value: Any) -> dict[str, Any]:
     if isinstance(value, Namespace):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
+        # not dataclasses.asdict, which copies values and makes dicts of inner dataclasses
         return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TaskError(
         f"save_hyperparameters takes names of arguments, a mapping, a namespace or a dataclass; got "

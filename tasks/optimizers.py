@@ -126,7 +126,9 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
             f"The lr_scheduler dict takes the interval 'step' or 'epoch' and a positive integer as frequency; got "
             f"{config.interval!r} and {config.frequency!r}."
         )
+    # or as the dict says: a scheduler of the task's own may take a metric, too
     config.reduce_on_plateau |= isinstance(config.scheduler, ReduceLROnPlateau)
+    # it may also stand beside "optimizer"; what the scheduler's own dict says goes before that
     config.monitor = config.monitor or monitor
     return config
 

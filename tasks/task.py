@@ -42,6 +42,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """The trainer of the run. Raises RuntimeError before the task is passed to a trainer."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
+            # not AttributeError, in place of which nn.Module's __getattr__ would say that there is no `trainer`
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(task) first.")
         return trainer
 
@@ -302,6 +303,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
         for parameter in self.parameters():
+            # setdefault: a second toggle would else take the first one's False for the task's own; frozen ones stay so
             before.setdefault(parameter, parameter.requires_grad)
             parameter.requires_grad_(id(parameter) in own and before[parameter])
 
