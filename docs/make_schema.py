@@ -71,16 +71,19 @@ def properties(annotations: Mapping[str, Any], texts: Mapping[str, str]) -> dict
 def build_of(section: str) -> dict[str, Any]:
     """Return the schema of a mapping with `_target_`: the arguments of a class of Legato's, anything for others."""
     package, base = CLASSES[section]
-    exported = {name: getattr(package, name) for name in package.__all__}
     paths, rules = [], []
-    for name, found in exported.items():
-        if inspect.isclass(found) and issubclass(found, base) and found is not base:
-            names = [f"{package.__name__}.{name}", f"{found.__module__}.{name}"]
+    for name in package.__all__:
+        exported = getattr(package, name)
+        if inspect.isclass(exported) and issubclass(exported, base) and exported is not base:
+            names = [f"{package.__name__}.{name}", f"{exported.__module__}.{name}"]
             paths.append(names[0])
-            hints, arguments = get_type_hints(found.__init__, include_extras=True), inspect.signature(found).parameters
+            hints, arguments = (
+                get_type_hints(exported.__init__, include_extras=True),
+                inspect.signature(exported).parameters,
+            )
             schema = properties(
                 {argument: hints.get(argument, Any) for argument in arguments},
-                documented_arguments(inspect.getdoc(found)),
+                documented_arguments(inspect.getdoc(exported)),
             )
             then = {"properties": {"_target_": {}, **schema}, "additionalProperties": False}
             if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):

@@ -58,11 +58,11 @@ class Request:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
         if trainer.run is None:
             raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
-        found = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
+        request = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
         callback = trainer.checkpoint_callback
-        if found.weights is None and callback is not None and callback.best_model_path:
-            found.weights = "best"
-        return found
+        if request.weights is None and callback is not None and callback.best_model_path:
+            request.weights = "best"
+        return request
 
     def repeat(self, trainer: "Trainer") -> Any:
         """Make the same request to another trainer."""

@@ -16,8 +16,8 @@ SHIPPED = [*sorted((TOP / "configs").glob("*.yaml")), *sorted((TOP / "examples")
 
 
 def mistakes(config):
-    found = jsonschema.Draft202012Validator(SCHEMA).iter_errors(config)
-    return {".".join(map(str, error.absolute_path)): error.message for error in found}
+    errors = jsonschema.Draft202012Validator(SCHEMA).iter_errors(config)
+    return {".".join(map(str, error.absolute_path)): error.message for error in errors}
 
 
 def test_the_file_is_what_the_signatures_say(monkeypatch):
@@ -61,6 +61,6 @@ def test_it_accepts_references_null_and_classes_of_others():
     ],
 )  # fmt: skip
 def test_it_refuses_misspelt_keys_and_wrong_types(config, place, words):
-    found = mistakes(config)
-    assert list(found) == [place]
-    assert words in found[place]
+    messages = mistakes(config)
+    assert list(messages) == [place]
+    assert words in messages[place]
