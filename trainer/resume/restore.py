@@ -214,32 +214,32 @@ def find_changes(
     """
     run, state = trainer.current_run, trainer.state
     samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)
-    found = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
+    changes = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
     order = ("another order", "matched by name")
-    found.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
+    changes.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
     # ranks may see different things (threads, a length that a share of the data has), but must decide alike
-    found = cast(Changes, trainer.strategy.collectives.broadcast(found))
+    changes = cast(Changes, trainer.strategy.collectives.broadcast(changes))
     dealt_out = fingerprint.section_of(before, "samples")
     is_done = bool(dealt_out) and dealt_out[fingerprint.ROUNDS] == state.epoch_rounds
     within = state.epoch_steps > 0 and not state.epoch_ended
-    if within and not is_done and found.samples and trainer.resume_at == "step" and run.goes_on:
+    if within and not is_done and changes.samples and trainer.resume_at == "step" and run.goes_on:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
-            f"cannot be continued with other samples in a step: {_list_changes(found.samples)}. Set that as it "
+            f"cannot be continued with other samples in a step: {_list_changes(changes.samples)}. Set that as it "
             f"was; or set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run "
             f"by resume=PATH."
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
-    differing = [change for change in found.changed + found.restored if change.name not in allowed]
+    differing = [change for change in changes.changed + changes.restored if change.name not in allowed]
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
             f"reproducible: bitwise cannot go on with the same bits here: {_list_changes(differing)}. Go on as it was, "
             f"or with reproducible: order, which keeps samples and random numbers but not the last bits."
         )
-    if within and found.samples:
-        found.end_epoch = not is_done
+    if within and changes.samples:
+        changes.end_epoch = not is_done
         run.end_epoch_here(dealt_out)
-    return found
+    return changes
 
 
 def _list_changes(changes: Sequence[SettingChange]) -> str:

@@ -227,8 +227,8 @@ class Saver:
 
     def own_in(self, folder: Path) -> dict[str, int]:
         """Return the steps of this run's checkpoints in a folder, by name."""
-        own = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
-        return {path.name: find.checkpoint_step(path) for path in own}
+        paths = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
+        return {path.name: find.checkpoint_step(path) for path in paths}
 
     def write_index(self, folder: Path, index: CheckpointIndex) -> None:
         """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""

@@ -200,9 +200,9 @@ def is_elsewhere(directory: Path | None, source: Path) -> bool:
 def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
     """Return the folders outside of the run directory with checkpoints from which a run can resume."""
     task.trainer = trainer  # which configure_callbacks may ask
-    callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
-    found = [one for one in callbacks if one.dirpath and one.is_elsewhere]
-    return [Path(str(one.dirpath)) for one in found if not one.save_weights_only]
+    savers = [saver for saver in with_callbacks_of(task, trainer.callbacks) if isinstance(saver, CheckpointCallback)]
+    elsewhere = [saver for saver in savers if saver.dirpath and saver.is_elsewhere]
+    return [Path(str(saver.dirpath)) for saver in elsewhere if not saver.save_weights_only]
 
 
 def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Path:

@@ -114,8 +114,8 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
     def _names(name: str, optimizer: "Optimizer") -> list[str]:
         """Return the names of an optimizer's groups."""
         groups = optimizer.param_groups
-        own = [group.get("name", f"pg{number}" if len(groups) > 1 else "") for number, group in enumerate(groups, 1)]
-        return [f"{name}/{suffix}" if suffix else name for suffix in own]
+        words = [group.get("name", f"pg{number}" if len(groups) > 1 else "") for number, group in enumerate(groups, 1)]
+        return [f"{name}/{suffix}" if suffix else name for suffix in words]
 
     def _log(self, trainer: "Trainer", step: int, values: dict[str, float]) -> None:
         if trainer.is_global_zero:
