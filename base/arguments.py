@@ -17,8 +17,7 @@ from .quantities import Duration
 from .values import Build, Problem, Range, Rule, fit
 
 if TYPE_CHECKING:
-    from ..trainer.strategies.strategy import Strategy
-    from .contracts import Callback, CheckpointFormat, Logger
+    from .contracts import Callback, CheckpointFormat, Logger, Strategy
 
 
 def _counts_devices(value: Any) -> bool:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ..tasks.data_module import DataModule as DataModule
     from ..tasks.task import Task as Task
     from ..trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
+    from ..trainer.strategies.strategy import Strategy as Strategy
     from ..trainer.trainer import Trainer as Trainer
 
 

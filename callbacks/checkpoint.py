@@ -406,13 +406,10 @@ class Checkpoint(CheckpointCallback):
 
     def _refuse_foreign(self, trainer: "Trainer") -> None:
         from ..base.environment import restart_count
-        from ..trainer.checkpoints.find import checkpoints_in
 
-        folder, found = Path(self.dirpath or ""), False
-        if trainer.is_global_zero and restart_count() == 0:
-            found = len(trainer.saver.own_in(folder)) < len(checkpoints_in(folder))
+        is_first = trainer.is_global_zero and restart_count() == 0
         # on all ranks: if rank 0 alone raised, the others would wait for it in their next collective
-        if trainer.broadcast(found):
+        if trainer.broadcast(is_first and trainer.saver.holds_foreign(Path(self.dirpath or ""))):
             raise ConfigError(
                 f"Checkpoint: dirpath {str(self.dirpath)!r} has checkpoints of another run, which would be "
                 f"overwritten. Resume from one, choose another folder, or omit dirpath to use the run directory."

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from ..base.tensors import map_tensors
+
 
 class DataHooks:
     """Loaders and batch transfer; a data module's take precedence over the task's."""
@@ -36,11 +38,11 @@ class DataHooks:
 
         What is passed on to this method is copied while the device computes the batch before (prefetch_to_device).
         """
-        from ..trainer.data.transfer import to_device
-
         # by `vars`: a task raises where it has no trainer, and a nn.Module looks through its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
-        return to_device(batch, device, None if trainer is None else trainer.strategy.copies)
+        if trainer is None:
+            return map_tensors(batch, lambda tensor: tensor.to(device), lambda other: other.to(device))
+        return trainer.strategy.to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Modify a batch on its device."""

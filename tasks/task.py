@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import TaskError
+from ..base.tensors import require_samples
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 from .optimizers import SchedulerConfig, read_optimizers, unknown_parameters
@@ -135,9 +136,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         Raises DisagreementError if ranks give tensors of other dtypes or shapes, TaskError in a step in which not all
         ranks take part.
         """
-        from ..trainer.processes.gather import gather
-
-        return gather(self.trainer, data, group, sync_grads)
+        return self.trainer.all_gather(data, group, sync_grads)
 
     # --- model and steps --------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -325,8 +324,6 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         of several sizes. Of map-style data the numbers are known. For a loss that is no mean over samples, see
         `training_step`.
         """
-        from ..trainer.data.transfer import require_samples
-
         return require_samples(batch)
 
     def configure_gradient_clipping(

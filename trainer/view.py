@@ -10,6 +10,7 @@ from ..base.messages import STDOUT
 from ..base.quantities import first_validation
 from ..tasks.optimizers import SchedulerConfig
 from .optimization.optimizers import ManualOptimizer
+from .processes.gather import gather
 from .state import State
 
 if TYPE_CHECKING:
@@ -317,6 +318,10 @@ class TrainerView(TrainerArguments):
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""
         return self.strategy.collectives.broadcast(value)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return `data` of every rank; see `Task.all_gather`."""
+        return gather(self.strategy, self.run, data, group, sync_grads)
 
     def leave_out_update(self) -> None:
         """Leave out the update of this step: weights and optimizers stay as they are, and the step counts.

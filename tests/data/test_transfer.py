@@ -11,7 +11,8 @@ from simulated_devices import DEVICES, SimulatedDevices, device_of
 from tiny import Tiny, Validated, assert_same_bits, make_loader
 from torch import Tensor
 
-from legato.trainer.data.transfer import CopyStream, count_samples, to_device
+from legato.base.tensors import count_samples
+from legato.trainer.data.transfer import CopyStream, to_device
 from legato.trainer.strategies.strategy import Strategy
 
 COPYING, COMPUTING = 1.0, 2.0
@@ -112,7 +113,7 @@ def fit(trainer, task, batches=6, validation=None, **options):
     with Clock() as clock:
         made = trainer(strategy=OnClock(clock), **options)
         made.fit(task, make_loader(5 * batches, 5), validation and make_loader(5 * validation, 5))
-    assert made.strategy.copies is None
+    assert made.strategy.to_device is to_device
     return clock
 
 
@@ -215,7 +216,7 @@ def test_an_error_of_the_transfer_comes_at_its_step(trainer):
 def test_the_cpu_has_no_stream(trainer):
     made = trainer()
     made.fit(Tiny(), make_loader())
-    assert made.strategy.copies is None
+    assert made.strategy.to_device is to_device
 
 
 @pytest.mark.gpu

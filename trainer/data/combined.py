@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError, DataError, did_you_mean
+from ...base.tensors import require_samples
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of, read_loader, require_iterable
 from .sampling import CHUNK, Deal, Integers, KeyedIndices, keyed_batches, mix
 from .steps import Dealing
-from .transfer import require_samples
 from .workers import prepared_workers
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]

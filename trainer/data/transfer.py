@@ -1,12 +1,10 @@
-"""Moving batches to a device, mapping over their tensors and counting their samples."""
+"""Batches on their way to a device and back."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ...base.errors import DataError
 from ...base.tensors import map_tensors
 from ..accelerators import has_streams
 
@@ -85,60 +83,3 @@ def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
         # through .data, so that the parameter stays the same object for optimizers and hooks
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
-
-
-def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor or array in `batch` along its first dimension.
-
-    Without one that of the first list of numbers or texts, or 1.
-    """
-    lengths = _lengths(batch)
-    return lengths[0] if lengths else _length_of_list(batch) or 1
-
-
-def require_samples(batch: Any) -> int:
-    """Return the length that the tensors and arrays in `batch` have along their first dimension.
-
-    Raises DataError where they have several. A tensor without dimensions has none; without any, see `count_samples`.
-    """
-    lengths = set(_lengths(batch))
-    if len(lengths) > 1:
-        raise DataError(
-            f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
-            f"is to say how many samples it has, by which it is weighted. Give the task a method count_samples(batch) "
-            f"that returns that number."
-        )
-    return lengths.pop() if lengths else count_samples(batch)
-
-
-def _lengths(batch: Any) -> list[int]:
-    """Return the lengths of all tensors and arrays, in order."""
-    lengths, items = list[int](), [batch]
-    while items:  # a loop and no generator, since it runs in every step of a stream
-        item = items.pop()
-        if isinstance(item, torch.Tensor):  # asked first: the other questions take three times as long
-            if item.ndim:
-                lengths.append(item.shape[0])
-        elif isinstance(item, (list, tuple)):
-            items.extend(reversed(item))
-        elif shape := getattr(item, "shape", None):
-            lengths.append(int(shape[0]))
-        else:
-            items.extend(reversed(_values_of(item)))
-    return lengths
-
-
-def _values_of(item: Any) -> list[Any]:
-    """Return what a mapping or dataclass holds."""
-    if isinstance(item, Mapping):
-        return list(item.values())
-    is_instance = is_dataclass(item) and not isinstance(item, type)
-    return [getattr(item, field.name) for field in fields(item)] if is_instance else []
-
-
-def _length_of_list(batch: Any) -> int | None:
-    """Return the length of the first list of numbers or texts."""
-    items = batch if isinstance(batch, (list, tuple)) else _values_of(batch)
-    if items and items is batch and isinstance(batch[0], (str, bytes, int, float)):
-        return len(batch)
-    return next((length for item in items if (length := _length_of_list(item)) is not None), None)

@@ -5,7 +5,7 @@ Only the first dimension may differ: evaluation counts every sample once, so sha
 raises on every rank.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from ...base.errors import DisagreementError, TaskError
 from ...base.tensors import map_tensors
 from .place import Place
 from .ranks import Ranks
-
-if TYPE_CHECKING:
-    from ...base.contracts import Trainer
 
 
 class Spread(Protocol):
@@ -29,12 +26,11 @@ class Spread(Protocol):
     collectives: Ranks
 
 
-def gather(trainer: "Trainer", data: Any, group: Any, sync_grads: bool) -> Any:
-    """Return `data` with every tensor gathered; see `Task.all_gather`."""
-    strategy: Spread = trainer.strategy
+def gather(strategy: Spread, run: Any, data: Any, group: Any, sync_grads: bool) -> Any:
+    """Return `data` with every tensor gathered; see `Task.all_gather`. `run`: the newest run, or None."""
     ranks = _ranks_of(strategy, group)
-    if trainer.run is not None:
-        _refuse_in_step(trainer.run, ranks.size, sync_grads)
+    if run is not None:
+        _refuse_in_step(run, ranks.size, sync_grads)
     tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

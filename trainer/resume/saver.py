@@ -230,6 +230,10 @@ class Saver:
         paths = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
         return {path.name: find.checkpoint_step(path) for path in paths}
 
+    def holds_foreign(self, folder: Path) -> bool:
+        """Return whether a folder has checkpoints of another run."""
+        return any(not is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder))
+
     def write_index(self, folder: Path, index: CheckpointIndex) -> None:
         """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
         if not self.trainer.is_global_zero:

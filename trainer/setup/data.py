@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ...base.errors import ConfigError, DataError
@@ -330,7 +331,8 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
     bitwise, copies = call.bitwise, None
     # a stream of its own for copies: they do not queue behind the computation of the batch before
     if call.trainer.prefetch_to_device:
-        copies = call.strategy.copies = CopyStream(device) if has_streams(device) else None
+        copies = CopyStream(device) if has_streams(device) else None
+    call.strategy.to_device = move_all = partial(to_device, copies=copies)
     unchanged = device.type == "cpu" and precision.weights_dtype is None and not bitwise
     if owners == [None] * 3 and unchanged:
         return None
@@ -344,7 +346,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         if move is not None:
             batch = move.transfer_batch_to_device(batch, device, dataloader_idx)
         else:
-            batch = to_device(batch, device, copies)
+            batch = move_all(batch, device)
         batch = precision.convert_batch(batch)
         # last, as any step before may return a view at an odd offset
         if bitwise:

@@ -12,7 +12,7 @@ from ...base import torch_private
 from ...base.errors import ConfigError, TaskError
 from ..accelerators import make_current
 from ..data.sampling import Layout
-from ..data.transfer import CopyStream, align_in_place
+from ..data.transfer import align_in_place, to_device
 from ..elastic.membership import Elasticity
 from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
@@ -87,8 +87,8 @@ class Strategy:
         self.device = torch.device("cpu")
         self.parts: list[torch.device] = []
         """The devices over which a task spreads within this process, from its inputs to its loss; empty: one."""
-        self.copies: CopyStream | None = None
-        """Copies batches to an accelerator while it computes, during a run."""
+        self.to_device: Callable[..., Any] = to_device
+        """Moves a batch to a device; during a run it copies to an accelerator while that computes."""
         self.precision = Precision("32", "cpu")
         self.task: Task | None = None
         self.recomputing: Recomputing | None = None
@@ -223,7 +223,7 @@ class Strategy:
         """Release what `prepare` made; the process group stays, and the task may still be saved."""
         if self.tree is not None:
             self.tree.close()
-        self.tree, self.copies, self.engine = None, None, None  # which do not pickle
+        self.tree, self.to_device, self.engine = None, to_device, None  # which do not pickle
         if self.recomputing is not None:
             self.recomputing.undo()
         self.recomputing = None

@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, add_note
+from ....base.tensors import count_samples
 from ....base.torch_private import is_compiled
 from ...data.sampling import Layout
-from ...data.transfer import count_samples
 from ..pieces import chunk_sizes, combine, combine_losses, split
 from ..strategy import Strategy
 from .copies import copy_to_devices, find_metrics, keep_buffers, log_as, share_metrics

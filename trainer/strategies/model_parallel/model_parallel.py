@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
+from ....base.tensors import count_samples
 from ...data.sampling import Layout
-from ...data.transfer import count_samples, to_device
+from ...data.transfer import to_device
 from ...processes.place import Place
 from ..ddp import DDPSteps, DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split

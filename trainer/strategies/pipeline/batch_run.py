@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ....base.errors import TaskError
-from ....base.tensors import map_tensors
+from ....base.tensors import count_samples, map_tensors
 from ...data.randomness import seed_generators
 from ...data.sampling import mix
-from ...data.transfer import count_samples
 from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of
