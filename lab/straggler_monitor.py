@@ -54,9 +54,10 @@ class StragglerMonitor(Callback):
         """Send measurements with the agreement of the ranks."""
         if trainer.world_size == 1:
             return
-        trainer.strategy.elastic.refuse(
-            "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
-        )
+        if trainer.strategy.elastic:
+            raise ConfigError(
+                "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
+            )
         # kernels run behind the host, whose clock would measure launches
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, set()

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,9 @@ from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
 from .data.sampling import Layout
 from .data.transfer import to_host
-from .elastic.launcher import find_elastic_worker
-from .elastic.membership import RunFinished
 from .metrics.torchmetrics import load_states, states_of
-from .processes.launch import find_node, warm_up_for
+from .processes.launch import find_node, run_workers, warm_up_for
+from .processes.membership import RunFinished
 from .processes.place import Place, find_place
 from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
@@ -71,9 +71,8 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
     place = find_place(trainer.cluster)
     if place is not None:
         return trainer.strategy.serve(place)
-    if trainer.strategy.elastic.for_stage(request.stage).changes:
-        return True
-    return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
+    elastic = trainer.strategy.elastic and request.stage == "fit"
+    return elastic or trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
 
 
 def _batch_holders(trainer: "Trainer") -> int:
@@ -103,15 +102,14 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Path | None = None
-    elastic = trainer.strategy.elastic.for_stage(request.stage)
+    elastic = trainer.strategy.elastic and request.stage == "fit"
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
     node, began = find_node(trainer.num_nodes)[0], time.time()
-    if trainer.replicas is not None and not elastic.changes:
+    if trainer.replicas is not None and not elastic:
         # raises before any process is started, and before a run directory is made
         Layout(trainer.replicas, _batch_holders(trainer))
     before, trainer.run = trainer.given_dir, None  # the workers make their own
-    processes = trainer.strategy.local_processes(trainer.device_list)
     try:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
@@ -122,8 +120,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         trainer.given_dir = trainer.run_dir
         warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
-        restarts, nodes = trainer.max_restarts, trainer.num_nodes
-        outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts)
+        outcome = _start_workers(trainer, task, elastic)
     except BaseException as error:
         if request.stage == "fit" and node == 0 and trainer.run_dir is not None:
             run_file.fail(trainer.run_dir, error, began)
@@ -156,6 +153,17 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     return outcome.returned
 
 
+def _start_workers(trainer: "Trainer", function: Callable[[], RunResult | None], elastic: bool) -> RunResult | None:
+    processes = trainer.strategy.local_processes(trainer.device_list)
+    restarts, nodes = trainer.max_restarts, trainer.num_nodes
+    if not elastic:
+        return run_workers(function, processes, max_restarts=restarts, nodes=nodes)
+    from .elastic.launcher import run_elastic_workers  # only where a config asks for it
+
+    timeout = trainer.strategy.timeouts["step"].total_seconds()
+    return run_elastic_workers(function, processes, timeout, max_restarts=restarts, nodes=nodes)
+
+
 def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
     """Load the trained weights, in the dtypes that their precision gave them."""
     for name, tensor in task.state_dict(keep_vars=True).items():
@@ -184,9 +192,6 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request.task))
         if newest is not None:
             source = newest if directory.is_elsewhere(trainer.run_dir, newest) else newest.parent
-    elastic_worker = find_elastic_worker()
-    if elastic_worker is not None and elastic_worker.joins:
-        source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
     task, known = request.task, directory.weight_names(request.task)
     try:

@@ -24,7 +24,6 @@ from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
 from .drift import DriftGuard
-from .elastic.membership import Membership
 from .hooks import Hooks
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced
@@ -33,6 +32,7 @@ from .optimization.outputs import as_outputs
 from .preemption import Preemption
 from .processes.agreement import Agreement
 from .processes.hang import Watchdog
+from .processes.membership import Membership
 from .resume.contents import CallbackStates, PublishedMetrics
 from .runs.run_file import RunFile
 from .schedule import Schedule
@@ -141,7 +141,7 @@ class Call:
     @property
     def members_change(self) -> bool:
         """Whether processes may leave and join during this call."""
-        return self.strategy.elastic.for_stage(self.stage).changes
+        return self.strategy.elastic and self.stage == "fit"
 
     @property
     def training_data(self) -> TrainingData:

@@ -557,10 +557,11 @@ def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
         trainer_of(tmp_path, elastic=True, **options)
 
 
-def test_several_machines_are_refused(tmp_path):
-    trainer = trainer_of(tmp_path, elastic=True)
+def test_several_machines_are_refused(tmp_path, monkeypatch):
+    for name, value in {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="elastic=true stays on one machine"):
-        trainer.strategy.elastic.launch(int, 2, nodes=2, max_restarts=0)
+        fit(tmp_path, elastic=True, num_nodes=2)
 
 
 def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):

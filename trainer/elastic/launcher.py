@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...base.environment import all_variables
+from ...base.errors import ConfigError
 from ..processes.launch import (
     SignalRelay,
     WorkerGroup,
@@ -27,7 +28,7 @@ from ..processes.place import Place
 from ..processes.rendezvous import host_store, keep_to_loopback
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack
-from .store import ElasticOptions, ElasticWorker, Generation, GroupOrder, Member, MemberRegistry, MembershipStore
+from .store import ElasticWorker, Generation, GroupOrder, Member, MemberRegistry, MembershipStore
 
 log = logging.getLogger("legato")
 
@@ -45,19 +46,22 @@ def find_elastic_worker() -> ElasticWorker | None:
 
 
 def run_elastic_workers(
-    function: Callable[[], T], processes: int, options: ElasticOptions, *, max_restarts: int = 0
+    function: Callable[[], T], processes: int, timeout: float, *, max_restarts: int = 0, nodes: int = 1
 ) -> T:
     """Call `function` in `processes` new workers, which may die and be replaced, up to `max_restarts` of them.
 
-    Returns what one of them returned. Errors: see `launch_workers`.
+    Returns what one of them returned. `timeout`: seconds after which a process that does not come to a new group is
+    killed. Errors: see `launch_workers`; raises ConfigError for several nodes.
     """
+    if nodes > 1:
+        raise ConfigError("elastic=true stays on one machine: leave trainer.num_nodes out.")
     warm_up()
     # The store lives in the launcher, not in rank 0: a worker may die, and with the store would go the run.
     store: Any = host_store("127.0.0.1", 0, True)
     variables, threads, attempts = all_variables(), threads_of_worker(processes), itertools.count(1)
 
     def make_group(folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> WorkerGroup:
-        return ElasticWorkerGroup(folder, ranks, relay, MembershipStore(store, next(attempts)), store.port, options)
+        return ElasticWorkerGroup(folder, ranks, relay, MembershipStore(store, next(attempts)), store.port, timeout)
 
     def enter(attempt: int, worker: ElasticWorker) -> Callable[[], None]:
         rank, world_size = (0, 1) if worker.joins else (worker.member.slot, processes)
@@ -81,10 +85,10 @@ class ElasticWorkerGroup(WorkerGroup):
     """Workers of one attempt at an elastic run; `rank` of a base method is a member's id here."""
 
     def __init__(
-        self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, options: ElasticOptions
+        self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
     ) -> None:
         super().__init__(folder, ranks, len(ranks), relay)
-        self.options, self.store, self.port = options, store, port
+        self.timeout, self.store, self.port = timeout, store, port
         self.ids = itertools.count()
         self.workers: dict[int, Member] = {}
         """Members by id, those that have ended included."""
@@ -165,13 +169,13 @@ class ElasticWorkerGroup(WorkerGroup):
         generation = self.registry.generation
         # the first group may take long, as processes start and import; a process that never comes there is seen at its
         # timeout
-        if generation.version == 1 or time.monotonic() < self.published_at + self.options.timeout:
+        if generation.version == 1 or time.monotonic() < self.published_at + self.timeout:
             return
         # as long again before the next look, since a kill takes a while to be noted
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
-                log.warning("Process %d did not come within %g s.", member.id, self.options.timeout)
+                log.warning("Process %d did not come within %g s.", member.id, self.timeout)
                 self._kill(member)
 
     def _kill(self, member: Member) -> None:

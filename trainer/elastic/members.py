@@ -7,35 +7,31 @@ the newest state, and the loop continues as after a resume in the middle of an e
 import logging
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ...base.errors import ConfigError, WorkerError
 from ...base.torch_private import reset_group_names, set_group_timeout
-from ..metrics.log import Metrics
 from ..processes import connections
+from ..processes.membership import Membership, RunFinished
 from ..processes.place import Place
-from ..processes.ranks import SINGLE
 from ..processes.rendezvous import allow_connections, leave_process_group
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
-from . import launcher, recovery
-from .membership import Elasticity, Membership, RunFinished
-from .metrics import SharedMetrics
+from . import recovery
+from .launcher import find_elastic_worker
 from .recovery import MetricSnapshot
-from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
+from .store import Generation, MembershipStore, connect_to_store
 
 if TYPE_CHECKING:
-    from ...base.contracts import Task, Trainer
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
-T = TypeVar("T")
 
 GENERATION_WAIT = 1.0
 """Seconds after a broken connection within which the host usually knows which member has died."""
@@ -58,11 +54,21 @@ class MembershipChanged(Exception):
 class ElasticMembership(Membership):
     """Membership in an elastic run; as a context manager it recovers from broken connections and new generations."""
 
-    changes = True
-
-    def __init__(self, trainer: "Trainer", elastic_worker: ElasticWorker, timeout: float) -> None:
-        """`timeout`: seconds that a collective may take."""
-        self.trainer, self.member, self.timeout = trainer, elastic_worker.member, timeout
+    def __init__(self, trainer: "Trainer") -> None:
+        """Raises ConfigError where another program started this process, and for loaders that read shares."""
+        elastic_worker = find_elastic_worker()
+        if elastic_worker is None:
+            raise ConfigError(
+                "elastic: true needs processes that Legato has started and watches: start the script itself (or "
+                "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
+            )
+        if not trainer.use_distributed_sampler:
+            raise ConfigError(
+                "elastic: true deals the samples of a process that has gone to the others, so it needs "
+                "use_distributed_sampler=true."
+            )
+        self.trainer, self.member = trainer, elastic_worker.member
+        self.timeout = trainer.strategy.timeouts["step"].total_seconds()
         self.store = MembershipStore(connect_to_store(elastic_worker.port), elastic_worker.attempt)
         self.replicas = elastic_worker.replicas
         self.joins = elastic_worker.joins
@@ -83,19 +89,15 @@ class ElasticMembership(Membership):
     def connect(self, place: Place) -> Place:
         """Form the first group. A process that joins later has none until it is set up, and is never rank 0."""
         if self.joins:
+            self.trainer.num_sanity_val_steps = 0  # which the run has behind it
             # any rank but 0, which would write files
             return replace(place, rank=1)
         self._form(self.store.generation(1), self.timeout)  # some may take long to start
         return self.place
 
     def adopt_settings(self) -> None:
-        """Take replicas and directory of the run to join. Raises ConfigError for loaders that read their own shares."""
+        """Take replicas and directory of the run to join."""
         trainer = self.trainer
-        if not trainer.use_distributed_sampler:
-            raise ConfigError(
-                "elastic: true deals the samples of a process that has gone to the others, so it needs "
-                "use_distributed_sampler=true."
-            )
         if self.joins:  # its launcher has decided on the directory; rank 0, which tells of it, is in the run already
             trainer.replicas, trainer.run_dir = self.replicas, trainer.given_dir
 
@@ -260,40 +262,3 @@ class ElasticMembership(Membership):
         while (word := self.store.released(self.member)) is None:
             time.sleep(self._pause)
         return word == "answer"
-
-
-class ElasticProcesses(Elasticity):
-    """Processes that leave and join while a run trains; in the other stages they stay the same."""
-
-    changes = True
-
-    def __init__(self, options: ElasticOptions) -> None:
-        self.options = options
-
-    def for_stage(self, stage: str) -> Elasticity:
-        """Return this for "fit", and a no-op for the other stages."""
-        return self if stage == "fit" else Elasticity()
-
-    def refuse(self, reason: str) -> None:
-        """Raise ConfigError."""
-        raise ConfigError(reason)
-
-    def make_metrics(self, task: "Task") -> Metrics:
-        """Return a collector whose values every rank has."""
-        return SharedMetrics(SINGLE, 1, task)
-
-    def membership(self, trainer: "Trainer") -> Membership:
-        """Return this process's membership. Raises ConfigError if another program started it."""
-        elastic_worker = launcher.find_elastic_worker()
-        if elastic_worker is None:
-            raise ConfigError(
-                "elastic: true needs processes that Legato has started and watches: start the script itself (or "
-                "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
-            )
-        return ElasticMembership(trainer, elastic_worker, self.options.timeout)
-
-    def launch(self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int) -> T:
-        """Call `function` in new processes that may die and be replaced."""
-        if nodes > 1:
-            raise ConfigError("elastic=true stays on one machine: leave trainer.num_nodes out.")
-        return launcher.run_elastic_workers(function, processes, self.options, max_restarts=max_restarts)

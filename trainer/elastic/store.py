@@ -16,14 +16,6 @@ GroupOrder = Literal["train", "over", "lost"]
 """Instruction to the members of a generation: form a group and train; exit, as the run is done; or as it has failed."""
 
 
-@dataclass(frozen=True)
-class ElasticOptions:
-    """Options of an elastic run."""
-
-    timeout: float = 1800.0
-    """Seconds after which a process that does not join a new group is killed."""
-
-
 class Member(NamedTuple):
     """One process of an elastic run. Its rank is its index in the generation."""
 

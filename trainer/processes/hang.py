@@ -319,7 +319,7 @@ class Watchdog:
     def _wait_for_all(self, event: str, said: str) -> tuple[list[str | None], str]:
         """Wait for every rank in this step; return each one's `said`, and the position of one that does not come."""
         state, board = self.trainer.state, self._connect()
-        if board is None or board.size == 1 or self.trainer.strategy.elastic.changes:
+        if board is None or board.size == 1 or self.trainer.strategy.elastic:
             return [said], ""
         topic = f"{event} {state.epoch} {state.global_step} {self.token}"
         board.write(topic, said)

@@ -11,6 +11,7 @@ from ..data.sampling import Layout, mix
 from ..hooks import Hooks
 from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
+from ..processes.membership import Membership
 from ..processes.place import Place, find_place, located
 from ..request import Request
 from ..resume import restore
@@ -32,12 +33,12 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
     undo.enter_context(call.preemption.handle_signals())
     # From here on a process may wait for others for minutes: signals end it, and the watchdog says what it waits for.
-    membership = strategy.elastic.for_stage(call.stage).membership(trainer)
+    membership = make_membership(call)
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
     # after connecting, so that a mistake is told on every rank, and none waits for the others
-    if not strategy.elastic.changes:
+    if not strategy.elastic:
         check_place(trainer, lambda: strategy.local_processes(trainer.device_list), place)
     if trainer.deterministic or call.bitwise:
         undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
@@ -69,6 +70,15 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     set_owners(call)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
     return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on, evaluated_point=point), saved
+
+
+def make_membership(call: Call) -> Membership:
+    """Return this process's membership in the run."""
+    if not call.members_change:
+        return Membership()
+    from ..elastic.members import ElasticMembership  # only where a config asks for it
+
+    return ElasticMembership(call.trainer)
 
 
 def set_owners(call: Call) -> None:

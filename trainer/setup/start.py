@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.environment import restart_count
 from ...base.errors import Errors
 from ..hooks import Hooks
+from ..metrics.log import Metrics
 from ..preemption import Preemption
 from ..processes.agreement import Agreement, GarbageCollector
 from ..processes.hang import Watchdog
@@ -28,7 +29,11 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
     # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
     # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
     agreement = Agreement(SINGLE, 1, 0, state.elapsed)
-    metrics = strategy.elastic.for_stage(request.stage).make_metrics(request.task)
+    metrics = Metrics(SINGLE, 1, request.task)
+    if strategy.elastic and request.stage == "fit":
+        from ..elastic.metrics import SharedMetrics  # only where a config asks for it
+
+        metrics = SharedMetrics(SINGLE, 1, request.task)
     call = Call(
         trainer,
         request.stage,

@@ -15,7 +15,6 @@ from ...base.errors import ConfigError, TaskError, first_names
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
-from ..elastic.store import ElasticOptions
 from ..optimization.precision import nothing
 from ..processes.place import Place
 from ..processes.ranks import Phase
@@ -58,10 +57,9 @@ class DDPStrategy(GroupStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self.finds_unused = find_unused_parameters
+        self.elastic = elastic
         if elastic:
-            from ..elastic.members import ElasticProcesses
-
-            self.elastic = ElasticProcesses(self._elastic_options())
+            self._require_elastic()
         self.ddp: DistributedDataParallel | None = None
         """Lets gradients meet while backward computes them; None in one process, in one order, or in manual steps."""
         self.ddp_forward: Callable[..., Any] | None = None
@@ -73,8 +71,8 @@ class DDPStrategy(GroupStrategy):
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
-    def _elastic_options(self) -> ElasticOptions:
-        """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
+    def _require_elastic(self) -> None:
+        """Raise ConfigError for arguments that an elastic run excludes."""
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
                 "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
@@ -82,7 +80,6 @@ class DDPStrategy(GroupStrategy):
             )
         if self.init_method is not None:
             raise ConfigError("elastic=true meets on the loopback interface of one machine: leave init_method out.")
-        return ElasticOptions(self.timeouts["step"].total_seconds())
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
@@ -91,11 +88,11 @@ class DDPStrategy(GroupStrategy):
 
     def _backend(self) -> str:
         """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
-        return "gloo" if self.elastic.changes else super()._backend()
+        return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:
         """Move the task to its device and precision. Raises ConfigError for options that exclude each other."""
-        if self.elastic.changes and not task.automatic_optimization:
+        if self.elastic and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
                 "which another process has died cannot be repeated."
@@ -106,7 +103,7 @@ class DDPStrategy(GroupStrategy):
         """Compute the statistics of batch norm over all processes, until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
-        if not trainer.sync_batchnorm or not fits or self.elastic.changes or trainer.reproducible == "bitwise":
+        if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
             super()._sync_batch_norm(task)
             return
         # A group of its own: batch norm's sums wait within forward and backward, while DDP's buckets are on their way

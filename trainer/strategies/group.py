@@ -66,7 +66,7 @@ class GroupStrategy(Strategy):
                 require_backend(self.device, self.process_group_backend)
             # elastic groups come and go with their members; elsewhere the default group is left to the script, so that
             # a collective that the script calls once too often cannot pair with one of ours
-            if not self.elastic.changes:
+            if not self.elastic:
                 group = legatos_group(self.timeouts["startup"])
             self.timeouts.enter("startup")
         else:
@@ -75,7 +75,7 @@ class GroupStrategy(Strategy):
 
     def _only_device(self) -> torch.device | None:
         """Return the one device of this process; None if it has several, or if its groups come and go."""
-        return None if self.elastic.changes else self.device
+        return None if self.elastic else self.device
 
     def _backend(self) -> str:
         """Return the backend of the process group."""

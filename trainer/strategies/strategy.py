@@ -13,7 +13,6 @@ from ...base.errors import ConfigError, TaskError
 from ..accelerators import make_current
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
-from ..elastic.membership import Elasticity
 from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
@@ -68,7 +67,8 @@ class Strategy:
         self.loss_scale = 1.0
         """Sum of a step's loss weights over all ranks that makes the gradient a mean over samples."""
         self.state_dicts = StateDicts()
-        self.elastic = Elasticity()
+        self.elastic = False
+        """Whether processes may die and be replaced while a fit goes on, which a Membership of `elastic/` is for."""
         self.meeting = ""
         """Address at which the processes met, as "host:port" or a file."""
         self.timeouts = Timeouts(DEFAULT)
@@ -181,7 +181,7 @@ class Strategy:
         several = len(layout.owned(self.data_ranks.rank)) > 1
         self.by_replica = bool(optimizers) and task.automatic_optimization and (several or one_order)
         # one replica that nobody shares needs no snapshots of its buffers: a copy of all buffers in each step saved
-        self.buffers = ReplicaBuffers(task if several or self.data_ranks.size > 1 or self.elastic.changes else None)
+        self.buffers = ReplicaBuffers(task if several or self.data_ranks.size > 1 or self.elastic else None)
         self.regroup(layout)
         return list(optimizers)
 

@@ -18,7 +18,6 @@ from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_own_data, without_data
 from ..data.randomness import generator_states, same_states
 from ..data.sampling import Layout
-from ..elastic.store import ElasticOptions
 from ..optimization.optimizers import may_draw, needs_closure
 from ..processes.place import Place
 from ..processes.ranks import SINGLE
@@ -43,7 +42,7 @@ class Zero1Strategy(DDPStrategy):
         super().__init__(**options)
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
-    def _elastic_options(self) -> ElasticOptions:
+    def _require_elastic(self) -> None:
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
     def prepare(

@@ -98,10 +98,11 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         super().setup(trainer, task, stage)
         if stage != "fit":
             return
-        trainer.strategy.elastic.refuse(
-            "StochasticWeightAveraging ends with a pass over the training data of its own, which cannot be repeated "
-            "where a process dies in it: remove it, or elastic=true."
-        )
+        if trainer.strategy.elastic:
+            raise ConfigError(
+                "StochasticWeightAveraging ends with a pass over the training data of its own, which cannot be "
+                "repeated where a process dies in it: remove it, or elastic=true."
+            )
         start: Any
         start, self._last_epoch, self._rates_before = self.swa_epoch_start, -1, []
         if isinstance(start, float):

@@ -74,7 +74,6 @@ class DDPModelParallelStrategy(DDPStrategy):
         ddp, but for elastic runs.
         """
         super().__init__(**options)
-        self.elastic.refuse("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
         self.parts_wanted = devices_per_replica
         least = {"devices_per_replica": (devices_per_replica, 2), "micro_batches": (micro_batches, 1)}
         for name, (number, smallest) in least.items():
@@ -87,6 +86,9 @@ class DDPModelParallelStrategy(DDPStrategy):
         """Forward pre-hooks that move the inputs of blocks to their devices."""
         self.cut_task: nn.Module | None = None
         """The task whose blocks this strategy has put on devices."""
+
+    def _require_elastic(self) -> None:
+        raise ConfigError("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
