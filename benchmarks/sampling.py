@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from legato.trainer.data.randomness import KeyedDataset, mix, seed_generators
-from legato.trainer.data.sampling import Deal, DealtBatches, epoch_key, permutation
+from legato.trainer.data.sampling import Deal, DealtBatches, EpochOrder, epoch_key, permutation
 
 TRILLION, MILLION = 10**12, 10**6
 BATCH = 256
@@ -58,7 +58,7 @@ def first_batch(length: int, start_step: int = 0) -> list[int]:
     key = epoch_key(time.perf_counter_ns(), 0)
     deal = Deal(length, BATCH, replicas=8, accumulate=1)
     order = partial(permutation, length=length, key=key)
-    return next(iter(DealtBatches(deal, range(1), order, start_step)))
+    return next(iter(DealtBatches(deal, range(1), EpochOrder(length, order), start_step)))
 
 
 def distributed_first_batch(length: int) -> list[int]:
@@ -93,7 +93,7 @@ def report_indices() -> None:
         positions = np.arange(BATCH) + (length - BATCH) // 2
         alone = best_seconds(partial(permutation, positions, length, key), 300) / BATCH
         deal = Deal(length, BATCH, replicas=1, accumulate=1, limit_rounds=min(256, length // BATCH))
-        batches = DealtBatches(deal, range(1), partial(permutation, length=length, key=key))
+        batches = DealtBatches(deal, range(1), EpochOrder(length, partial(permutation, length=length, key=key)))
         dealt = best_seconds(lambda batches=batches: sum(map(len, batches)), 1) / deal.samples
         print(f"  length {length:<46.3g}{alone * 1e6:>15.3f}{dealt * 1e6:>33.3f}")
     sampler = DistributedSampler(Numbers(MILLION), num_replicas=1, rank=0)
@@ -115,7 +115,7 @@ def report_seeding() -> None:
     plain = best_seconds(by_the_book, 1000)
     print(f"  {'random.seed, np.random.seed, torch.manual_seed':<50}{plain * 1e6:>13.2f}{plain / ours:>13.2f}")
     print(f"  {'mix of three numbers':<50}{best_seconds(partial(mix, 1, 2, 10**9), 10_000) * 1e6:>13.2f}")
-    batches = DealtBatches(Deal(BATCH, BATCH, 1, 1), range(1), lambda positions: positions)
+    batches = DealtBatches(Deal(BATCH, BATCH, 1, 1), range(1), EpochOrder(BATCH, lambda positions: positions))
     numbers, (indices,) = Numbers(BATCH), batches
     keyed = KeyedDataset(numbers, 0)
     bare = best_seconds(lambda: [numbers[index] for index in indices], 300)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, default_collate, get_worker_inf
 from legato.base.errors import ConfigError
 from legato.trainer import accelerators
 from legato.trainer.data.randomness import KeyedDataset, mix, seed_everything, seed_generators
-from legato.trainer.data.sampling import Deal, DealtBatches, KeyedIndices, epoch_key, permutation
+from legato.trainer.data.sampling import Deal, DealtBatches, EpochOrder, KeyedIndices, epoch_key, permutation
 
 Draws = tuple[Any, ...]
 
@@ -216,7 +216,7 @@ def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
 def dealt(length: int, epoch: int, start_step: int = 0) -> DealtBatches:
     deal = Deal(length, batch_size=4, replicas=3, accumulate=2)
     order = functools.partial(permutation, length=length, key=epoch_key(11, epoch))
-    return DealtBatches(deal, range(3), order, start_step, epoch)
+    return DealtBatches(deal, range(3), EpochOrder(length, order), start_step, epoch)
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -317,7 +317,7 @@ def handle_of(samples: list[Any]) -> str:
 
 @pytest.mark.slow
 def test_a_worker_init_function_reaches_the_real_dataset() -> None:
-    batches = DealtBatches(Deal(4, 2, 1, 1), range(1), lambda positions: positions)
+    batches = DealtBatches(Deal(4, 2, 1, 1), range(1), EpochOrder(4, lambda positions: positions))
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": ByValue(open_handle)}
     with loading(KeyedDataset(Noisy(4), 0), ByValue(handle_of), batches, **options) as loader:
         assert list(loader) == ["open", "open"]

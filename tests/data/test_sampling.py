@@ -21,6 +21,7 @@ from legato.base.errors import ConfigError
 from legato.trainer.data.sampling import (
     Deal,
     DealtBatches,
+    EpochOrder,
     KeyedIndices,
     Layout,
     SampledOrder,
@@ -50,6 +51,11 @@ def chi_square_z(counts: np.ndarray) -> float:
     expected = counts.sum() / counts.size
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def dealt(deal: Deal, replicas: range, order: Callable[[np.ndarray], object], **begin: int) -> DealtBatches:
+    """The batches of some replicas in an epoch of an order."""
+    return DealtBatches(deal, replicas, EpochOrder(deal.length, order), **begin)
 
 
 # --- the permutation ------------------------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ def test_a_trillion_samples_take_no_memory() -> None:
     deal = Deal(TRILLION, batch_size=256, replicas=16, accumulate=2)
     tracemalloc.start()
     try:
-        batches = DealtBatches(deal, range(16), shuffled(TRILLION, epoch_key(5, 6)), start_step=deal.steps - 3)
+        batches = dealt(deal, range(16), shuffled(TRILLION, epoch_key(5, 6)), start_step=deal.steps - 3)
         first = next(iter(batches))
         assert len(first) == 256
         assert tracemalloc.get_traced_memory()[1] < 2**20
@@ -244,12 +250,12 @@ def test_any_number_of_processes_deals_out_the_same_steps(deal: Deal, data: st.D
         together = [span for process in range(layout.processes) for span in deal.spans(step, layout.owned(process))]
         assert together == alone
         assert alone == sorted(alone, key=lambda span: (span.replica, span.round))
-        assert sum(span.samples for span in alone) == samples_of(deal, step) > 0
+        assert sum(span.stop - span.start for span in alone) == samples_of(deal, step) > 0
         for span in alone:
             assert span.round in deal.rounds_of(step)
             assert range(span.start, span.stop) == deal.span(span.round, span.replica)
             assert span.start == (span.round * deal.replicas + span.replica) * deal.batch_size
-            assert 1 <= span.samples <= deal.batch_size
+            assert 1 <= span.stop - span.start <= deal.batch_size
             seen += range(span.start, span.stop)
     assert sorted(seen) == list(range(deal.samples))
     if deal.limit_rounds is None and not deal.drop_last:
@@ -301,7 +307,7 @@ def test_dealing_is_exact_for_huge_runs() -> None:
     assert samples_of(deal, 0) == in_step
     assert samples_of(deal, last) == TRILLION + 7 - last * in_step
     spans = deal.spans(last, range(16_384))
-    assert sum(span.samples for span in spans) == samples_of(deal, last)
+    assert sum(span.stop - span.start for span in spans) == samples_of(deal, last)
     assert max(span.stop for span in spans) == TRILLION + 7
 
 
@@ -315,10 +321,12 @@ def test_dealt_batches_follow_the_turns(deal: Deal, data: st.DataObject) -> None
     owned = Layout(deal.replicas, data.draw(st.integers(1, deal.replicas))).owned(0)
     start_step = data.draw(st.integers(0, deal.steps))
     order = shuffled(max(deal.length, 1), epoch_key(1, 2))
-    batches = DealtBatches(deal, owned, order, start_step, epoch=2)
+    batches = dealt(deal, owned, order, start_step=start_step, epoch=2)
     spans = [span for step in range(start_step, deal.steps) for span in deal.spans(step, owned)]
     found = list(batches)
-    assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [(t.start, 2, t.samples) for t in spans]
+    assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [
+        (t.start, 2, t.stop - t.start) for t in spans
+    ]
     assert [list(batch) for batch in found] == [order(np.arange(t.start, t.stop)).tolist() for t in spans]
 
 
@@ -327,7 +335,7 @@ def test_processes_together_read_every_sample_once(processes: int) -> None:
     length = 10_007  # several chunks, and a short last round
     deal = Deal(length, batch_size=24, replicas=8, accumulate=3)
     layout, order = Layout(8, processes), shuffled(length, 9)
-    read = [i for p in range(processes) for batch in DealtBatches(deal, layout.owned(p), order) for i in batch]
+    read = [i for p in range(processes) for batch in dealt(deal, layout.owned(p), order) for i in batch]
     assert sorted(read) == list(range(length))
     assert read != list(range(length))
 
@@ -339,10 +347,10 @@ def test_order_is_evaluated_for_several_batches_in_one_call() -> None:
         calls.append(positions.size)
         return positions
 
-    assert len(list(DealtBatches(Deal(10_000, 10, 1, 1), range(1), order))) == 1000
+    assert len(list(dealt(Deal(10_000, 10, 1, 1), range(1), order))) == 1000
     assert calls == [4100, 4100, 1800]
     calls.clear()
-    next(iter(DealtBatches(Deal(TRILLION, 10, 1, 1), range(1), order, start_step=10**10)))
+    next(iter(dealt(Deal(TRILLION, 10, 1, 1), range(1), order, start_step=10**10)))
     assert calls == [4100]
 
 
@@ -367,10 +375,10 @@ def test_a_users_sampler_is_dealt_out() -> None:
     drawn = list(WeightedRandomSampler([0.1, 0.9, 2.0], 50, generator=torch.Generator().manual_seed(3)))
     order = SampledOrder(weighted)
     assert len(order) == 50
-    read = [index for batch in DealtBatches(Deal(len(order), 7, 1, 1), range(1), order) for index in batch]
+    read = [index for batch in dealt(Deal(len(order), 7, 1, 1), range(1), order) for index in batch]
     assert read == drawn
     assert all(type(index) is int for index in read)
-    loader = DataLoader(range(3), batch_sampler=DealtBatches(Deal(50, 7, 1, 1), range(1), order))
+    loader = DataLoader(range(3), batch_sampler=dealt(Deal(50, 7, 1, 1), range(1), order))
     assert torch.cat(list(loader)).tolist() == drawn
     assert len(list(loader)) == 8
 
@@ -379,7 +387,7 @@ def test_indices_that_are_no_integers_are_kept() -> None:
     drawn = [4, "a", ("b", 2), 1.5, 2**70]
     order = SampledOrder(iter(drawn))
     assert len(order) == 5
-    assert [index for batch in DealtBatches(Deal(5, 2, 1, 1), range(1), order) for index in batch] == drawn
+    assert [index for batch in dealt(Deal(5, 2, 1, 1), range(1), order) for index in batch] == drawn
 
 
 @pytest.mark.slow
@@ -398,4 +406,4 @@ def test_integers_of_every_kind_take_eight_bytes() -> None:
 def test_an_empty_sampler_gives_an_empty_epoch() -> None:
     order = SampledOrder([])
     assert len(order) == 0
-    assert list(DealtBatches(Deal(0, 4, 2, 1), range(2), order)) == []
+    assert list(dealt(Deal(0, 4, 2, 1), range(2), order)) == []

@@ -2,7 +2,7 @@
 loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import is_dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError, DataError, did_you_mean
 from ...base.tensors import require_samples
-from .loaders import EpochOrder, MapLoader, is_dealable, length_of, read_loader, require_iterable
-from .sampling import CHUNK, Deal, Integers, KeyedIndices, keyed_batches, mix
+from .loaders import MapLoader, is_dealable, length_of, read_loader, require_iterable
+from .sampling import CHUNK, Deal, EpochOrder, Integers, KeyedIndices, keyed_batches, mix
 from .steps import Dealing
 from .workers import prepared_workers
 
@@ -241,21 +241,6 @@ def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
 PART_STREAM = 0x7061727473
 
 
-@dataclass
-class CombinedOrder(EpochOrder):
-    """The order of one epoch, in which each position is one combined batch."""
-
-    parts: dict[str, EpochOrder] = field(default_factory=dict)
-
-    def samples(self, start: int, stop: int) -> int:
-        """Return the samples of all loaders at positions [start, stop)."""
-        return sum(part.samples(start, stop) for part in self.parts.values())
-
-    def by_loader(self) -> dict[str, EpochOrder]:
-        """Return the orders of the loaders, by their names."""
-        return self.parts
-
-
 class CombinedPart(MapLoader):
     """One loader of a combination, dealt out by whole batches: position p is batch p % count of its pass p // count."""
 
@@ -287,15 +272,14 @@ class CombinedPart(MapLoader):
             batches: list[KeyedIndices] = []
             for own_epoch, places in groupby(map(place, positions.tolist()), itemgetter(0)):
                 # all batches of a pass in one call: NumPy's overhead is shared
-                order, spans = self.order_of_pass(own_epoch).order, [span for _, span in places]
-                batches += keyed_batches(order, spans, own_epoch, self.own_batches)
+                batches += keyed_batches(self.order_of_pass(own_epoch), [span for _, span in places], own_epoch)
             return batches
 
         def size_of(position: int) -> int:
             own_epoch, span = place(position)
             return self.order_of_pass(own_epoch).samples(span.start, span.stop)
 
-        return EpochOrder(self.count * self.passes, 1, batches_at, size_of)
+        return EpochOrder(self.count * self.passes, batches_at, size_of)
 
     def _order_of_pass(self, own_epoch: int) -> EpochOrder:
         """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
@@ -348,10 +332,14 @@ class CombinedSource:
         """Return the number of combined batches in an epoch, over all replicas."""
         return self.length
 
-    def order(self, epoch: int) -> CombinedOrder:
-        """Return the order of an epoch."""
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch, in which each position is one combined batch."""
         parts = {part.name: part.order_of_batches(epoch) for part in self.parts}
-        return CombinedOrder(self.length, 1, lambda positions: positions, parts=parts)
+
+        def size_of(position: int) -> int:
+            return sum(part.samples(position, position + 1) for part in parts.values())
+
+        return EpochOrder(self.length, lambda positions: positions, size_of, parts=parts)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from ...base.errors import ConfigError, DataError
 from ..processes.ranks import SINGLE, Ranks
 from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
-from .loaders import EpochOrder, MapLoader, is_dealable, length_of
-from .sampling import Deal, Layout, ThinnedDeal
+from .loaders import MapLoader, is_dealable, length_of
+from .sampling import Deal, EpochOrder, Layout
 from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import StreamData
@@ -73,8 +73,7 @@ class DealtData:
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
-        last = deal.steps - 1
-        for step in range(start_step, last + 1):
+        for step in range(start_step, deal.steps):
             found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
@@ -82,8 +81,7 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            # only the last round may lack batches, or any where samples are left out
-            whole = (step < last and not self.dealing.left_out) or deal.is_whole(step)
+            whole = deal.is_whole(step)
             samples_of_step = order.samples(*deal.step_positions(step))
             if self.dealing.whole_rounds and samples_of_step and not whole:
                 raise DataError(
@@ -105,15 +103,13 @@ class DealtData:
         """Return the order of an epoch, and how it is divided among replicas; a sampler draws the order."""
         order = self.source.order(epoch)
         if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
-            order.length = min(order.length, batches_at_most * order.batch_size)
+            order.length = min(order.length, batches_at_most * self.source.batch_size)
         deal = self._deal(order.length)
         if deal.samples > order.length:
             order.begin_again()
         if self.dealing.left_out:
             order.left_out = self.dealing.left_out
-            settings = {each.name: getattr(deal, each.name) for each in fields(Deal)}
-            processes, lockstep = self.dealing.layout.processes, self.dealing.lockstep
-            deal = ThinnedDeal(**settings, processes=processes, lockstep=lockstep, count=order.samples)
+            deal = replace(deal, count=order.samples)
         return order, deal
 
     def _deal(self, positions: int) -> Deal:

@@ -3,13 +3,11 @@
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,7 +25,7 @@ from ...base.arguments import LOADER_OPTIONS
 from ...base.errors import DataError
 from ...base.torch_private import end_loader_workers, is_profiling, read_on, reader_of
 from .randomness import KeyedDataset, seed_generators
-from .sampling import CHUNK, Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
+from .sampling import CHUNK, Deal, DealtBatches, EpochOrder, SampledOrder, epoch_key, mix, permutation
 from .steps import Dealing
 from .workers import WorkerSetup
 
@@ -109,43 +107,6 @@ def _has_exact_length(loader: "DataLoader[Any]") -> bool:
 SAMPLER_STREAM = 0x73616D706C6572
 
 
-@dataclass
-class EpochOrder:
-    """The order of one epoch: `length` positions and the dataset indices at each."""
-
-    length: int
-    batch_size: int
-    order: EpochIndices
-    size_of: Callable[[int], int] | None = None
-    """Returns the samples at a position, where each position is a whole batch; else None."""
-    left_out: frozenset[int] = frozenset()
-    """Dataset indices that are in no batch."""
-
-    def begin_again(self) -> None:
-        """Let positions from `length` on be those of the beginning."""
-        once, length, size_of = self.order, self.length, self.size_of
-        self.order = lambda positions: once(positions % length)
-        self.size_of = None if size_of is None else lambda position: size_of(position % length)
-
-    def samples(self, start: int, stop: int) -> int:
-        """Return the number of samples at positions [start, stop)."""
-        if self.left_out:
-            return len(self.indices(start, stop))
-        return stop - start if self.size_of is None else sum(map(self.size_of, range(start, stop)))
-
-    def indices(self, start: int, stop: int) -> list[Any]:
-        """Return the dataset indices of the samples at positions [start, stop)."""
-        indices = self.order(np.arange(start, stop, dtype=np.int64))
-        if self.size_of is not None:
-            indices = [index for batch in indices for index in batch]
-        listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
-        return without(listed, self.left_out) if self.left_out else listed
-
-    def by_loader(self) -> "dict[str, EpochOrder]":
-        """Return the order by the name of its loader: "" where there is one."""
-        return {"": self}
-
-
 class MapLoader:
     """A DataLoader over a map-style dataset, dealt out by position."""
 
@@ -185,13 +146,13 @@ class MapLoader:
         """Return the order of an epoch; a custom sampler draws it under generators keyed by the epoch."""
         epoch = 0 if self.in_order else epoch
         set_epoch(self.loader, epoch)
-        sampler, size, shuffled = self.sampler, self.batch_size, self.shuffled
+        sampler, shuffled = self.sampler, self.shuffled
         if shuffled is not None:
             length = len(self.loader.dataset)  # type: ignore[arg-type]
             if self.in_order or not shuffled:
-                return EpochOrder(length, size, lambda positions: positions)
+                return EpochOrder(length, lambda positions: positions)
             key = epoch_key(self.seed, epoch)
-            return EpochOrder(length, size, lambda positions: permutation(positions, length, key))
+            return EpochOrder(length, lambda positions: permutation(positions, length, key))
         # a sampler may draw from the global generators or from one of its own: both get the epoch's key
         key = mix(SAMPLER_STREAM, self.seed, epoch)
         # before the sampler is asked: some draw when they are iterated, some when they are indexed
@@ -199,9 +160,9 @@ class MapLoader:
         seed_samplers(key, sampler)
         if self.own_batches:
             drawn = [list(batch) for batch in sampler]
-            return EpochOrder(len(drawn), 1, SampledOrder(drawn), lambda position: len(drawn[position]))
+            return EpochOrder(len(drawn), SampledOrder(drawn), lambda position: len(drawn[position]))
         order = SampledOrder(sampler)
-        return EpochOrder(len(order), size, order)
+        return EpochOrder(len(order), order)
 
     def positions(self, epoch: int) -> int | None:
         """Return the number of positions in an epoch, or None if unknown before the order is drawn."""
@@ -219,9 +180,7 @@ class MapLoader:
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the collated batches of a process from `start_step` on, in the order of `Deal.spans`."""
-        batches = DealtBatches(deal, dealing.replicas, order.order, start_step, epoch)
-        batches.whole, batches.leaders, batches.left_out = order.size_of is not None, dealing.leaders, dealing.left_out
-        batches.chunk = self.chunk
+        batches = DealtBatches(deal, dealing.replicas, order, start_step, epoch, dealing.leaders, self.chunk)
         if self.sibling is None or self.batches is None:
             self.batches = batches
             dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None, self.tells_epoch)

@@ -10,7 +10,7 @@ position, and a plan for 10^12 samples on 16,384 processes takes milliseconds.
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import isqrt
@@ -154,11 +154,6 @@ class BatchSpan(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def samples(self) -> int:
-        """Number of samples in the batch."""
-        return self.stop - self.start
-
 
 @dataclass(frozen=True)
 class Deal:
@@ -167,7 +162,8 @@ class Deal:
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
     The last step takes the remaining rounds and may be shorter. `padded` gives every replica as many positions in the
-    last round: those from `length` on, fewer than there are replicas, repeat the epoch's first ones.
+    last round: those from `length` on, fewer than there are replicas, repeat the epoch's first ones. Where samples are
+    left out, `count` returns how many of the positions [start, stop) are not; a batch without one is passed over.
     """
 
     length: int
@@ -177,6 +173,7 @@ class Deal:
     drop_last: bool = False
     limit_rounds: int | None = None
     padded: bool = False
+    count: Callable[[int, int], int] | None = None
 
     @cached_property
     def rounds(self) -> int:
@@ -222,60 +219,32 @@ class Deal:
         in_step = self.accumulate * self.replicas * self.batch_size
         return min(step * in_step, self.samples), min((step + 1) * in_step, self.samples)
 
-    def spans(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
+    def spans(self, step: int, replicas: range, leaders: Sequence[range] = ()) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
-        `leaders`: append batches of these replicas until there are as many as the leaders have.
+        `leaders`: blocks of replicas; append batches of the one that has most until there are as many.
         """
         # `span` written out, as this runs in every step
-        full, samples, last, found = self.batch_size, self.samples, self.rounds - 1, []
+        full, samples, last, found, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
         rounds = range(step * self.accumulate, min((step + 1) * self.accumulate, self.rounds))
         for replica in replicas:
             for round in rounds:
                 size = full if round < last else self.last_size
                 start = round * self.replicas * full + replica * size
-                if start < samples:
-                    found.append(BatchSpan(replica, round, start, min(start + size, samples)))
-        if leaders is not None:
-            # process 0 has the longest block of replicas, and so at least as many batches as this one in every step
-            masked = self.spans(step, leaders)
-            found += masked[: len(masked) - len(found)]
+                stop = min(start + size, samples)
+                if start < stop and (count is None or count(start, stop)):
+                    found.append(BatchSpan(replica, round, start, stop))
+        if leaders:
+            most = max((self.spans(step, block) for block in leaders), key=len)
+            found += most[: max(0, len(most) - len(found))]
         return found
 
     def is_whole(self, step: int) -> bool:
         """Return whether every replica has a batch in each round of a step."""
-        return step < self.steps - 1 or self.rounds == 0 or len(self.span(self.rounds - 1, self.replicas - 1)) > 0
-
-
-@dataclass(frozen=True)
-class ThinnedDeal(Deal):
-    """Division of an epoch some of whose samples are left out: positions stay, and batches without a sample are passed
-    over."""
-
-    processes: int = 1
-    lockstep: bool = False
-    """Whether every process runs as many batches of a step as the one that has most."""
-    count: Callable[[int, int], int] = lambda start, stop: stop - start
-    """Returns how many samples of the positions [start, stop) are not left out."""
-
-    def spans(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
-        """Return the batches of a step that have a sample, for some replicas; in lockstep others' after them.
-
-        Which process has most batches follows from the samples, and not from `leaders`.
-        """
-        found = self._filled(step, replicas)
-        if self.lockstep:
-            layout = Layout(self.replicas, self.processes)
-            most = max((self._filled(step, layout.owned(process)) for process in range(self.processes)), key=len)
-            found += most[: len(most) - len(found)]
-        return found
-
-    def _filled(self, step: int, replicas: range) -> list[BatchSpan]:
-        return [span for span in super().spans(step, replicas) if self.count(span.start, span.stop)]
-
-    def is_whole(self, step: int) -> bool:
-        """Return whether every replica has a batch in each round of a step."""
-        return len(self._filled(step, range(self.replicas))) == self.replicas * len(self.rounds_of(step))
+        # only the last round may lack batches, or any where samples are left out
+        if self.rounds == 0 or (self.count is None and step < self.steps - 1):
+            return True
+        return len(self.spans(step, range(self.replicas))) == self.replicas * len(self.rounds_of(step))
 
 
 def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
@@ -297,21 +266,53 @@ class KeyedIndices(list[Any]):
         self.epoch = epoch
 
 
-def keyed_batches(
-    order: EpochIndices,
-    spans: "Sequence[range | BatchSpan]",
-    epoch: int,
-    whole: bool = False,
-    left_out: Collection[int] = (),
-) -> list[KeyedIndices]:
-    """Return the indices of each span of positions; with `whole` a position is a batch of indices already."""
-    found = order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
+@dataclass
+class EpochOrder:
+    """The order of one epoch: `length` positions and the dataset indices at each."""
+
+    length: int
+    order: EpochIndices
+    size_of: Callable[[int], int] | None = None
+    """Returns the samples at a position, where each position is a whole batch; else None."""
+    left_out: Collection[int] = ()
+    """Dataset indices that are in no batch."""
+    parts: "Mapping[str, EpochOrder] | None" = None
+    """The orders of combined loaders by their names."""
+
+    def begin_again(self) -> None:
+        """Let positions from `length` on be those of the beginning."""
+        once, length, size_of = self.order, self.length, self.size_of
+        self.order = lambda positions: once(positions % length)
+        self.size_of = None if size_of is None else lambda position: size_of(position % length)
+
+    def samples(self, start: int, stop: int) -> int:
+        """Return the number of samples at positions [start, stop)."""
+        if self.left_out:
+            return len(self.indices(start, stop))
+        return stop - start if self.size_of is None else sum(map(self.size_of, range(start, stop)))
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        """Return the dataset indices of the samples at positions [start, stop)."""
+        indices = self.order(np.arange(start, stop, dtype=np.int64))
+        if self.size_of is not None:
+            indices = [index for batch in indices for index in batch]
+        listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+        return without(listed, self.left_out) if self.left_out else listed
+
+    def by_loader(self) -> "Mapping[str, EpochOrder]":
+        """Return the order by the name of its loader: "" where there is one."""
+        return {"": self} if self.parts is None else self.parts
+
+
+def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch: int) -> list[KeyedIndices]:
+    """Return the indices of each span of positions."""
+    found = order.order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
     indices = found.tolist() if isinstance(found, np.ndarray) else found
-    batches, offset = [], 0
+    batches, offset, left_out = [], 0, order.left_out
     for span in spans:
         end = offset + span.stop - span.start
         # the key is that of the first position: the same in a worker, in another process and after a resume
-        batch = indices[offset] if whole else indices[offset:end]
+        batch = indices[offset:end] if order.size_of is None else indices[offset]
         if isinstance(batch, KeyedIndices):  # of one of several loaders, keyed by its own epoch and position
             batches.append(batch)
         else:
@@ -320,45 +321,34 @@ def keyed_batches(
     return batches  # no generator, which would add a Python call to every step
 
 
+@dataclass
 class DealtBatches:
     """A batch sampler that yields the batches of one process for one epoch, starting at `start_step`.
 
-    A DataLoader with persistent workers keeps its batch sampler: set `order`, `start_step` and `epoch` before each
-    epoch.
-
-    order: maps positions (int64) to dataset indices: a permutation, the identity or a SampledOrder.
+    A DataLoader with persistent workers keeps its batch sampler: set the attributes anew before each epoch.
     """
 
-    def __init__(self, deal: Deal, replicas: range, order: EpochIndices, start_step: int = 0, epoch: int = 0) -> None:
-        # Whether each position of the order is a whole batch of indices
-        self.whole = False
-        self.deal = deal
-        self.replicas = replicas
-        self.order = order
-        self.start_step = start_step
-        self.epoch = epoch
-        # The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)
-        self.leaders: range | None = None
-        # Dataset indices that are in no batch
-        self.left_out: Collection[int] = ()
-        # Positions to evaluate in one call
-        self.chunk = CHUNK
+    deal: Deal
+    replicas: range
+    order: EpochOrder
+    start_step: int = 0
+    epoch: int = 0
+    leaders: Sequence[range] = ()
+    """See `Deal.spans`."""
+    chunk: int = CHUNK
+    """Positions to evaluate in one call."""
 
     def __iter__(self) -> Iterator[KeyedIndices]:
-        for spans in self._chunks():
-            yield from keyed_batches(self.order, spans, self.epoch, self.whole, self.left_out)
-
-    def _chunks(self) -> Iterator[list[BatchSpan]]:
-        chunk, positions = list[BatchSpan](), 0
+        spans, positions = list[BatchSpan](), 0
         for step in range(self.start_step, self.deal.steps):
             for span in self.deal.spans(step, self.replicas, self.leaders):
-                chunk.append(span)
+                spans.append(span)
                 positions += span.stop - span.start
                 if positions >= self.chunk:
-                    yield chunk
-                    chunk, positions = [], 0
-        if chunk:
-            yield chunk
+                    yield from keyed_batches(self.order, spans, self.epoch)
+                    spans, positions = [], 0
+        if spans:
+            yield from keyed_batches(self.order, spans, self.epoch)
 
 
 class SampledOrder:

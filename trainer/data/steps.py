@@ -84,10 +84,11 @@ class Dealing:
         return self.layout.owned(self.process)
 
     @property
-    def leaders(self) -> range | None:
-        """Replicas of process 0 in lockstep, which has the most batches of every step; else None."""
-        # process 0 has the longest block of replicas, so no process has more batches
-        return self.layout.owned(0) if self.lockstep and self.process else None
+    def leaders(self) -> list[range]:
+        """In lockstep the replicas of each other process that may have the most batches of a step."""
+        # process 0 has the longest block of replicas, but not always the most batches where samples are left out
+        processes = range(self.layout.processes if self.left_out else 1) if self.lockstep else ()
+        return [self.layout.owned(process) for process in processes if process != self.process]
 
 
 def apply_limit(limit: int | float, count: int) -> int:

@@ -98,7 +98,7 @@ class StreamData:
         if limit is not None:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
-        batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
+        batches_of_step, leaders = dealing.accumulate * replicas, next(iter(dealing.leaders), range(0))
         position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
         compares = self.ranks.size > 1
         while end is None or position < end:
