@@ -6,6 +6,7 @@ from importlib import import_module
 
 from ..base.arguments import argument_texts, argument_types
 from ..base.errors import ConfigError, did_you_mean
+from ..base.values import name_of
 from ..trainer.strategies import STRATEGIES
 from .config.check import class_path
 from .config.classes import load
@@ -27,9 +28,7 @@ def explain(topic: str) -> str:
     argument = {dotted(key): name for name, key in MOVED.items()}.get(topic, topic.removeprefix("trainer."))
     if argument in argument_texts():
         key = dotted(MOVED[argument]) if argument in MOVED else f"trainer.{argument}"
-        kind = argument_types()[argument]
-        shown = inspect.formatannotation(getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind)
-        return f"{key}: {shown}\n    {argument_texts()[argument]}"
+        return f"{key}: {name_of(argument_types()[argument])}\n    {argument_texts()[argument]}"
     if topic in SECTIONS:
         return f"{topic}\n    {SECTIONS[topic]}"
     # only the names are read here; a class is imported when it is the one asked for

@@ -36,7 +36,10 @@ def configs(runs: Sequence[RunDirectory]) -> str:
     # only what differs: two configs share a hundred values
     keys = varying_keys(texts)
     if not keys:
-        return "config: the same"
+        scripts = [run.name for run, config in zip(runs, texts, strict=True) if not config]
+        return (
+            f"config: {'the same' if not scripts else 'none is stored of ' + ', '.join(scripts) + ', run by a script'}"
+        )
     rows = [["config", *(run.name for run in runs)]]
     rows += [[key, *(config.get(key, "-") for config in texts)] for key in keys]
     return table(rows)

@@ -297,6 +297,9 @@ def test_compare_puts_what_differs_side_by_side(capsys):
     (row,) = (line for line in text.splitlines() if line.startswith("val/loss"))
     assert row.split() == ["val/loss", "0.4333", "(0.4333", "..", "1.1)", "0.7", "(0.7", "..", "1.2)"]
     assert "config: the same" in said(capsys, "compare", "a/version_0", "a/version_0")
+    make_run("a/version_2", config=None)
+    script = "config: none is stored of a/version_2, run by a script\n"
+    assert script in said(capsys, "compare", "a/version_0", "a/version_2")
     assert "needs two runs at least" in said(capsys, "compare", "a", code=2)
 
 
