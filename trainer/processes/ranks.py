@@ -37,13 +37,13 @@ class Ranks:
         # not dist.barrier, which takes a device of its own choice under NCCL
         self.all_reduce(torch.zeros(1), "sum")
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank; anything that pickles."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the `value` of the rank `source` on every rank; anything that pickles."""
         if self.size == 1:
             return value
         values = [value]
         # named, as torch would choose by the backends of the group, of which one may be for an accelerator
-        dist.broadcast_object_list(values, group_src=0, device=torch.device("cpu"), group=self.group)
+        dist.broadcast_object_list(values, group_src=source, device=torch.device("cpu"), group=self.group)
         return values[0]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,21 +43,19 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
         return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
 
 
-def data_ranks(sizes: Sizes, rank: int) -> Ranks:
-    """Return the ranks that together have every batch once: those that differ from `rank` on the axes data and shard.
+def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
+    """Return the ranks that together have every batch once: those that differ from this one on the axes data and shard.
 
     Every rank calls it, since making a group takes them all.
     """
-    world, index = prod(sizes), sizes.data_rank(rank)
-    if sizes.replicating in (1, world):
-        return Ranks(index, sizes.replicating)
-    together: dict[tuple[int, int], list[int]] = {}
-    for other in range(world):
-        place = sizes.place_of(other)
-        together.setdefault((place["pipeline"], place["tensor"]), []).append(other)
+    count = sizes.data * sizes.shard
+    index = mesh.get_local_rank("data") * sizes.shard + mesh.get_local_rank("shard")
+    if count in (1, mesh.size()):
+        return Ranks(index, count)
+    together = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, count).tolist()
     with connections.noting(more=True):
-        group, _ = dist.new_subgroups_by_enumeration([*together.values()], backend="gloo")  # small values on the host
-    return Ranks(index, sizes.replicating, group)
+        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")  # small values on the host
+    return Ranks(index, count, group)
 
 
 def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
@@ -107,7 +104,7 @@ ELEMENTWISE = {
 
 
 class MeshStrategy(GroupStrategy):
-    """One process for each device, on a mesh with the axes data, shard, tensor and pipeline.
+    """One process for each device, on a mesh with the axes data, shard and tensor.
 
     The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
     processes of the axis `tensor` work on the same batches, each on its part of the layers.
@@ -118,10 +115,9 @@ class MeshStrategy(GroupStrategy):
     def __init__(  # noqa: PLR0913 (each a key of the config)
         self,
         *,
-        data: int | Literal["auto"] = 1,
-        shard: int | Literal["auto"] = 1,
-        tensor: int | Literal["auto"] = 1,
-        pipeline: int | Literal["auto"] = 1,
+        data: Size = 1,
+        shard: Size = 1,
+        tensor: Size = 1,
         shard_blocks: list[str] | int = 1_000_000,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
@@ -131,7 +127,7 @@ class MeshStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`data`, `shard`, `tensor`, `pipeline`: processes on each axis; one may be "auto" and takes what is left.
+        """`data`, `shard`, `tensor`: processes on each axis; one may be "auto" and takes what is left.
         `shard_blocks`: the classes whose modules are gathered as one, or how many parameters make such a block.
         `reshard_after_forward`: drop a block's gathered parameters after its forward; None: all but the outermost's.
         `cpu_offload`: keep parts, gradients and optimizer states on the host. `meta_init`: only rank 0
@@ -140,7 +136,7 @@ class MeshStrategy(GroupStrategy):
         phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
-        self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": pipeline}
+        self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": 1}
         read_sizes(self.asked)
         self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward)
         self.meta_init, self.whole_at_end = meta_init, whole_at_end
@@ -158,13 +154,13 @@ class MeshStrategy(GroupStrategy):
         """What adds up sharded gradients in one order."""
         self.cut: TensorGradients | None = None
         """The gradients beside layers that are cut over the axis tensor."""
-        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.asked)
+        self.mesh_states = MeshStateDicts(self.asked)
+        self.state_dicts: ShardedStateDicts = self.mesh_states
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
-        self._check_sizes(self.sizes)
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
@@ -175,24 +171,27 @@ class MeshStrategy(GroupStrategy):
             )
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all stages of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
-            self.among = data_ranks(self.sizes, place.rank)
-            self.state_dicts.open_writers(place.rank, place.world_size)
-        self.data_ranks = self.among
-        where, on_host = self.sizes.place_of(place.rank), self.device.type == "cpu"
-        self.weight_ranks = Ranks(where["data"], self.sizes.data, self.mesh["data"].get_group())
+            self.among = data_ranks(self.mesh, self.sizes)
+            self.mesh_states.open_writers(place.rank, place.world_size)
+        self.data_ranks, self.weight_ranks = self.among, self.ranks_along("data")
         # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
-        self.shard = where["pipeline"] + (self.sizes.pipeline * where["shard"] if on_host else 0)
+        shard = self.mesh.get_local_rank("shard") if self.device.type == "cpu" else 0
+        self.shard = self.mesh.get_local_rank("pipeline") + self.sizes.pipeline * shard
         # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again
-        self.lockstep, self.allows_inference_mode, self.compiles_blocks = self.data_ranks.size > 1, False, True
+        self.allows_inference_mode, self.compiles_blocks = False, True
+        self.has_all_weights = self.sizes.pipeline == 1
+        # pipelines run their batches independently unless they share parameters
+        self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device.type)
 
-    def _check_sizes(self, sizes: Sizes) -> None:
-        if sizes.pipeline > 1:
-            raise ConfigError(
-                f"strategy mesh: pipeline={sizes.pipeline}; here a mesh has the axes data, shard and tensor only. Set "
-                f"pipeline to 1."
-            )
+    def ranks_along(self, axis: str) -> Ranks:
+        """Return the processes that differ from this one on an axis alone."""
+        return (
+            SINGLE
+            if self.mesh is None
+            else Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
+        )
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
@@ -217,7 +216,7 @@ class MeshStrategy(GroupStrategy):
         self._sync_batch_norm(task)
         if self.place.rank == 0:  # which has the values for all
             refuse_empty(task)
-        if self.data_ranks.size > 1:
+        if self.lockstep:
             require_dimensions(task, self.name)
             require_dense_gradients(task, [f"strategy={self.name}"])
         options = task.trainer.compile
@@ -237,21 +236,24 @@ class MeshStrategy(GroupStrategy):
         # FSDP comes last: fully_shard takes DTensors of another axis of the same mesh, parallelize_module does not
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
+        self._shard(task, self.mesh[("data", "shard") if self.sizes.data > 1 else ("shard",)])
+        self.wrapping.done()
+        if self.meta_init:
+            parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
+            weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
+
+    def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
+        """Shard the task's parameters over a mesh of the axes data and shard."""
         # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward, and a
         # training_step that calls self.body(x) and never self(x) would let each child take itself for the root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
-            axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
-            self.sharding.apply(self.steps, task, self.mesh[axes])
+            self.sharding.apply(self.steps, task, mesh)
             # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
         elif not self.meta_init:
             task.to(self.device)
-        self.wrapping.done()
-        if self.meta_init:
-            parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
-            weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def prepare(
         self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
@@ -300,7 +302,7 @@ class MeshStrategy(GroupStrategy):
         self.sends, self.gradients_in_parts = None, self.mesh is not None
         super().regroup(layout, place)
         if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
-            self.cut = TensorGradients(self.task, self.task.tensor_plan(), self.mesh["tensor"].get_group())
+            self.cut = TensorGradients(self.task, self.task.tensor_plan(), self.mesh.get_group("tensor"))
 
     def _make_tree(self, task: "Task") -> ReplicaTree:
         root = as_sharded(self.steps)
@@ -381,7 +383,8 @@ class MeshStrategy(GroupStrategy):
         if algorithm == "value":
             dtensors.clip_value(optimizer, limit)
             return None
-        return dtensors.clip_norm(optimizer, limit, self.place.world_size, self.one_order)
+        # the ranks of a pipeline have gradients of different parameters
+        return dtensors.clip_norm(optimizer, limit, self.place.world_size // self.sizes.pipeline, self.one_order)
 
 
 class MeshSteps(nn.Module):

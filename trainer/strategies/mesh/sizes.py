@@ -25,24 +25,6 @@ class Sizes(NamedTuple):
     tensor: int
     pipeline: int
 
-    @property
-    def replicating(self) -> int:
-        """Number of processes that have batches of their own."""
-        return self.data * self.shard
-
-    def place_of(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a rank on each axis."""
-        # the last axis varies fastest: its processes are neighbours on one machine
-        found = {}
-        for axis in reversed(PLACES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
-
-    def data_rank(self, rank: int) -> int:
-        """Return a rank's coordinate on the axes data and shard together; ranks with the same one share batches."""
-        place = self.place_of(rank)
-        return place["data"] * self.shard + place["shard"]
-
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
     """Refuse sizes that no number of processes can have; raises ConfigError that names the axis."""

@@ -31,7 +31,7 @@ class MeshStateDicts(ShardedStateDicts):
         """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
         sizes = fit_sizes(self.asked, world_size)
         cut = world_size // sizes.data
-        return StateParts(sizes.replicating, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
+        return StateParts(sizes.data * sizes.shard, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
     @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
@@ -40,10 +40,10 @@ class MeshStateDicts(ShardedStateDicts):
         own, plain = task.state_dict(keep_vars=True), {}
         for name, value in weights.items():
             target = own.get(name)
-            if isinstance(target, DTensor):
+            if isinstance(target, DTensor) and value is not target:
                 dtensors.fill(target, value)
             # filled in place already; handed on all the same, so that `strict` finds every name
-            plain[name] = target.detach() if isinstance(target, DTensor) else dtensors.read_whole(value)
+            plain[name] = target if isinstance(target, DTensor) else dtensors.read_whole(value)
         task.load_state_dict(plain, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -22,11 +22,12 @@ from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
-from ..pieces import split
+from ...processes.ranks import Ranks
+from ..pieces import combine_losses, split
+from .stages import Schedules
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
-    from .pipeline import PipelineMeshStrategy
 
 LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """Name and value of what was logged, and the other arguments of `log`."""
@@ -35,38 +36,37 @@ LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 class BatchRun:
     """The pieces of a batch, and what training_step makes of them."""
 
-    def __init__(self, strategy: "PipelineMeshStrategy", task: "Task", arguments: Sequence[Any]) -> None:
-        assert strategy.schedules is not None
-        self.strategy, self.task, self.schedules = strategy, task, strategy.schedules
-        self.interceptor = strategy.schedules.interceptor
+    def __init__(
+        self, task: "Task", arguments: Sequence[Any], schedules: Schedules, pieces: int, together: Ranks
+    ) -> None:
+        """`pieces`: at most so many. `together`: the pipelines that gather parameters, and so do the same, together."""
+        self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
         batch, *self.others = arguments
         run = task.trainer.current_run
         assert run.loop.step is not None
         samples = count_samples(batch)
-        count = count_pieces(self._of_all(samples), strategy.pieces_wanted or 2 * strategy.sizes.pipeline)
+        count = count_pieces(together.all_gather(torch.tensor(samples)).tolist(), pieces)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
         self.step, self.is_masked = run.loop.step, run.metrics.muted
+        self.precision = task.trainer.strategy.precision
         self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
         # processes of one pipeline have the same batch; pipelines that shard together must agree, or one would look at
         # shapes (with collectives of its own) while the others train
-        self.known = all(self._of_all(int(self.kind in self.schedules.made)))
+        self.known = bool(together.all_gather(torch.tensor(self.kind in schedules.made)).all())
         # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
         self.calls: list[list[LogCall]] = [[] for _ in self.sizes]
         """What training_step has logged for each piece."""
-        seed_generators(mix(self.key, strategy.owners.own))  # else stages would draw the same masks
+        seed_generators(mix(self.key, schedules.place))  # else stages would draw the same masks
 
-    def _of_all(self, number: int) -> list[int]:
-        """Return this number of all pipelines that gather parameters together, and so must do the same."""
-        if not self.strategy.lockstep:
-            return [number]
-        numbers: list[int] = self.strategy.data_ranks.all_gather(torch.tensor([number])).flatten().tolist()
-        return numbers
+    def run(self) -> None:
+        """Run forward and backward of all pieces; gradients are added to the parameters of this process's stage."""
+        self.schedules.run(self._inputs(), len(self.sizes), self.kind, self._loss, self.known)
 
-    def inputs(self) -> tuple[Tensor, ...]:
+    def _inputs(self) -> tuple[Tensor, ...]:
         """Return the input of the pipeline, on its first stage."""
         if not self.schedules.is_first:
             return ()
@@ -79,10 +79,10 @@ class BatchRun:
                     f"was given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the "
                     f"block."
                 )
-        seed_generators(mix(self.key, self.strategy.owners.own))
+        seed_generators(mix(self.key, self.schedules.place))
         return found[0] if len(found) == 1 else tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 
-    def loss(self, output: Tensor, index: int) -> Tensor:
+    def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a piece's part of the batch's loss, weighted by its samples."""
         result = self.interceptor.finish(partial(self._step, index), output)
         self.outputs[index] = result
@@ -92,11 +92,11 @@ class BatchRun:
             return output.float().sum() * 0.0
         weight, weights = weight_of(result), self.task.trainer.current_run.optimization.weights
         share = self.share if weight is None else weights.factor(weight, self.step)
-        return self.strategy.precision.scale(losses[0] * (0.0 if self.is_masked else share))
+        return self.precision.scale(losses[0] * (0.0 if self.is_masked else share))
 
     def _step(self, index: int) -> Any:
         """Call training_step with a piece of the batch, whose random numbers are the same on all processes."""
-        seed_generators(mix(self.key, self.strategy.sizes.pipeline, index))
+        seed_generators(mix(self.key, self.schedules.places, index))
         # in the instance, before the class's method: what is logged is told to the other stages first, which log it as
         # well
         self.task.__dict__["log"] = partial(self._record, index)
@@ -115,11 +115,28 @@ class BatchRun:
         value = value.detach() if isinstance(value, Tensor) else value
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))
 
-    def logged(self) -> list[LogCall]:
-        """Return what training_step has logged for all pieces, with plain numbers."""
-        calls = [call for calls in self.calls for call in calls]
-        values = to_floats([value for _, value, _, _ in calls])
-        return [(name, value, args, options) for value, (name, _, args, options) in zip(values, calls, strict=True)]
+    def result(self, stages: Ranks) -> Any:
+        """Have every process of the pipeline log what the last stage has; return what training_step returned there.
+
+        Elsewhere that is its loss, and the weight beside it.
+        """
+        output, message, device = None, None, self.schedules.device
+        if self.schedules.is_last:
+            output = map_tensors(combine_losses(self.outputs, self.sizes, device), Tensor.detach)
+            names = ("loss", "weight")
+            told = {name: output[name] for name in names if name in output} if isinstance(output, dict) else output
+            calls = [call for calls in self.calls for call in calls]
+            values = to_floats([value for _, value, _, _ in calls])
+            message = (
+                map_tensors(told, float),
+                [(call[0], value, *call[2:]) for call, value in zip(calls, values, strict=True)],
+            )
+        told, logged = stages.broadcast(message, source=stages.size - 1)
+        for name, value, args, options in logged:
+            self.task.log(name, value, *args, **options)
+        if self.schedules.is_last:
+            return output
+        return map_tensors(told, Tensor.to, number=lambda value: torch.tensor(value, device=device))
 
 
 def count_pieces(samples: Sequence[int], wanted: int) -> int:

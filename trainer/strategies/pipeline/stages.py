@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ...processes.ranks import Ranks
 from ..model_parallel.parts import PartBlock, tensors_of
 from .intercept import BlockInterceptor
 
@@ -82,12 +82,10 @@ class StageOwners:
 class Schedules:
     """The schedules that run this process's stage, one for each shape of batch."""
 
-    def __init__(
-        self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        """`group`: the processes of the pipeline, each with the stage of its rank there."""
-        self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, group
-        self.place, self.places = group.rank(), group.size()
+    def __init__(self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, ranks: Ranks) -> None:
+        """`ranks`: the processes of the pipeline, each with the stage of its rank there."""
+        self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, ranks.group
+        self.place, self.places = ranks.rank, ranks.size
         self.made: dict[Any, Any] = {}
         self.loss: PieceLoss | None = None
         """Computes the loss of the batch under way."""
