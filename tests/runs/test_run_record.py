@@ -153,7 +153,12 @@ def test_without_git_the_field_is_null(project, tmp_path, monkeypatch, trouble):
         git(tmp_path, "init", "-q", "empty")
         monkeypatch.chdir(tmp_path / "empty")
     else:
-        monkeypatch.setattr(run_record, "GIT_SECONDS", 0.0)
+        # a limit of 0 s would not do: git may have answered before anybody looks
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / "bin" / "git").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setattr(run_record, "GIT_SECONDS", 0.2)
     made = fit(tmp_path)
     assert read_starts(made.run_dir)[0]["git"] is None
 
