@@ -1,5 +1,8 @@
 """Gradients under manual optimization: averaged over ranks in one collective for each dtype, or in the tree."""
 
+from datetime import timedelta
+from unittest.mock import patch
+
 import pytest
 import torch
 from collectives import count_collectives
@@ -9,7 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.base.errors import TaskError
+from legato.trainer.processes import ranks
 from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.place import find_place
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
 pytestmark = pytest.mark.slow
 
@@ -134,3 +140,32 @@ def test_three_ranks_add_up_in_the_tree():
 def test_a_sparse_gradient_that_no_embedding_tells_of_is_named():
     with pytest.raises(TaskError, match=r"shape \(5, 2\) has a sparse gradient, but no Embedding\(sparse=True\)"):
         train(Undeclared(), 2)
+
+
+def shared_in_pieces():
+    """Return every rank's tensors once they are shared, and the bytes of each piece that was sent."""
+    place = find_place()
+    join_process_group(place, "gloo", timedelta(seconds=60))
+    both, broadcast, sent = ranks.Ranks(place.rank, 2), torch.distributed.broadcast, []
+    torch.manual_seed(place.rank)
+    tensors = [torch.randn(30, 50).T, *(torch.randn(7, dtype=kind) for kind in (torch.float64, torch.bfloat16) * 20)]
+    tensors += [torch.tensor(place.rank), torch.ones(3, dtype=torch.int16) * place.rank, torch.empty(0)]
+
+    def noting(flat, **options):
+        sent.append(flat.nbytes)
+        broadcast(flat, **options)
+
+    with patch.object(torch.distributed, "broadcast", noting), patch.object(ranks, "PIECE", 500):
+        both.broadcast_tensors(tensors)
+    every = both.gather_objects(tensors)
+    leave_process_group()
+    return every, sent
+
+
+def test_weights_are_shared_in_pieces_of_bounded_size():
+    (first, second), sent = run_workers(shared_in_pieces, 2)
+    assert all(map(torch.equal, first, second))
+    assert first[-3] == 0
+    assert max(sent) < 500 + 30 * 50 * 4
+    assert sum(sent) == sum(tensor.nbytes for tensor in first)
+    assert len(sent) > 3

@@ -1,8 +1,9 @@
 """Ranks: the processes of a group, and the collectives that all of them call in the same order; their timeouts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+PIECE = 25 << 20
+"""Bytes of the tensors that are broadcast together, as in torch's DDP: their copy is all that is needed beside them."""
 
 
 class Ranks:
@@ -47,18 +50,23 @@ class Ranks:
         return values[0]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors of every rank with those of rank 0, in one collective for each device."""
+        """Overwrite the tensors of every rank with those of rank 0, in pieces of about PIECE bytes."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for some in by_device.values():
-            parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in some]  # every backend knows bytes
-            flat = torch.cat(parts)
-            dist.broadcast(flat, group_src=0, group=self.group)
-            for tensor, part in zip(some, flat.split([part.numel() for part in parts]), strict=True):
-                tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+            ends = accumulate(tensor.nbytes for tensor in some)
+            for _, piece in groupby(zip(ends, some, strict=True), key=lambda pair: pair[0] // PIECE):
+                self._broadcast_piece([tensor for _, tensor in piece])
+
+    def _broadcast_piece(self, tensors: Sequence[Tensor]) -> None:
+        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # every backend knows bytes
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        dist.broadcast(flat, group_src=0, group=self.group)
+        for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
+            tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
