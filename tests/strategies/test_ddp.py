@@ -49,6 +49,19 @@ def test_the_caller_has_everything_after_fit(tmp_path):
     assert two.global_step == 9
 
 
+class Halves(Net):
+    """Calls backward twice for each batch."""
+
+    def backward(self, loss, *arguments, **options):
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+
+
+def test_a_second_backward_of_the_tasks_own_counts_on_every_process():
+    expected = in_one(Halves(), max_epochs=2)
+    assert close(trained(Halves(), max_epochs=2, **TWO), expected)
+
+
 def test_what_the_run_built_comes_back():
     class BuildsLater(Net):
         def configure_model(self):

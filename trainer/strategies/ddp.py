@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError, first_names
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
@@ -61,7 +60,8 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             self._require_elastic()
         self.ddp: DistributedDataParallel | None = None
-        """Lets gradients meet while backward computes them; None in one process, in one order, or in manual steps."""
+        """Lets gradients meet while backward computes them; None in one process, in one order, and where the task runs
+        backward itself."""
         self.ddp_forward: Callable[..., Any] | None = None
         self.require_reduced: Callable[[], object] = nothing
         """Raises RuntimeError where DDP misses a gradient after the last backward of a step."""
@@ -112,15 +112,6 @@ class DDPStrategy(GroupStrategy):
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
-        """Prepare the placed task for training, in which torch's DDP lets gradients meet."""
-        prepared = super().prepare(task, optimizers, layout, one_order)
-        if task.automatic_optimization:
-            self.flat_sum = None
-        return prepared
-
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
         """Attach to the parameters that are trained now: by torch's DDP, or in one order by the tree."""
         # DDP takes its hooks off the parameters only when its C++ reducer is destroyed: before another one is made
@@ -130,9 +121,10 @@ class DDPStrategy(GroupStrategy):
         task = self.task
         if layout is None or task is None or self.place.world_size == 1 or self.one_order:
             return
-        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without trained
-        # parameters DDP's constructor raises.
-        if task.automatic_optimization and any(True for _ in trainable(task)):
+        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. A task's own
+        # `backward` may call backward twice, of which DDP reduces the first. Without trained parameters DDP's
+        # constructor raises.
+        if task.automatic_optimization and not self.own_backward and any(True for _ in trainable(task)):
             self.ddp = self._wrap(task)
             self.ddp_forward = self.ddp.forward
             self.require_reduced = reduction_check(self.ddp)
@@ -229,6 +221,10 @@ class DDPStrategy(GroupStrategy):
                 if gradients:
                     multiply_each(gradients, float(self.data_ranks.size))
         super().end_step()
+
+    def _add_up_ranks(self) -> None:
+        if self.ddp is None:  # which has done it within backward
+            super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
         """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""

@@ -97,10 +97,13 @@ class GroupStrategy(Strategy):
         """Add up the gradients of all ranks, and complete the buffers of the step."""
         # before the sum over ranks: replicas in turn have added up in `grad`, and buffers of replica 0 go out
         super().end_step()
-        task = self.task
-        if self.flat_sum is None or self.tree is not None or task is None or not task.automatic_optimization:
-            return  # manual optimization has averaged them before each update
-        self.flat_sum.add_up(list(trainable(task)))
+        # manual optimization has averaged them before each update
+        if self.tree is None and self.task is not None and self.task.automatic_optimization:
+            self._add_up_ranks()
+
+    def _add_up_ranks(self) -> None:
+        if self.flat_sum is not None and self.task is not None:
+            self.flat_sum.add_up(list(trainable(self.task)))
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients over ranks; a rank without one counts as zero."""
