@@ -61,7 +61,6 @@ class Recorder(MonitoringCallback):
         self.hooks: list[Any] = []
         self.missing: set[str] = set()
         self.before: dict[str, Any] = {}
-        self.step = -1
         self.since = self.began = 0.0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
@@ -86,14 +85,8 @@ class Recorder(MonitoringCallback):
         self.since = time.monotonic()
         self.began = self.began or self.since
 
-    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Note which step begins."""
-        self.step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Record a completed step."""
-        if trainer.global_step == self.step:
-            return
         # kernels are launched ahead of the device: without this a step's time would be that of its launches
         for device in trainer.strategy.parts or [trainer.strategy.device]:
             if device.type == "cuda":

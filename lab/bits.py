@@ -48,10 +48,8 @@ class TensorDigests(MonitoringCallback):
             if id(parameter) in stepped and parameter.grad is not None:
                 self._gradients[name] = digest_of(parameter.grad)
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Write the digests of a complete step."""
-        if trainer.metrics.step == trainer.global_step:
-            return
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Write the digests of a step."""
         gradients, self._gradients = self._gradients, {}
         if trainer.global_step < self.first or trainer.run_dir is None:
             return

@@ -41,7 +41,6 @@ class Microscope(MonitoringCallback):
         self._moments: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self._eagerly = ExitStack()
-        self._step = -1
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Raise ConfigError where this process has some of the modules only."""
@@ -49,14 +48,10 @@ class Microscope(MonitoringCallback):
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Attach, where the first step is one to look at."""
-        self._step = trainer.global_step
         self._attach_if_due(trainer, task)
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the step if it was looked at, once it is complete; attach for the next one if that is due."""
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Log the step if it was looked at; attach for the next one if that is due."""
         if self._before or self._handles:
             self._log(trainer, task)
         self._detach()
@@ -65,7 +60,7 @@ class Microscope(MonitoringCallback):
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Begin again with a step that other processes do again (elastic)."""
         self._detach()
-        self.on_train_start(trainer, task)
+        self._attach_if_due(trainer, task)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Detach, also after an error."""

@@ -46,7 +46,7 @@ class StragglerMonitor(Callback):
         """The parameter whose gradient comes last."""
         self._hooks: list[Any] = []
         self._loaded: Any = None
-        self._step, self._warm = 0, False
+        self._warm = False
         self._suspect, self._warned = -1, set[int]()
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class StragglerMonitor(Callback):
             )
         # kernels run behind the host, whose clock would measure launches
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
-        self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, set()
+        self._warm, self._suspect, self._warned = False, -1, set()
         rank, ranks = trainer.global_rank, trainer.world_size
         # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
         trainer.current_run.agreement.add(
@@ -81,10 +81,9 @@ class StragglerMonitor(Callback):
         self._loaded = self._clock.stamp()
         self._began = self._began or self._loaded
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Record the step's own work, and log at logging steps."""
-        step = trainer.global_step
-        if trainer.world_size == 1 or step == self._step:
+        if trainer.world_size == 1 or self._loaded is None:  # a step whose batches are those of other ranks
             return
         if self._began is not None:
             # without a gradient (a frozen step) only loading was own work
@@ -95,7 +94,7 @@ class StragglerMonitor(Callback):
             self._set_hooks([self._last])
         elif self._ready is None:  # that parameter has been frozen
             self._set_hooks([])
-        self._step, self._began = step, self._clock.stamp()
+        step, self._began = trainer.global_step, self._clock.stamp()
         self._ready = self._last = self._loaded = None
         if step % trainer.log_every_n_steps == 0 and self.slowest >= 0 and trainer.is_global_zero:
             values = {

@@ -57,12 +57,11 @@ class StepReport(MonitoringCallback):
                 self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
 
-    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Write what the step came to, once it is complete."""
-        step = trainer.global_step
-        # the step counts once its metrics are closed: more batches of it may follow
-        if not (self._losses or self._gradients) or trainer.metrics.step == step:
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Write what the step came to."""
+        if not (self._losses or self._gradients):
             return
+        step = trainer.global_step
         total = sum(float(weight) for _, weight in self._losses)
         loss = sum(float(loss) * float(weight) for loss, weight in self._losses) / total if total else None
         norms = {name: float(torch.stack(parts).norm()) for name, parts in self._gradients.items()}
