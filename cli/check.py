@@ -14,7 +14,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ from ..trainer.hooks import overrides
 from ..trainer.processes.place import find_place
 from ..trainer.processes.rendezvous import leave_process_group
 from .config.build import build_config
-from .config.read import read_strategy
 from .config.resumed import load_to_fit
 from .recorder import Record, Recorder, layout_of, read_records
 from .run import warm_up_if_several
@@ -242,13 +241,12 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
         limit = getattr(trainer, argument)
         values[argument] = min(limit, batches) if isinstance(limit, int) else batches if limit else 0
     values |= OVERLAY | {"num_sanity_val_steps": min(1, abs(trainer.num_sanity_val_steps))}
-    strategy, options = read_strategy(values)
-    if options.get("elastic"):  # no process leaves or joins a trial
-        kept = {option: value for option, value in options.items() if option != "elastic"}
+    strategy = values["strategy"]
+    if isinstance(strategy, dict) and strategy.get("elastic"):  # no process leaves or joins a trial
         # an elastic run takes what gradients there are
-        values["strategy"] = {"name": strategy, **kept, "find_unused_parameters": True}
+        values["strategy"] = {**strategy, "elastic": False, "find_unused_parameters": True}
     run = {**config.values["run"], "root": str(folder), "save_code": False}
-    trial = build_config(replace(config, values={**config.values, "trainer": values, "run": run}))
+    trial = build_config(config.changed(values, run=run))
     # built anew for each stage: callbacks keep what they have seen
     watching = [callback for callback in trial.trainer.callbacks if not isinstance(callback, SKIPPED)]
     # one checkpoint at the end tells its size, and whether the state can be stored

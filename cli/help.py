@@ -8,10 +8,9 @@ from ..base.arguments import argument_texts, argument_types
 from ..base.errors import ConfigError, did_you_mean
 from ..base.values import name_of
 from ..trainer.strategies import STRATEGIES
-from .config.check import class_path
+from .config.check import LAUNCHERS, class_path
 from .config.classes import load
 from .config.read import MOVED, SECTIONS, dotted
-from .launchers import LAUNCHERS
 
 NAME = __name__.partition(".")[0]
 ROOMS = ("callbacks", "loggers", "tasks", "lab")

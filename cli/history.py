@@ -87,8 +87,7 @@ class ConfigHistory(RunHistory):
         overridden = {key[1:2] for key, origin in config.origins.items() if origin.startswith("override")}
         trainer |= {name: value for name, value in settings.items() if (name,) not in overridden}
         # a replay writes to a folder of its own, and runs here
-        values = {name: value for name, value in config.values.items() if name not in ("loggers", "launcher")}
-        return partial(_make, replace(config, values={**values, "trainer": trainer}))
+        return partial(_make, config.changed(trainer, loggers=None, launcher=None))
 
     def _deciding(self, step: int) -> dict[str, Any]:
         """Return what decides in the config of a step: not where the run is, nor on how many processes."""

@@ -16,7 +16,8 @@ from ..trainer.processes.place import find_place
 from ..trainer.processes.requeue import requeue_early
 from ..trainer.processes.signals import exit_at_once, handling_end_signals
 from .config.build import build_config
-from .config.check import TRAINER, load_config
+from .config.check import TRAINER, class_path, load_config, options_of
+from .config.classes import load
 from .config.read import read_strategy
 from .config.resumed import load_to_fit
 
@@ -87,10 +88,8 @@ def launch_if_named(config: "Config", command: str) -> None:
     """If the config names a launcher, run the command there instead and exit."""
     if config.values.get("launcher") is None:
         return
-    from .launchers.launcher import make_launcher
-
-    launcher = make_launcher(config)
-    assert launcher is not None
+    name, options = options_of(config.values["launcher"])
+    launcher = load(class_path("launcher", name))(**options)
     # with resume=auto the job lays these on the run's own config once more
     launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
     if config.directory is not None:

@@ -1,7 +1,6 @@
 """A config's trainer, task and training data, built on no device and in no process group, to look at them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from ..trainer.processes.devices import find_devices
 from ..trainer.processes.place import Place
 from ..trainer.strategies.servers import build_remote_modules
 from ..trainer.trainer import Trainer
-from .config.build import build_config
+from .config.build import build_arguments, build_config
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,10 +26,11 @@ WIDTHS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.bfloat
 """Types of weights, where not float32."""
 
 
-def processes_of(trainer: Mapping[str, Any]) -> "tuple[int, StateParts]":
-    """Return the number of processes of a config's section `trainer`, and how they share a run. None is started."""
+def processes_of(config: "Config") -> "tuple[int, StateParts]":
+    """Return the number of processes of a config's run, and how they share it. None is started."""
+    trainer = config.values["trainer"]
     # only what decides on processes: the rest may need devices that are not here
-    shape = {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")}
+    shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
     made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
     count = made.strategy.local_processes(made.device_list) * made.num_nodes
     return count, made.strategy.state_dicts.parts(count)
@@ -51,14 +51,13 @@ class UnstartedRun:
     def __init__(self, config: "Config") -> None:
         """Raises ConfigError for a layout that cannot be."""
         asked = config.values["trainer"]
-        self.processes, self.parts = processes_of(asked)
+        self.processes, self.parts = processes_of(config)
         self.nodes: int = asked["num_nodes"]
         self.seed: int = config.values["seed"]
         self.precision = str(asked["precision"])
         # any machine can build it so, whatever the run wants
         alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
-        sections = {"trainer": {**asked, **alone, "cluster": "off", "fast_dev_run": False}, "loggers": {}}
-        self.config = replace(config, values={**config.values, **sections})
+        self.config = config.changed({**alone, "cluster": "off", "fast_dev_run": False}, loggers={})
 
     @cached_property
     def data(self) -> "DataModule | None":
@@ -67,7 +66,7 @@ class UnstartedRun:
             return None
         # a task on the meta device would make tensors of the data there, too
         nothing = {"_target_": "legato.tasks.task.Task"}
-        run = build_config(replace(self.config, values={**self.config.values, "task": nothing}))
+        run = build_config(self.config.changed(task=nothing))
         assert run.data is not None
         run.data.trainer = self.attach(run.trainer, run.task, 0)
         return run.data
@@ -75,12 +74,12 @@ class UnstartedRun:
     @cached_property
     def task(self) -> "Task":
         """The task on the meta device, in the run's precision."""
-        values = {name: value for name, value in self.config.values.items() if name != "data"}
+        config = self.config.changed(data=None)
         # A task whose __init__ reads tensor values (timm's drop rates: linspace().tolist()) fails on "meta".
         for device in ("meta", "cpu"):
             try:
                 with torch.device(device):
-                    run = build_config(replace(self.config, values=values))
+                    run = build_config(config)
                     self.attach(run.trainer, run.task, 0)
                     run.task.configure_model()
                     build_remote_modules(run.task, self.seed)

@@ -7,7 +7,6 @@ import posixpath
 import re
 import shutil
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from mkdocs.structure.files import File, Files
 
 from legato.base.arguments import argument_texts, argument_types, documented_arguments
 from legato.callbacks import callback
+from legato.cli.config.check import LAUNCHERS, class_path
+from legato.cli.config.classes import load
 from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
-from legato.cli.launchers import LAUNCHERS
 from legato.cli.main import COMMANDS, command_parser
 from legato.trainer.runs.record import FILES
 
@@ -100,9 +100,8 @@ def config_page() -> str:
     own = {name: (types[name], text) for name, text in texts.items() if name not in MOVED and name not in SECTION_OF}
     lines += ["", "## trainer", "", "| key | type | |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | <code>{shown_type(kind)}</code> | {escaped(text)} |" for name, (kind, text) in own.items()]
-    for name, home in LAUNCHERS.items():
-        module, _, kind = home.partition(":")
-        launcher = getattr(import_module(f"legato.cli.launchers{module}"), kind)
+    for name in LAUNCHERS:
+        launcher = load(class_path("launcher", name))
         described = documented_arguments(launcher.__doc__) | documented_arguments(launcher.__init__.__doc__)
         lines += ["", f"## launcher: {name}", "", "| key | |", "| --- | --- |"]
         lines += [f"| `{key}` | {escaped(text)} |" for key, text in described.items()]

@@ -65,7 +65,7 @@ def build_config(config: Config) -> ConfiguredRun:
             seed_everything(values["seed"], verbose=False)
         made[key] = builder.make(value, key, load(EXPECTED[str(key[0])]))
     parts = {section: [one for key, one in made.items() if key[0] == section] for section in ("callbacks", "loggers")}
-    arguments = builder.arguments(values["trainer"], ("trainer",), "Trainer", TRAINER)[0]
+    arguments = build_arguments(config, values["trainer"])
     moved = {name: reduce(getitem, key, values) for name, key in MOVED.items()}
     # no section: the defaults; an empty one, or null: no logger at all
     logger = parts["loggers"] or False if "loggers" in values else True
@@ -79,6 +79,12 @@ def build_config(config: Config) -> ConfiguredRun:
     trainer.config_text, trainer.given_config = again.text(), again.given_text()
     task, data = made["task",], made.get(("data",))
     return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory, config.resumed)
+
+
+def build_arguments(config: Config, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arguments of the Trainer with the objects that they name, such as a strategy of one's own."""
+    built: Mapping[str, Any] = _Builder(config).arguments(arguments, ("trainer",), "Trainer", TRAINER)[0]
+    return built
 
 
 class _Builder(ValueChecker):

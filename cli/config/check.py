@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
@@ -18,7 +19,6 @@ from ...base.run_names import name_problem, path_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ...base.values import Fitted, Key, Problem, describe, fit, is_target, name_of, same
 from ...trainer.strategies import STRATEGIES
-from ..launchers import LAUNCHERS
 from .classes import NO_DEFAULT, Parameter, Signature, argument_names, load, signature_of
 from .read import (
     MOVED,
@@ -57,6 +57,12 @@ FOREIGN = {
 """What to write instead of keys of LightningCLI, Hydra and YAML 1.1."""
 BUILDABLE = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
 """Classes of the standard library that a config may build; with all of it a config could run any program."""
+LAUNCHERS = {
+    "slurm": ".slurm:SlurmLauncher",
+    "ray": ".ray:RayLauncher",
+    "kubernetes": ".kubernetes:KubernetesLauncher",
+}
+"""The class of each launcher, by its name in a config; imported only when a config names it."""
 _FOLDERS = {"strategy": f"{_PACKAGE}.trainer.strategies", "launcher": f"{_PACKAGE}.cli.launchers"}
 _SHOWN = 5  # mistakes in one message
 
@@ -117,11 +123,16 @@ class Config(Layer):
             values = replace_item(values, key, text)
         return values
 
+    def changed(self, trainer: Mapping[str, Any] = MappingProxyType({}), **sections: Any) -> "Config":
+        """Return the config with other arguments of the trainer, and other sections; None takes one off."""
+        values = {**self.values, **sections, "trainer": {**self.values["trainer"], **trainer}}
+        return replace(self, values=_without_absent(values))
+
     def to_run_again(self) -> "Config":
         """Return the config that a run directory stores: of a run that went on, one that begins it anew."""
         if self.values["resume"] != "auto":
             return self
-        return replace(self, values=self.values | {"resume": None}, origins=self.origins | {("resume",): "default"})
+        return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
 
     def override_words(self) -> list[str]:
         """Return the overrides as arguments of a command that is given this config as a file: resolved, one key each.
@@ -458,8 +469,13 @@ def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
         name, options = options_of(values["launcher"])
         signature = signature_of(load(class_path("launcher", name)))
         complete["launcher"] = filled({"name": name, **options}, ("launcher",), signature)
-    kept = [name for name in SECTIONS if complete.get(name) is not None or name in ("resume", "checkpoint")]
-    return Config({name: complete[name] for name in kept}, origins, layer.secrets)
+    return Config(_without_absent(complete), origins, layer.secrets)
+
+
+def _without_absent(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections that are there, in order; two that are null mean something."""
+    kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
+    return {name: values[name] for name in kept}
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -184,14 +184,6 @@ def plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else NO_DEFAULT
 
 
-def load_class(path: str) -> type:
-    """Import the class at a dotted path. Raises ConfigError where there is none; the message says why."""
-    target = load(path)
-    if not isinstance(target, type):
-        raise ConfigError(f"{path!r} is not a class.")
-    return target
-
-
 def load(path: str) -> Any:
     """Import what is at a dotted path. Raises ConfigError, which says why, where there is nothing or it fails."""
     parts = path.split(".")

@@ -41,19 +41,19 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
         return given
     stored = load_config([str(run / CONFIG), *overrides_among(arguments)])
     _require_same_task(run, given, stored)
-    trainer, origins = dict(stored.values["trainer"]), _origins(run, stored)
-    if trainer["replicas"] is None:  # the run keeps them, and so does whoever runs its config again
-        trainer["replicas"], origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
+    replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)
+    if replicas is None:  # the run keeps them, and so does whoever runs its config again
+        replicas, origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
     # where the run lies now: its folder may have been moved since
     run_section = stored.values["run"] | {name: where[name] for name in ("root", "name")}
-    values = {**stored.values, "run": run_section, "trainer": trainer}
-    place = find_place(trainer["cluster"])
+    place = find_place(stored.values["trainer"]["cluster"])
     # once, and not by every rank
     if place is None or place.rank == 0:
         _tell_differences(run, given, stored)
     # told to fit, which must not pick another run: one may have ended meanwhile
     resumed = run if given.directory is None else None
-    return replace(stored, values=values, origins=origins, directory=given.directory, resumed=resumed)
+    config = stored.changed({"replicas": replicas}, run=run_section)
+    return replace(config, origins=origins, directory=given.directory, resumed=resumed)
 
 
 def _require_same_task(run: Path, given: Config, stored: Config) -> None:

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ...base.errors import ConfigError
 from ...trainer.processes.signals import GRACE, RESUME_ME
-from .launcher import Launcher, Machines, call_tool, machines_of, without_launcher
+from .launcher import Launcher, Machines
 
 if TYPE_CHECKING:
     from ..config.check import Config
@@ -70,34 +70,33 @@ class KubernetesLauncher(Launcher):
         if not self.image:
             raise ConfigError("launcher=kubernetes needs an image with torch, Legato and the task: set launcher.image.")
 
-    def launch(self, command: str, config: "Config") -> int:
+    def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Apply the manifests, or print them; return 0. Raises WorkerError if kubectl fails."""
-        manifests = yaml.dump_all(self.manifests(command, config), Dumper=ManifestDumper, sort_keys=False)
+        manifests = yaml.dump_all(self.manifests(command, config, machines), Dumper=ManifestDumper, sort_keys=False)
         if self.dry_run:
             print(manifests, end="")
             return 0
-        print(call_tool(self.name, "kubectl", "apply", "--filename=-", text=manifests), end="")
+        print(self.call_tool("kubectl", "apply", "--filename=-", text=manifests), end="")
         return 0
 
-    def manifests(self, command: str, config: "Config") -> list[dict[str, Any]]:
+    def manifests(self, command: str, config: "Config", machines: Machines) -> list[dict[str, Any]]:
         """Return the ConfigMap with the config, the Service by which pods find the first one, and the Job."""
-        machines = machines_of(config.values, self.name)
-        values = dict(config.values)
-        if self.claim is not None:
-            values["run"] = {**values["run"], "root": self.mount}
-        if command == "fit":  # a pod that takes another's place goes on with its run
-            values["resume"] = "auto"
+        run, resume = config.values["run"], config.values["resume"]
+        # a pod that takes another's place goes on with its run
+        there = config.changed(
+            run=run if self.claim is None else {**run, "root": self.mount},
+            resume="auto" if command == "fit" else resume,
+        )
         # 50 characters: the pods' names add an index and a suffix, and a DNS label has 63 at most
-        name = re.sub(r"[^a-z0-9]+", "-", (self.job_name or values["run"]["name"]).lower()).strip("-")[:50] or "legato"
+        name = re.sub(r"[^a-z0-9]+", "-", (self.job_name or run["name"]).lower()).strip("-")[:50] or "legato"
         about: dict[str, Any] = {"name": name, "labels": {"app": name}}
         if self.namespace is not None:
             about["namespace"] = self.namespace
-        text = without_launcher(replace(config, values=values))
         # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
         # that
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
         return [
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"run.yaml": text}},
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"run.yaml": there.text()}},
             {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
             {
                 "apiVersion": "batch/v1",

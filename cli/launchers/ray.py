@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import ConfigError, WorkerError
 from ...trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals
 from ...trainer.processes.transport import is_communication
-from .launcher import Launcher, Machines, machines_of, without_launcher
+from .launcher import Launcher, Machines
 
 if TYPE_CHECKING:
     from ..config.check import Config
@@ -53,12 +53,11 @@ class RayLauncher(Launcher):
     python: str | None = None
     """Python interpreter on the nodes. None: the current one."""
 
-    def launch(self, command: str, config: "Config") -> int:
+    def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Run the command on the cluster, wait for it, and return its exit code.
 
         Raises ConfigError if Ray is missing, WorkerError if the cluster is too small or a node fails.
         """
-        machines = machines_of(config.values, self.name)
         if self.address is None and machines.nodes > 1:  # it would wait for nodes that cannot come
             raise ConfigError(
                 "Without launcher.address Ray runs on this machine alone: set it, or trainer.num_nodes=1."
@@ -72,7 +71,7 @@ class RayLauncher(Launcher):
         try:
             with handling_end_signals(signals.append):  # after ray.init, which sets a handler for SIGTERM of its own
                 group = self._reserve(machines)
-                return self._run(group, machines, command, without_launcher(config), signals)
+                return self._run(group, machines, command, config.text(), signals)
         finally:
             ray.shutdown()
 

@@ -12,7 +12,7 @@ from ...base.errors import ConfigError
 from ...base.run_names import require_local
 from ...trainer.processes.signals import RESUME_ME
 from ...trainer.runs.record import RECORD
-from .launcher import Launcher, Machines, call_tool, machines_of, without_launcher
+from .launcher import Launcher, Machines
 
 if TYPE_CHECKING:
     from ..config.check import Config
@@ -68,10 +68,9 @@ class SlurmLauncher(Launcher):
                     f"constraint, but none of {', '.join(_OWN)}, which follow from the trainer and the launcher."
                 )
 
-    def launch(self, command: str, config: "Config") -> int:
+    def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Submit the job, or print the script; return 0. Raises WorkerError if sbatch fails."""
         values = config.values
-        machines = machines_of(values, self.name)
         runs = Path(values["run"]["root"]) / values["run"]["name"]
         folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
         number = 1 + sum(1 for _ in folder.glob("job-*.sh"))
@@ -83,10 +82,10 @@ class SlurmLauncher(Launcher):
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         # requeue=False: the script requeues the job; a second request from the run would fail
-        stem.with_suffix(".yaml").write_text(without_launcher(config, requeue=False), encoding="utf-8")
+        stem.with_suffix(".yaml").write_text(config.changed({"requeue": False}).text(), encoding="utf-8")
         path = stem.with_suffix(".sh")
         path.write_text(script, encoding="utf-8")
-        job = call_tool(self.name, "sbatch", "--parsable", str(path)).strip().partition(";")[0]
+        job = self.call_tool("sbatch", "--parsable", str(path)).strip().partition(";")[0]
         print(f"Job     {job}, {machines.nodes} x {machines.processes} processes\nScript  {path}")
         print(f"Output  {folder / f'{job}.out'}")
         return 0

@@ -167,8 +167,9 @@ def test_a_parameter_that_no_loss_uses_is_a_problem_in_one_process(folder: Path)
 
 
 @pytest.mark.slow
-def test_no_process_of_an_elastic_run_leaves_its_trial(folder: Path) -> None:
-    report = check("trainer.strategy={name: ddp, elastic: true}", "task.fault=unused on rank 1")
+@pytest.mark.parametrize("strategy", ["name: ddp", "_target_: legato.strategies.DDPStrategy"])
+def test_no_process_of_an_elastic_run_leaves_its_trial(folder: Path, strategy: str) -> None:
+    report = check(f"trainer.strategy={{{strategy}, elastic: true}}", "task.fault=unused on rank 1")
     assert (report.problems, report.tried) == ([], ["fit", "resume", "test"])
 
 

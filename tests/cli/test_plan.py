@@ -61,6 +61,11 @@ def test_a_plan_has_the_steps_of_the_run(words: tuple[str, ...], capsys: pytest.
         assert plan.steps == 3  # the last round, in which some replica has no batch, is dropped
 
 
+def test_a_plan_asks_a_strategy_of_ones_own_for_its_processes() -> None:
+    shape = ("trainer.devices=2", "trainer.strategy={_target_: legato.strategies.GroupStrategy}")
+    assert rows(*shape)["Processes"] == "2"
+
+
 def test_a_plan_of_a_config() -> None:
     shape = ("trainer.num_nodes=2", "trainer.devices=2", "trainer.replicas=5", "trainer.accumulate_grad_batches=2")
     plan = rows(*shape)

@@ -19,7 +19,7 @@ from legato.cli.new.command import write_project
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "tests" / "typed_project.py"
-ROOMS = ("callbacks", "tasks", "cli/launchers", "lab", "loggers", "trainer/strategies")
+ROOMS = ("callbacks", "tasks", "lab", "loggers", "trainer/strategies")
 
 
 def quick_run(*words, **options):

@@ -16,9 +16,9 @@ from tiny import Tiny, make_loader
 import legato as lg
 from legato.base.errors import ConfigError
 from legato.cli.config.check import load_config
-from legato.cli.launchers import SlurmLauncher
 from legato.cli.launchers.launcher import Machines, machines_of
 from legato.cli.launchers.ray import RayNode
+from legato.cli.launchers.slurm import SlurmLauncher
 from legato.cli.main import main
 from legato.trainer.runs.record import read_starts
 
@@ -234,7 +234,7 @@ def test_the_command_of_the_docs_fits_its_config(name, capsys, monkeypatch):
     monkeypatch.chdir(DOCS.parents[1])
     if name == "ray":
         config = load_config(command[2:])
-        assert machines_of(config.values, name) == Machines(2, 4, 4, 4)
+        assert machines_of(config, name) == Machines(2, 4, 4)
         return
     with pytest.raises(SystemExit) as end:
         main([*command[1:], "launcher.dry_run=true"])
