@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigError, TaskError
 from ..base.run_names import CONFIG
+from ..base.tensors import map_tensors
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, reading, storage
 from ..trainer.checkpoints.hashed import HashedFile
@@ -87,9 +88,12 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
     """
     task = trained_task(source, words)
     arguments, options = example_input(task)
-    # the first size of each tensor may be another one, as far as forward allows; one of the two is empty
-    auto = {0: torch.export.Dim.AUTO}
-    shapes = mapped(options or arguments, lambda tensor: auto if tensor.dim() else None)
+    # the first size of each tensor may be another one, as far as forward allows
+    sizes = torch.export.ShapesCollection()
+    for tensor in tensors_in((arguments, options)):
+        if tensor.dim():
+            sizes[tensor] = {0: torch.export.Dim.AUTO}
+    shapes = sizes.dynamic_shapes(task, arguments, options)
     write, compute = MODELS[partial.suffix]
     with torch.no_grad(), warnings.catch_warnings():
         expected = tensors_in(task(*arguments, **options))
@@ -148,21 +152,11 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return positional, named
 
 
-def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return nested lists, tuples and mappings with a function called for each tensor; None in place of all else."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {name: mapped(item, function) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(item, function) for item in value)
-    return None
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and mappings, in order."""
     tensors: list[Tensor] = []
-    mapped(value, tensors.append)
+    # containers of classes of their own are made anew, and may want tensors in them
+    map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return tensors
 
 
