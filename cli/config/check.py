@@ -6,7 +6,7 @@ ValueChecker imports the classes for the types of their arguments. Each tells al
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
@@ -277,8 +277,7 @@ class KeyChecker:
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
-                yield from problems({name: value})
-                yield from self._nested(value, key)
+                yield from problems({name: value}, self.check)
 
     def _run(self, section: Mapping[Any, Any]) -> Iterator[Problem]:
         for name, value in section.items():
@@ -302,8 +301,8 @@ class KeyChecker:
             shown = describe(name if name is not None else value)
             yield Problem(key, f"{start} {', '.join(known)}, not {shown}.{hint}")
         elif isinstance(value, dict):
-            arguments = argument_names(class_path(kind, name)) if known[name] else []
-            yield from self._unknown(options_of(value)[1], key, arguments, f"the {kind} {name!r}")
+            signature = self.signature(class_path(kind, name)) if known[name] else Signature({})
+            yield from self.arguments(options_of(value)[1], key, f"the {kind} {name!r}", signature)[1]
 
     def _entry(self, key: Key, value: Any) -> Iterator[Problem]:
         """Yield the mistakes in what must be a mapping with `_target_` and arguments."""
@@ -318,72 +317,31 @@ class KeyChecker:
         elif not isinstance(value[TARGET], str):
             yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(value[TARGET])}.")
         else:
-            yield from self._nested(value, key)
+            yield from self.check(value, key, object)[1]
 
-    def _nested(self, value: Any, key: Key) -> Iterator[Problem]:
-        """Yield unknown arguments of everything that is built for a value."""
-        # an entry is built whole and once: a partial of a task could not be trained
-        words = (TARGET,) if is_entry(key) else (TARGET, PARTIAL, POSITIONAL)
-        if is_target(value) and isinstance(value[TARGET], str):
-            owner = value[TARGET].rpartition(".")[2]
-            given = {name: item for name, item in value.items() if name not in words}
-            yield from self._unknown(given, key, argument_names(value[TARGET]), owner)
-        if isinstance(value, dict | list):
-            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from self._nested(item, (*key, name))
+    def signature(self, path: str) -> Signature:
+        """Return the arguments of what is at a dotted path, by their names."""
+        names = argument_names(path)
+        return Signature({name: Parameter(Any, NO_DEFAULT, False) for name in names or ()}, open=names is None)
 
-    @staticmethod
-    def _unknown(given: Iterable[Any], key: Key, known: Collection[str] | None, owner: str) -> Iterator[Problem]:
-        for name in given:
-            if known is not None and name not in known:
-                yield Problem((*key, name), f"is no argument of {owner}.{_instead((*key, name), known)}")
-
-    def _section_meant(self, name: Any) -> str:
-        if name in (*TRAINER.parameters, *MOVED):
-            return f" Did you mean '{dotted(MOVED[name]) if name in MOVED else f'trainer.{name}'}'?"
-        for section in ("task", "data"):
-            value = self.values.get(section)
-            if is_target(value) and name in (argument_names(str(value[TARGET])) or ()):
-                return f" Did you mean '{section}.{name}'?"
-        known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
-        return f" {FOREIGN[name]}" if name in FOREIGN else known
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-class ValueChecker:
-    """Compares every argument with the annotations of the classes that a config names, which are imported for it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield every mistake."""
-        for key, value in entries(self.values):
-            yield from self.check(value, key, load(EXPECTED[str(key[0])]))[1]
-        trainer = self.values.get("trainer", {})
-        yield from problems(trainer, self.check)
-        for kind, value, key in (
-            ("strategy", trainer.get("strategy"), ("trainer", "strategy")),
-            ("launcher", self.values.get("launcher"), ("launcher",)),
-        ):
-            if isinstance(value, dict) and value.get("name", "auto") != "auto":
-                name, options = options_of(value)
-                signature = signature_of(load(class_path(kind, name)))
-                yield from self.arguments(options, key, f"the {kind} {name!r}", signature)[1]
+    def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
+        """Check all that is built for an argument, of whatever type that is."""
+        if is_target(value):
+            return self.check(value, key, object)
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return value, [problem for name, item in items for problem in self.fit(kind, item, (*key, name))[1]]
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
         """Check a mapping with `_target_`, of which an instance of `base` is wanted; the value stays as it is."""
         if not isinstance(value.get(PARTIAL, False), bool) and not is_entry(key):
             return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(value[PARTIAL])}.")]
-        try:
-            target = find_target(value, key, base)
-        except ConfigError as error:
-            return value, [Problem((*key, TARGET), str(error))]
-        return value, self.arguments(value, key, str(value[TARGET]).rpartition(".")[2], signature_of(target))[1]
+        path = str(value[TARGET])
+        return value, self.arguments(value, key, path.rpartition(".")[2], self.signature(path))[1]
 
     def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
         """Check the arguments in a mapping, and convert them to the types of the parameters."""
         known, fitted, mistakes = signature.parameters, {}, list[Problem]()
+        # an entry is built whole and once: a partial of a task could not be trained
         nested = TARGET in value and not is_entry(key)
         given: Any = value.get(POSITIONAL) if nested else None
         positional = list(known)[: len(given)] if isinstance(given, list) else []
@@ -394,7 +352,7 @@ class ValueChecker:
             is_open = signature.open and isinstance(name, str) and not misspelt_word(name)
             if name in known or (nested and name == POSITIONAL) or is_open:
                 kind = list[Any] if name == POSITIONAL else known[name].type if name in known else Any
-                fitted[name], wrong = fit(kind, item, inner, self.check)
+                fitted[name], wrong = self.fit(kind, item, inner)
                 # a default that does not fit its own annotation may be written out
                 mistakes += [] if name in known and same(item, known[name].default) else wrong
             else:
@@ -408,6 +366,37 @@ class ValueChecker:
                 hint = f" If your code gives it, say {PARTIAL}: true." if nested else ""
                 mistakes.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
         return fitted, mistakes
+
+    def _section_meant(self, name: Any) -> str:
+        if name in (*TRAINER.parameters, *MOVED):
+            return f" Did you mean '{dotted(MOVED[name]) if name in MOVED else f'trainer.{name}'}'?"
+        for section in ("task", "data"):
+            value = self.values.get(section)
+            if is_target(value) and name in (argument_names(str(value[TARGET])) or ()):
+                return f" Did you mean '{section}.{name}'?"
+        known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
+        return f" {FOREIGN[name]}" if name in FOREIGN else known
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+class ValueChecker(KeyChecker):
+    """Compares every argument with the annotations of the classes that a config names, which are imported for it."""
+
+    def signature(self, path: str) -> Signature:
+        """Return the arguments of what is at a dotted path, with their types."""
+        return signature_of(load(path))
+
+    def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
+        """Compare an argument with its type."""
+        return fit(kind, value, key, self.check)
+
+    def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
+        """Check also that the `_target_` is there, and a subclass of `base`, or of the class of its section."""
+        try:
+            find_target(value, key, load(EXPECTED[str(key[0])]) if is_entry(key) else base)
+        except ConfigError as error:
+            return value, [Problem((*key, TARGET), str(error))]
+        return super().check(value, key, base)
 
 
 def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:

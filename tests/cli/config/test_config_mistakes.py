@@ -163,7 +163,7 @@ NEED_THE_CLASS = {
     "class that a package lacks", "target that is a module", "target that is a function", "target that is a value",
     "target of the wrong kind", "task as data", "callback as logger", "the standard library", "nested program",
     "nested target that is not there", "nested in a list", "nested and incomplete", "nearly a target",
-    "nearly a partial", "LightningCLI's form", "no bool", "positional arguments", "target in plain data",
+    "LightningCLI's form", "positional arguments", "target in plain data",
     "target for another type", "interpolated wrong type",
 }  # fmt: skip
 
