@@ -332,6 +332,20 @@ def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path,
 
 
 @pytest.mark.slow
+def test_a_signal_after_a_death_stops_the_survivors_to_be_resumed(tmp_path, folder):
+    def plan(killer):
+        members = killer.wait_for_members(3)
+        killer.kill(members[1])
+        step = killer.step()
+        killer.wait(lambda: killer.step() > step + 2)  # the launcher has noted the death
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with Killer(folder, plan, kills=2), pytest.raises(SystemExit) as caught:
+        fit(tmp_path, folder, elastic=True, devices=3)
+    assert caught.value.code == 75
+
+
+@pytest.mark.slow
 def test_the_loader_workers_of_a_dead_process_end_with_it(tmp_path, folder, undisturbed):
     seen = {}
 

@@ -158,11 +158,13 @@ def test_a_module_arrives_without_hooks_on_its_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_the_spawn_method_works_too(tmp_path: Path) -> None:
+def test_the_spawn_method_works_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "START_METHOD", "spawn")
+
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print
 
-    assert launch.launch_workers(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
+    assert launch.launch_workers(lambda: Answer(7), range(1), 1, enter) == Answer(7)
 
 
 def test_a_task_that_cannot_travel_is_refused() -> None:

@@ -2,14 +2,11 @@
 
 import itertools
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +14,9 @@ from ...base.environment import all_variables
 from ...base.errors import ConfigError
 from ..processes.launch import (
     SignalRelay,
+    Worker,
     WorkerGroup,
     launch_workers,
-    send_signal,
     set_worker_environment,
     threads_of_worker,
     warm_up,
@@ -90,7 +87,7 @@ class ElasticWorkerGroup(WorkerGroup):
         super().__init__(folder, ranks, len(ranks), relay)
         self.timeout, self.store, self.port = timeout, store, port
         self.ids = itertools.count()
-        self.workers: dict[int, Member] = {}
+        self.members: dict[int, Member] = {}
         """Members by id, those that have ended included."""
         self.registry = MemberRegistry([])
         self.published_at = 0.0
@@ -103,17 +100,17 @@ class ElasticWorkerGroup(WorkerGroup):
         self.result: Any = None
         self.has_result = self.closed = False
 
-    def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
+    def start(self, enter: Callable[..., Callable[[], None]]) -> None:
         """Start the first members."""
-        self._context, self._relay.processes, self.enter = context, [], enter
+        self.enter = enter
         for slot in self._ranks:
             self._start_member(Member(next(self.ids), slot))
-        self.registry = MemberRegistry(list(self.workers.values()))
+        self.registry = MemberRegistry(list(self.members.values()))
         self._publish(self.registry.generation)
 
     def _start_member(self, member: Member) -> None:
         assert self.enter is not None
-        self.workers[member.id] = member
+        self.members[member.id] = member
         worker = ElasticWorker(member, self.port, self.store.attempt, self.registry.replicas)
         self._start_one(member.id, self.enter(worker))
 
@@ -179,22 +176,21 @@ class ElasticWorkerGroup(WorkerGroup):
                 self._kill(member)
 
     def _kill(self, member: Member) -> None:
-        for rank, process in list(self._pending.values()):
-            if rank == member.id:
-                send_signal(process, signal.SIGKILL)
+        for worker in self.running:
+            if worker.rank == member.id:
+                worker.send(signal.SIGKILL)
 
     # --- the end of a worker ----------------------------------------------------------------------------------------
-    def _record_end(self, rank: int, process: BaseProcess) -> None:
-        member, end = self.workers[rank], self._read_end(rank, process)
-        if end != 0 and process.pid is not None:  # kill its children as well
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+    def _record_end(self, worker: Worker, end: "int | Failure") -> None:
+        member = self.members[worker.rank]
+        if end != 0:
+            worker.kill_group()
         if self._stopped_at is not None:
-            super()._record_end(rank, process)
+            super()._record_end(worker, end)
             return
         # a run that replaces processes for days would keep two descriptors of each
-        self._processes.remove(process)
-        process.close()
+        self.workers.remove(worker)
+        worker.process.close()
         if end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
             self.registry.remove(member)
@@ -203,7 +199,7 @@ class ElasticWorkerGroup(WorkerGroup):
             place = members.index(member) if member in members else member.id
             self._note_failure(member, replace(end, rank=place, world_size=len(members)))
         elif member == self.returning:
-            self.result, self.has_result = unpack(self._folder / f"value-{rank}"), True
+            self.result, self.has_result = unpack(worker.report, 1), True
         self._release_next()
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
@@ -248,7 +244,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if not self.registry.finished and self._preempted_at is None:
             self._failures += self.survived_failures
         self._announce_end()
-        for member in set(self.workers.values()) - self.registry.finished:
+        for member in set(self.members.values()) - self.registry.finished:
             self._kill(member)
 
     def end(self) -> None:

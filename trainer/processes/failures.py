@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,37 +28,39 @@ def alive_file(report: Path) -> Path:
     return report.with_suffix(".alive")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` so that the file is complete or does not exist."""
+def write_atomically(path: Path, *contents: bytes) -> None:
+    """Write `contents`, one after the other, so that the file is complete or does not exist."""
     partial = path.with_suffix(".part")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.writelines(contents)
     except OSError:
         partial.unlink(missing_ok=True)  # on a full disk a smaller file may have room, such as a failure report
         raise
     partial.replace(path)  # the launcher may read it at any moment
 
 
-def end_process(error: BaseException, tell: bool = True) -> NoReturn:
-    """Kill this process and its children, with `error` in the report, or printed if there is no launcher and `tell`.
+def leave(code: int, end: "int | Failure") -> NoReturn:
+    """Kill this process and its children, with its end in the report.
 
     Nothing is flushed: a thread that hangs may hold the lock of a stream.
     """
     if _report is not None:
-        write_atomically(_report, pack(Failure.of_exception(error, frozenset())))
-    elif tell:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        write_atomically(_report, pack(end))
     for child in multiprocessing.active_children():
         child.kill()
     # not sys.exit, which raises in this thread only, and joins threads that may never end
-    os._exit(1)
+    os._exit(code)
+
+
+def end_process(error: BaseException, tell: bool = True) -> NoReturn:
+    """Kill this process and its children, with `error` in the report, or printed if there is no launcher and `tell`."""
+    if _report is None and tell:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    leave(1, Failure.of_exception(error))
 
 
 def end_by_force(number: int, why: str) -> NoReturn:
     """Kill this process and its children because it did not answer signal `number`."""
-    if _report is not None:
-        what = f"was ended by {signal.Signals(number).name} in the middle of its work, because {why}"
-        write_atomically(_report, pack(Failure(time.monotonic(), what, forced_by=number)))
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(128 + number)
+    what = f"was ended by {signal.Signals(number).name} in the middle of its work, because {why}"
+    leave(128 + number, Failure(what, signal=number, is_forced=True))

@@ -19,19 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
 from ...base.errors import ConfigError, TaskError, WorkerError
 from . import signals
-from .failures import alive_file, set_report_file, write_atomically
-from .place import Place
+from .failures import alive_file, leave, set_report_file, write_atomically
+from .place import Place, variables_of
 from .rendezvous import host_store
-from .signals import END_SIGNALS, raise_for_signal
+from .signals import END_SIGNALS, handling_end_signals, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
 from .stacks import DUMP
 from .transport import Failure, Settings, pack, pickled_by_value, unpack
@@ -50,11 +50,13 @@ _ALIVE_TIMEOUT = 3.0  # seconds without a touched alive file after which a worke
 _DUMPING = 0.5  # seconds to write its stacks before that
 _INTERRUPT_GRACE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
 _RESUME_GRACE = 15.0  # seconds that workers have once one has exited to be resumed, which it does after the save
+# Outside Linux a process that has loaded torch (Metal, Accelerate) must not be forked, not even by a server.
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def warm_up(more: Sequence[str] = ()) -> None:
     """Start the fork server and return at once; it imports torch, and `more` modules, while the caller works."""
-    if _start_method() == "forkserver":
+    if START_METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
             forkserver.ensure_running()
@@ -70,11 +72,6 @@ def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
     warm_up([] if spared else ["torch._dynamo"])
 
 
-def _start_method() -> str:
-    # Outside Linux a process that has loaded torch (Metal, Accelerate) must not be forked, not even by a server.
-    return "forkserver" if sys.platform == "linux" else "spawn"
-
-
 def launch_workers(
     function: Callable[[], Any],
     ranks: range,
@@ -82,7 +79,6 @@ def launch_workers(
     enter: Callable[[int, Any], Callable[[], None]],
     *,
     max_restarts: int = 0,
-    start_method: str | None = None,
     make_group: "Callable[[Path, range, int, SignalRelay], WorkerGroup] | None" = None,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
@@ -95,19 +91,17 @@ def launch_workers(
     not unpickle; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on
     return.
     """
-    method = start_method or _start_method()
-    if method == "forkserver":
-        warm_up()
+    warm_up()
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
     try:
-        _write_payload(folder / "function", function, method)
-        with SignalRelay() as relay:
-            attempt = 0
+        _write_payload(folder / "function", function)
+        relay, attempt = SignalRelay(), 0
+        with handling_end_signals(relay.forward):
             while True:
                 group = (make_group or WorkerGroup)(folder, ranks, world_size, relay)
                 group.restarts_left = max_restarts - attempt
                 try:
-                    group.start(multiprocessing.get_context(method), functools.partial(enter, attempt))
+                    group.start(functools.partial(enter, attempt))
                     group.watch()
                 finally:
                     group.end()
@@ -124,9 +118,9 @@ def launch_workers(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None:
+def _write_payload(path: Path, function: Callable[[], Any]) -> None:
     with pickled_by_value() as modules, path.open("wb") as file:
-        file.write(pack((modules, Settings(method))))
+        file.write(pack((modules, Settings(START_METHOD))))
         try:
             file.write(pack(function, placed=modules))
         except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
@@ -142,73 +136,84 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
             ) from error
 
 
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and the file in which it reports its end."""
+
+    rank: int
+    process: Any
+    report: Path
+    has_ended: bool = False
+    unanswered: int = 0
+    """Signal for which it is killed, as it did not answer it."""
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with suppress(ProcessLookupError):
+            if self.process.exitcode is None:
+                os.kill(self.process.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the process and those that it has started, such as loader workers, which would go on."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def is_responsive(self) -> bool:
+        """Return whether the process has touched its alive file lately."""
+        try:
+            return time.time() < alive_file(self.report).stat().st_mtime + _ALIVE_TIMEOUT
+        except FileNotFoundError:
+            return False
+
+    def read_end(self) -> "int | Failure":
+        """Return how the process ended: 0, RESUME_ME or a Failure."""
+        self.process.join()
+        if self.report.exists():
+            end: int | Failure = unpack(self.report)
+            return end
+        if self.unanswered:
+            name = signal.Signals(self.unanswered).name
+            what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
+            return Failure(what, signal=self.unanswered, is_forced=True)
+        if self.process.exitcode == 255:
+            # multiprocessing reports 255 where the fork server, which waits for the worker, has died before it
+            with suppress(OSError):
+                os.kill(self.process.pid, 0)
+                return Failure(
+                    "lost the server that workers are forked from, which something killed: start the run again"
+                )
+        return Failure.of_exit(self.process.exitcode)
+
+
 class SignalRelay:
     """Forwards signals that ask this process to end to the workers; the caller itself is not interrupted meanwhile."""
 
     def __init__(self) -> None:
         self.due_at, self.due_by = float("inf"), 0
         """Time by which every worker must have ended or touched its alive file, and the signal that set it."""
-        self._wakeup = -1
-        self.received: list[signal.Signals] = []
-        self.interrupted_at: float | None = None
-        self.processes: list[BaseProcess] = []
-        self._handlers: dict[signal.Signals, Any] = {}
+        self.received: list[int] = []
+        self.interrupted_at = float("inf")
+        self.workers: list[Worker] = []
 
-    def __enter__(self) -> "SignalRelay":
-        if threading.current_thread() is threading.main_thread():
-            # the caller's own SignalWatch hears nothing meanwhile: it would end this process while workers still save
-            self._wakeup = signal.set_wakeup_fd(-1)
-            for number in END_SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # SIGINT is ignored in background jobs, and stays so
-                    self._handlers[number] = signal.signal(number, self._forward)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._handlers:
-            signal.set_wakeup_fd(self._wakeup)
-
-    def add(self, process: BaseProcess) -> None:
-        """Add a process that has just started, and send it the signals received before."""
-        self.processes.append(process)
-        for number in self.received:
-            send_signal(process, number)
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
+    def forward(self, number: int) -> None:
+        """Send a signal to all workers, the same one again only if it is Ctrl-C."""
         now, is_first = time.monotonic(), number not in self.received
         if is_first:
-            self.received.append(signal.Signals(number))
+            self.received.append(number)
         elif number != signal.SIGINT:
             return
         due_at = float("inf")
         if number == signal.SIGINT:
-            self.interrupted_at = self.interrupted_at or now
+            self.interrupted_at = min(self.interrupted_at, now)
             # workers finish a checkpoint before a second one ends them, and tell one press that comes twice from two
             due_at = due_at if is_first else now
-        elif number != getattr(signal, "SIGUSR1", 0):
+        elif number != signal.SIGUSR1:
             due_at = now + signals.GRACE
         if due_at < self.due_at:
             self.due_at, self.due_by = due_at, number
-        for process in self.processes:
-            send_signal(process, number)
-
-
-def _runs(process: BaseProcess) -> bool:
-    """Return whether there is a process of that id, whatever multiprocessing knows of it."""
-    assert process.pid is not None
-    try:
-        os.kill(process.pid, 0)
-    except OSError:
-        return False
-    return True
-
-
-def send_signal(process: BaseProcess, number: int) -> None:
-    """Send a signal to a worker that still runs."""
-    with suppress(ProcessLookupError):
-        if process.pid is not None and process.exitcode is None:
-            os.kill(process.pid, number)
+        for worker in self.workers:
+            worker.send(number)
 
 
 class WorkerGroup:
@@ -217,30 +222,31 @@ class WorkerGroup:
     def __init__(self, folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> None:
         self.failure_summary = ""
         self.restarts_left = 0
+        self.workers: list[Worker] = []
         self._folder = folder
         self._ranks = ranks
         self._world_size = world_size
         self._relay = relay
-        self._context: Any = None
-        self._processes: list[BaseProcess] = []
-        self._pending: dict[Any, tuple[int, BaseProcess]] = {}
-        """Processes that still run, by their sentinels."""
+        relay.workers = self.workers
         self._failures: list[Failure] = []
         self._preempted_at: float | None = None
         self._stopped_at: float | None = None
-        self._unresponsive: set[int] = set()
-        """Ranks that were killed because they did not answer a signal."""
 
-    def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
+    @property
+    def running(self) -> list[Worker]:
+        """Workers whose end is not recorded yet."""
+        return [worker for worker in self.workers if not worker.has_ended]
+
+    def start(self, enter: Callable[..., Callable[[], None]]) -> None:
         """Start one process for each rank, which first calls what `enter(rank)` returns."""
-        self._context, self._relay.processes = context, []
         for rank in self._ranks:
             self._start_one(rank, enter(rank))
 
     def _start_one(self, rank: int, enter: Callable[[], None]) -> None:
-        _report_path(self._folder, rank).unlink(missing_ok=True)
-        arguments = (rank, self._folder, _Streams(), enter)
-        process = self._context.Process(target=_serve, args=arguments, name=f"legato-{rank}")
+        report = self._folder / f"end-{rank}"
+        report.unlink(missing_ok=True)
+        context: Any = multiprocessing.get_context(START_METHOD)
+        process = context.Process(target=_serve, args=(report, _Streams(), enter), name=f"legato-{rank}")
         try:
             with _without_main():
                 process.start()
@@ -251,48 +257,37 @@ class WorkerGroup:
                 f"Rank {rank} of {self._world_size} could not be started: the server that workers are forked from has "
                 f"ended ({type(error).__name__}: {error}). If something killed it, start the run again."
             ) from error
-        self._processes.append(process)
-        self._pending[process.sentinel] = rank, process
-        self._relay.add(process)
+        worker = Worker(rank, process, report)
+        self.workers.append(worker)
+        for number in self._relay.received:  # before it had started
+            worker.send(number)
 
     def watch(self) -> None:
         """Wait until all have ended; end the others when one fails, or some time after Ctrl-C."""
         killed = False
         while self._is_running():
             # woken in the moment in which a process ends, whatever its exit
-            ready = connection.wait(list(self._pending), timeout=self._pause())
-            for sentinel in ready:
-                self._record_end(*self._pending.pop(sentinel))
+            ended = connection.wait([worker.process.sentinel for worker in self.running], timeout=self._pause())
+            for worker in self.running:
+                if worker.process.sentinel in ended:
+                    worker.has_ended = True
+                    self._record_end(worker, worker.read_end())
             self._poll()
             self._kill_unresponsive()
-            now, interrupted_at = time.monotonic(), self._relay.interrupted_at
-            late = interrupted_at is not None and now > interrupted_at + _INTERRUPT_GRACE
-            if self._stopped_at is None and (late or self._must_stop(now)):
+            now = time.monotonic()
+            if self._stopped_at is None and now > self._due_at():
                 self._stopped_at = now
-                self._signal(signal.SIGTERM)
+                self._send(signal.SIGTERM)
             elif self._stopped_at is not None and not killed and now > self._stopped_at + _GRACE:
                 killed = True
-                self._signal(signal.SIGKILL)
+                self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for worker in self.running:
+            worker.send(number)
 
     def _is_running(self) -> bool:
-        return bool(self._pending)
-
-    def _kill_unresponsive(self) -> None:
-        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
-        if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
-            return
-        unresponsive = [(rank, process) for rank, process in self._pending.values() if not self._is_responsive(rank)]
-        self._unresponsive |= {rank for rank, _ in unresponsive}
-        for number in (DUMP, signal.SIGKILL) if unresponsive else ():
-            for _, process in unresponsive:
-                send_signal(process, number)
-            time.sleep(_DUMPING)
-
-    def _is_responsive(self, rank: int) -> bool:
-        try:
-            return time.time() < alive_file(_report_path(self._folder, rank)).stat().st_mtime + _ALIVE_TIMEOUT
-        except FileNotFoundError:
-            return False
+        return bool(self.running)
 
     def _pause(self) -> float:
         return 0.1 if self._failures else 1.0
@@ -300,20 +295,51 @@ class WorkerGroup:
     def _poll(self) -> None:
         """Do what a subclass does at each pause."""
 
+    def _due_at(self) -> float:
+        """Return the time at which to stop the workers that still run."""
+        due_at = self._relay.interrupted_at + _INTERRUPT_GRACE
+        if self._preempted_at is not None:
+            due_at = min(due_at, self._preempted_at + _RESUME_GRACE)
+        if not self._failures:
+            return due_at
+        if any(not (failure.communication or failure.interrupted) for failure in self._failures):
+            return 0.0
+        # a rank that lost a connection knows no cause: the one that has it gets _CAUSE_WAIT seconds to report it
+        first = self._failures[0]
+        return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
+
+    def _kill_unresponsive(self) -> None:
+        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
+        if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
+            return
+        unresponsive = [worker for worker in self.running if not worker.is_responsive()]
+        for number in (DUMP, signal.SIGKILL) if unresponsive else ():
+            for worker in unresponsive:
+                worker.unanswered = self._relay.due_by
+                worker.send(number)
+            time.sleep(_DUMPING)
+
+    def _record_end(self, worker: Worker, end: "int | Failure") -> None:
+        if isinstance(end, Failure):
+            # where no signal came from outside, a worker that ended itself for not answering one was sent it from here
+            sent_here = end.signal in (signal.SIGTERM, signal.SIGKILL) and not (end.is_forced and self._relay.received)
+            if self._stopped_at is None or not sent_here:
+                end.rank, end.world_size = worker.rank, self._world_size
+                self._failures.append(end)
+        elif end == RESUME_ME:
+            self._preempted_at = self._preempted_at or time.monotonic()
+
     def value(self) -> Any:
         """Return what the first worker returned."""
-        return unpack(self._folder / f"value-{self._ranks[0]}")
+        return unpack(self.workers[0].report, 1)
 
     def end(self) -> None:
         """Kill processes that still run, and children of failed ones."""
-        orderly = not self._failures and all(process.exitcode is not None for process in self._processes)
-        for process in self._processes:
-            # its group, not only the process: loader workers of a killed rank would go on
-            if not orderly and process.pid is not None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                send_signal(process, signal.SIGKILL)
-            process.join()
+        orderly = not self._failures and all(worker.process.exitcode is not None for worker in self.workers)
+        for worker in self.workers:
+            if not orderly:
+                worker.kill_group()
+            worker.process.join()
 
     def find_failure(self) -> BaseException | None:
         """Return the exception to raise for this attempt; None if every worker succeeded."""
@@ -326,59 +352,18 @@ class WorkerGroup:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
         self.failure_summary = first.summary
         for forced in self._failures:
-            if forced.forced_by is not None:
+            if forced.is_forced:
                 log.warning("%s", forced.summary)
-                return KeyboardInterrupt() if forced.forced_by == signal.SIGINT else SystemExit(128 + forced.forced_by)
-        consequence = first.communication or first.killed_by in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-        if first.interrupted or (self._relay.interrupted_at is not None and consequence):
+                return KeyboardInterrupt() if forced.signal == signal.SIGINT else SystemExit(128 + forced.signal)
+        consequence = first.communication or first.signal in (signal.SIGTERM, signal.SIGKILL)
+        if first.signal == signal.SIGINT or (signal.SIGINT in self._relay.received and consequence):
             return KeyboardInterrupt()
         if self._preempted_at is not None and first.communication:
             return SystemExit(RESUME_ME)
-        if first.killed_by in END_SIGNALS[1:]:
+        if first.signal in END_SIGNALS:
             log.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
             return SystemExit(RESUME_ME)
         return first.to_raise()
-
-    def _must_stop(self, now: float) -> bool:
-        if self._preempted_at is not None and now > self._preempted_at + _RESUME_GRACE:
-            return True
-        if not self._failures:
-            return False
-        # a rank that lost a connection knows no cause: the one that has it gets _CAUSE_WAIT seconds to report it
-        if any(not (failure.communication or failure.interrupted) for failure in self._failures):
-            return True
-        first = self._failures[0]
-        return now > first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT)
-
-    def _read_end(self, rank: int, process: BaseProcess) -> Any:
-        """Return how a worker ended: 0, RESUME_ME or a Failure."""
-        process.join()
-        report = _report_path(self._folder, rank)
-        if rank in self._unresponsive and not report.exists():
-            number = self._relay.due_by
-            name = signal.Signals(number).name
-            what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
-            return Failure(time.monotonic(), what, forced_by=number)
-        if report.exists():
-            return unpack(report)
-        # multiprocessing reports 255 where the fork server, which waits for the worker, has died before it
-        return Failure.of_server() if process.exitcode == 255 and _runs(process) else Failure.of_exit(process.exitcode)
-
-    def _record_end(self, rank: int, process: BaseProcess) -> None:
-        end = self._read_end(rank, process)
-        if end == RESUME_ME:
-            self._preempted_at = self._preempted_at or time.monotonic()
-        elif isinstance(end, Failure):
-            # where no signal came from outside, a worker that ended itself for not answering one was sent it from here
-            ended_by = end.killed_by or (None if self._relay.received else end.forced_by)
-            if self._stopped_at is not None and ended_by in (signal.SIGTERM, signal.SIGKILL):
-                return
-            end.rank, end.world_size = rank, self._world_size
-            self._failures.append(end)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            send_signal(process, number)
 
 
 class _Streams:
@@ -386,7 +371,7 @@ class _Streams:
 
     def __getstate__(self) -> dict[str, Any]:
         copies = {}
-        for number in (1, 2) if os.name == "posix" else ():
+        for number in (1, 2):
             with suppress(OSError):  # it is closed
                 os.fstat(number)
                 copies[str(number)] = reduction.DupFd(number)
@@ -418,46 +403,41 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _serve(rank: int, folder: Path, streams: _Streams, enter: Callable[[], None]) -> None:
-    """Main function of a worker: set it up, call the function, write the report to `folder`."""
+def _serve(report: Path, streams: _Streams, enter: Callable[[], None]) -> None:
+    """Main function of a worker: set it up, call the function, write the report."""
     # An own process group: Ctrl-C of the terminal reaches only the caller, which forwards it once (it would kill loader
     # workers in the middle of the step that is to be saved), and children of this process can be killed with it.
-    if os.name == "posix":
-        os.setpgid(0, 0)
-    threading.Thread(target=_exit_with_caller, args=(folder,), daemon=True).start()
-    set_report_file(_report_path(folder, rank))
+    os.setpgid(0, 0)
+    threading.Thread(target=_exit_with_caller, args=(report.parent,), daemon=True).start()
+    set_report_file(report)
     try:
-        end = _work(rank, folder, streams, enter)
+        end = _work(report, streams, enter)
     except RuntimeError as error:  # torch raises from a signal handler, at any moment, when a loader worker died
-        end = Failure.of_exception(error, frozenset())
-    write_atomically(_report_path(folder, rank), pack(end))
+        end = Failure.of_exception(error)
     if end != 0:
-        # Not through the exit handlers of threading and multiprocessing, which join threads that may never end.
-        for child in multiprocessing.active_children():
-            child.kill()
         with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-        os._exit(RESUME_ME if end == RESUME_ME else 1)
+        # Not through the exit handlers of threading and multiprocessing, which join threads that may never end.
+        leave(RESUME_ME if end == RESUME_ME else 1, end)
 
 
-def _work(rank: int, folder: Path, streams: _Streams, enter: Callable[[], None]) -> Any:
-    """Call the function and save its value; return how that ended: 0, RESUME_ME or a Failure."""
+def _work(report: Path, streams: _Streams, enter: Callable[[], None]) -> "int | Failure":
+    """Call the function and report its value; return how that ended: 0, RESUME_ME or a Failure."""
     named: frozenset[str] = frozenset()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         streams.adopt()
         if sys.stderr is not None:
             faulthandler.enable()
-        if DUMP:
-            faulthandler.register(DUMP, file=2, all_threads=True)
+        faulthandler.register(DUMP, file=2, all_threads=True)
         enter()
-        named, function = _read_payload(folder / "function")
+        named, function = _read_payload(report.with_name("function"))
         value = function()
         for number in END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the work is done; only the report is missing
-        _answer(folder / f"value-{rank}", pack(value, named), rank)
+        _answer(report, pack(value, named))
         return 0
     except SystemExit as error:
         return RESUME_ME if error.code == RESUME_ME else Failure.of_exception(error, named)
@@ -465,15 +445,14 @@ def _work(rank: int, folder: Path, streams: _Streams, enter: Callable[[], None])
         return Failure.of_exception(error, named)
 
 
-def _answer(path: Path, content: bytes, rank: int) -> None:
+def _answer(report: Path, value: bytes) -> None:
     try:
-        write_atomically(path, content)
+        write_atomically(report, pack(0), value)
     except OSError as error:
         raise WorkerError(
-            f"The work is done, but its result of {len(content):,} bytes cannot be written to {path.parent}, from "
+            f"The work is done, but its result of {len(value):,} bytes cannot be written to {report.parent}, from "
             f"where the caller reads it: {error.strerror or error}. What the run saved is complete. Set TMPDIR to a "
-            f"folder that has room.",
-            rank,
+            f"folder that has room."
         ) from error
 
 
@@ -491,19 +470,13 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
     return named, function
 
 
-def _report_path(folder: Path, rank: int) -> Path:
-    return folder / f"end-{rank}"
-
-
 def _exit_with_caller(folder: Path) -> None:
     """Wait until the caller of `launch_workers` has ended, then end this process and its children."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()
     shutil.rmtree(folder, ignore_errors=True)
-    if os.name == "posix" and os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 # --- a run's own workers ----------------------------------------------------------------------------------------------
@@ -580,18 +553,11 @@ def set_worker_environment(
     import torch
 
     variables = {
-        "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "GROUP_RANK": str(place.node_rank),
-        "NODE_RANK": str(place.node_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_WORLD_SIZE": str(place.nodes),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
         "LEGATO_WORKER": f"{os.getpid()}:{attempt}",
     }
-    replace_variables(environment | variables)
+    replace_variables(environment | variables_of(place) | variables)
     # OpenMP has read its variable already, in the fork server, when torch was imported
     torch.set_num_threads(threads)

@@ -71,6 +71,11 @@ OPEN_MPI = Variables(
 PMI = Variables(("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",))
 
 
+def variables_of(place: Place) -> dict[str, str]:
+    """Return the environment variables by which a process finds this place."""
+    return {name: str(getattr(place, field)) for field, names in vars(TORCH).items() for name in names}
+
+
 def find_place(cluster: str = "auto") -> Place | None:
     """Return this process's place in a launcher's or the script's process group; None where there is none.
 

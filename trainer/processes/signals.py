@@ -28,7 +28,7 @@ END_SIGNALS = tuple(
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
     """Call `handler` for signals that ask this process to end, in the main thread; elsewhere do nothing.
 
-    `watch` ends the process if it does not answer them.
+    `watch` ends the process if it does not answer them; without it nothing does meanwhile.
 
     Ignored signals stay ignored, as SIGINT is in a background job of a shell. In a forked child the default handlers
     act: the process that forked it ends it by signals.
@@ -50,6 +50,8 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
         if threading.current_thread() is threading.main_thread():
             if watch is not None:
                 stack.enter_context(watch)
+            else:  # the watch of a context around this one would end the process while workers still save
+                stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
             for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, attend)

@@ -18,12 +18,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -96,9 +96,11 @@ def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[st
     return file.getvalue()
 
 
-def unpack(path: Path) -> Any:
-    """Return the content of a file that a process of this run has just written."""
+def unpack(path: Path, index: int = 0) -> Any:
+    """Return what a process of this run has just packed into a file, by its index there."""
     with path.open("rb") as file:
+        for _ in range(index):
+            pickle.load(file)
         return pickle.load(file)
 
 
@@ -233,18 +235,10 @@ class Settings:
                 log.warning("A worker cannot import %s, as the script has done: %s", name, error)
 
 
-def _outer_frames(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
-    """Yield frames and lines of a traceback, without those of the machinery that calls the function."""
-    ours = str(Path(__file__).with_name("launch.py"))
-    return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
-
-
 @dataclass
 class Failure:
     """Failure of a worker."""
 
-    when: float
-    """Seconds on the machine's monotonic clock."""
     what: str
     """The rest of a sentence that begins with the rank."""
     text: str = ""
@@ -253,36 +247,38 @@ class Failure:
     """The pickled exception; None if it cannot be pickled."""
     communication: bool = False
     """Whether it only noticed that another rank had exited."""
-    interrupted: bool = False
-    killed_by: int | None = None
-    forced_by: int | None = None
-    """Signal that it did not answer and was killed for."""
+    signal: int = 0
+    """Signal that ended it, SIGINT for a KeyboardInterrupt; 0: none."""
+    is_forced: bool = False
+    """Whether it was killed because it did not answer that signal."""
     rank: int = 0
     world_size: int = 1
-    of_all: bool = False
-    """Whether it is no rank's own, and `what` is the whole sentence."""
+    when: float = field(default_factory=time.monotonic)
+    """Seconds on the machine's monotonic clock."""
 
     @classmethod
-    def of_exception(cls, error: BaseException, named: frozenset[str]) -> "Failure":
+    def of_exception(cls, error: BaseException, named: frozenset[str] = frozenset()) -> "Failure":
         """Return the failure for an exception."""
-        formatted = traceback.TracebackException.from_exception(error)
-        formatted.stack = traceback.StackSummary.extract(_outer_frames(error.__traceback__))
-        text = "".join(formatted.format()).rstrip()
+        calls = error.__traceback__
+        # without the machinery that calls the function
+        while calls is not None and calls.tb_frame.f_code.co_filename == str(Path(__file__).with_name("launch.py")):
+            calls = calls.tb_next
+        text = "".join(traceback.format_exception(type(error), error, calls)).rstrip()
         if isinstance(error, SystemExit):
-            return cls(time.monotonic(), f"left by sys.exit({error.code!r}) before its work was done", text)
+            return cls(f"left by sys.exit({error.code!r}) before its work was done", text)
         what = f"failed with {type(error).__name__}"
         try:
             raised = pack(error, named)
         except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
             raised = None
-        interrupted = isinstance(error, KeyboardInterrupt)
-        return cls(time.monotonic(), what, text, raised, is_communication(error), interrupted=interrupted)
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
+        return cls(what, text, raised, is_communication(error), number)
 
     @classmethod
     def of_exit(cls, exitcode: int | None) -> "Failure":
         """Return the failure for the exit code of a process that left no report."""
         if exitcode is None or exitcode >= 0:
-            return cls(time.monotonic(), f"ended with exit code {exitcode} before its work was done")
+            return cls(f"ended with exit code {exitcode} before its work was done")
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
         remedy = {
             "SIGKILL": "; the system does that to a process when memory runs out, see `dmesg`",
@@ -290,18 +286,17 @@ class Failure:
             "different collectives, or with different shapes: see each stack for a call that not all make",
             "SIGSEGV": "; the stack of its threads is above",
         }
-        return cls(time.monotonic(), f"was killed by {name}{remedy.get(name, '')}", killed_by=-exitcode)
+        return cls(f"was killed by {name}{remedy.get(name, '')}", signal=-exitcode)
 
-    @classmethod
-    def of_server(cls) -> "Failure":
-        """Return the failure for the death of the server that workers are forked from."""
-        what = "The server that workers are forked from has ended: something killed it. Start the run again."
-        return cls(time.monotonic(), what, of_all=True)
+    @property
+    def interrupted(self) -> bool:
+        """Whether it ended by Ctrl-C, in its own time."""
+        return self.signal == signal.SIGINT and not self.is_forced
 
     @property
     def summary(self) -> str:
         """One sentence."""
-        return self.what if self.of_all else f"Rank {self.rank} of {self.world_size} {self.what}."
+        return f"Rank {self.rank} of {self.world_size} {self.what}."
 
     def to_raise(self) -> BaseException:
         """Return the worker's exception, caused by a WorkerError that names the rank and has its traceback.
