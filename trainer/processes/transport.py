@@ -111,29 +111,33 @@ def pickled_by_value() -> Iterator[frozenset[str]]:
     These are the caller's script or notebook, and modules that a tool loaded from a file (pytest's importlib mode).
     """
     kept = cloudpickle.list_registry_pickle_by_value()
-    # a list: looking for a module may import others
-    modules = {name: module for name, module in list(sys.modules.items()) if _needs_pickling_by_value(name, module)}
-    added = [module for name, module in modules.items() if name not in kept]
+    names = {name for name, file in _module_files().items() if not _is_importable(name, file)}
+    added = [sys.modules[name] for name in names - kept]
     for module in added:
         cloudpickle.register_pickle_by_value(module)
     try:
-        yield frozenset(modules) | kept | {"__main__"}
+        yield frozenset(names) | kept | {"__main__"}
     finally:
         for module in added:
             cloudpickle.unregister_pickle_by_value(module)
 
 
+_MAIN = "__main__", "__mp_main__"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def _needs_pickling_by_value(name: str, module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    if not file or name in ("__main__", "__mp_main__") or file.startswith(_INSTALLED):
-        return False
-    if getattr(module, "__name__", None) != name:
-        return False  # another name of a module that is checked under its own
+def _module_files() -> dict[str, str]:
+    """Return the files of all modules that are not installed, but for the script's own, by name."""
+    # a list: looking for an attribute may import others; one that goes by another name is checked under its own
+    named = {name: module for name, module in list(sys.modules.items()) if getattr(module, "__name__", None) == name}
+    files = {name: getattr(module, "__file__", None) or "" for name, module in named.items() if name not in _MAIN}
+    return {name: file for name, file in files.items() if file and not file.startswith(_INSTALLED)}
+
+
+def _is_importable(name: str, file: str) -> bool:
+    """Return whether a fresh interpreter imports that file by that name."""
     spec = _find_spec(name)
-    return spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve()
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
@@ -181,14 +185,10 @@ def modules_beside_script() -> list[str]:
     if file is None:
         return []
     folder, package = str(Path(file).resolve().parent) + os.sep, __name__.partition(".")[0]
-    beside = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] != package}
     return [
         name
-        for name, module in beside.items()
-        if (getattr(module, "__file__", None) or "").startswith(folder)
-        and not str(module.__file__).startswith(_INSTALLED)
-        and getattr(module, "__name__", None) == name
-        and not _needs_pickling_by_value(name, module)
+        for name, path in _module_files().items()
+        if path.startswith(folder) and name.partition(".")[0] != package and _is_importable(name, path)
     ]
 
 
