@@ -29,8 +29,7 @@ def install() -> None:
         return
     _installed = True
     atexit.register(time.sleep, PAUSE)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_pause)
+    os.register_at_fork(before=_pause)
 
 
 def _pause() -> None:

@@ -6,8 +6,8 @@ import ipaddress
 import itertools
 import json
 import re
+import resource
 import socket
-import sys
 import threading
 import time
 import zlib
@@ -317,10 +317,6 @@ GROUPS = 4
 
 def allow_connections(ranks: int) -> None:
     """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group."""
-    if sys.platform == "win32":
-        return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 256 + GROUPS * ranks
     if resource.RLIM_INFINITY != soft < wanted:

@@ -18,9 +18,7 @@ RESUME_ME = 75
 """Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
-END_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
-)
+END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 """Signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, a closed terminal."""
 
 
@@ -94,8 +92,7 @@ def _forget() -> None:
             signal.set_wakeup_fd(-1)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 class SignalWatch:
@@ -155,7 +152,7 @@ class SignalWatch:
         if number == signal.SIGINT:
             if not self.presses or now > self.presses[-1] + ONE_PRESS:
                 self.presses.append(now)
-        elif self.attends and not self.signal_to_answer and number in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
+        elif self.attends and not self.signal_to_answer and number in (signal.SIGTERM, signal.SIGHUP):
             self.signal_to_answer, self.received_at = number, now
 
     def end_if_due(self) -> None:

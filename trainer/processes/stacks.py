@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-DUMP = getattr(signal, "SIGUSR2", 0)
+DUMP = signal.SIGUSR2
 """Signal at which a process dumps its stacks."""
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 def dump_stacks_to(file: IO[str] | None) -> None:
     """Let loader workers forked from now on write their stacks to `file` on the signal DUMP."""
     global _dump_file
-    _dump_file = file if DUMP else None
+    _dump_file = file
 
 
 def answer_dumps() -> None:
