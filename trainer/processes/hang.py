@@ -9,22 +9,21 @@ import faulthandler
 import json
 import logging
 import os
-import queue
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
 from torch.distributed import DistNetworkError
 
 from ...base.errors import DisagreementError, HangError, LegatoError, WorkerError
 from ...base.torch_private import default_store
-from ..state import State
 from . import connections
 from .failures import end_process
 from .place import Place
@@ -32,6 +31,9 @@ from .rendezvous import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME
 from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks
 from .transport import is_communication
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
 T = TypeVar("T")
@@ -54,15 +56,6 @@ KILLED = "it may have been killed (out of memory: see `dmesg`)"
 
 Position = dict[str, Any]
 """Where a rank is; whether it waits for others; for how many seconds it has been there; at which step."""
-
-
-class Watched(Protocol):
-    """Attributes of a trainer that a watchdog reads."""
-
-    hang_timeout: float | None
-    run_dir: Path | None
-    state: State
-    strategy: Any
 
 
 class Board:
@@ -104,26 +97,21 @@ class Board:
     def _ask(self, method: str, *arguments: Any) -> Any:
         # torch waits for the answer without a limit, as long as a network is gone, so this has to happen in a thread
         # that may be left behind
-        answers = queue.SimpleQueue[Any]()
+        answer = Future[Any]()
 
         def call() -> None:
             try:
-                answers.put(getattr(self.store, method)(*arguments))
+                answer.set_result(getattr(self.store, method)(*arguments))
             except RuntimeError as error:
-                answers.put(error)
+                answer.set_exception(error)
             finally:
                 self._idle.release()
 
-        try:
-            if not self._idle.acquire(timeout=STORE_SECONDS):  # a connection serves one call at a time
-                raise queue.Empty
+        if self._idle.acquire(timeout=STORE_SECONDS):  # a connection serves one call at a time
             threading.Thread(target=call, name="legato-store", daemon=True).start()
-            answer = answers.get(timeout=STORE_SECONDS)
-        except queue.Empty:
-            raise DistNetworkError(f"The ranks' store has not answered for {STORE_SECONDS:g} s.") from None
-        if isinstance(answer, RuntimeError):
-            raise answer
-        return answer
+            with suppress(TimeoutError):
+                return answer.result(STORE_SECONDS)
+        raise DistNetworkError(f"The ranks' store has not answered for {STORE_SECONDS:g} s.")
 
 
 def _await(read: Callable[[], T]) -> T:
@@ -137,11 +125,11 @@ def _await(read: Callable[[], T]) -> T:
 class Watchdog:
     """Watches this process's progress through a run in a thread, from before the rendezvous."""
 
-    def __init__(self, trainer: Watched, loop: Any, metrics: Any) -> None:
+    def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
         """`loop`: has the stage (`doing`) and the newest step of this process; `metrics`: the batches of each stage."""
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
-        """Place of this process, set before the rendezvous."""
+        """Place of this process, set before the rendezvous, and again for each process group."""
         self.end_after: float | None = trainer.hang_timeout
         """Seconds without progress after which the run ends, once start-up is over; None: never."""
         self.report_after = REPORT_SECONDS
@@ -253,7 +241,7 @@ class Watchdog:
         alarm, position = f"report {self.reports}", self._position(stalled, writes_stacks=True)
         self.reports += 1
         head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
-        message, is_first = self._message_of_all(alarm, position, head, reads=False)
+        message, is_first = self._message_of_all(alarm, position, head)
         if is_first:
             log.warning("%s", message)
 
@@ -275,17 +263,9 @@ class Watchdog:
                 if store is not None:
                     # a connection serves one call at a time
                     prefix = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
-                    place = self.trainer.strategy.place
-                    self.board = Board(prefix, place.rank, place.world_size)
+                    self.place = self.trainer.strategy.place
+                    self.board = Board(prefix, self.place.rank, self.place.world_size)
             return self.board
-
-    @property
-    def _rank(self) -> int:
-        return self.place.rank if self.board is None else self.board.rank
-
-    @property
-    def _size(self) -> int:
-        return self.place.world_size if self.board is None else self.board.size
 
     # --- what the main thread asks ----------------------------------------------------------------------------------
     def require_all_leave(self, batch_idx: int) -> None:
@@ -297,9 +277,9 @@ class Watchdog:
         if stays:
             others = [rank for rank, said in enumerate(told) if said is None]
             raise DisagreementError(
-                f"on_train_batch_start returned -1 on rank {self._rank} at step {self.trainer.state.global_step + 1} "
-                f"(batch_idx {batch_idx}), but {name_ranks(others)} went on: {stays}. All ranks must leave an epoch "
-                f"together; decide by something that is the same on all of them."
+                f"on_train_batch_start returned -1 on rank {self.place.rank} at step "
+                f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(others)} went on: "
+                f"{stays}. All ranks must leave an epoch together; decide by something that is the same on all of them."
             )
 
     def require_same_end(self, length: str) -> None:
@@ -362,7 +342,7 @@ class Watchdog:
         if is_late:
             timeouts = self.trainer.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
-            head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+            head = f"Rank {self.place.rank} has waited {limit} in a collective for others, which is the limit."
         elif has_left and is_communication(error):
             head = "The ranks called different collectives: each must call the same ones in the same order."
         else:
@@ -375,13 +355,13 @@ class Watchdog:
     def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
         """Return where this rank is. `writes_stacks`: those of this process and its loader workers, to a file."""
         stack = self.failed_stack or stack_of(self.watched)
-        where, waits = describe_stack(stack, alone=self._size == 1)
+        where, waits = describe_stack(stack, alone=self.place.world_size == 1)
         at = self._describe_progress(stack)
         if writes_stacks:
             workers = worker_stacks(self.stacks)
             if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
                 where = f"waits for a loader's worker, which is in {frame}"
-            self._write_stacks(f"Rank {self._rank} {where} since {stalled:.1f} s, at {at}.\n\n", workers)
+            self._write_stacks(f"Rank {self.place.rank} {where} since {stalled:.1f} s, at {at}.\n\n", workers)
         step = self.loop.step if self.loop.doing == "train" else None
         position = {"where": where, "waits": waits, "seconds": stalled, "at": at}
         # whether this rank has no batch in the step that it takes part in
@@ -405,7 +385,7 @@ class Watchdog:
             faulthandler.dump_traceback(2, all_threads=True)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+        with (folder / f"rank-{self.place.rank}.txt").open("w", encoding="utf-8") as file:
             file.write(header)
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -415,20 +395,17 @@ class Watchdog:
     def _folder(self) -> Path | None:
         return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
-    def _message_of_all(self, alarm: str, position: Position, head: str, reads: bool = True) -> tuple[str, bool]:
+    def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
         """Give an alarm with this rank's position; return a message of all positions, and whether it is the first.
 
-        Without a store that answers the message has this rank's position alone. `reads`: whether a rank that is not the
-        first reads the others' positions, too.
+        Without a store that answers the message has this rank's position alone.
         """
         board, is_first = self.board, True
         if board is None:
-            return self._message({self._rank: position}, head), True
+            return self._message({self.place.rank: position}, head), True
         try:
             is_first = board.is_first(alarm)
             board.write(alarm, position)
-            if not is_first and not reads:
-                return "", False
             positions = board.read_all(alarm, "done")
             message = self._message({rank: positions.get(rank) for rank in range(board.size)}, head)
             # the store goes with rank 0, which therefore ends after the one that tells
@@ -438,7 +415,7 @@ class Watchdog:
         except RuntimeError as error:
             lost = f"The other ranks' positions are not known: {error}"
             network = "The network to the machine of rank 0, or that machine, may be down."
-            message = self._message({self._rank: position}, f"{head}\n{lost} {network}")
+            message = self._message({self.place.rank: position}, f"{head}\n{lost} {network}")
         return message, is_first
 
     def _message(self, positions: Mapping[int, Position | None], head: str) -> str:
@@ -450,7 +427,7 @@ class Watchdog:
                 seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
                 words = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
             alike.setdefault(words, []).append(rank)
-        process = "The process" if self._size == 1 else ""
+        process = "The process" if self.place.world_size == 1 else ""
         lines = [head, *(f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items())]
         to_blame = [rank for rank, position in positions.items() if position is None or not position["waits"]]
         if len(positions) > 1 and not to_blame:
