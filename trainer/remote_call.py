@@ -114,9 +114,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         else:
-            trainer.run_dir, source = directory.decide_directory(trainer, request)
-            if source is not None and request.source_is_chosen and not directory.is_elsewhere(trainer.run_dir, source):
-                source = source.parent  # the workers read it, and fall back to an older one where it is damaged
+            start = directory.with_directory(trainer, request, directory.find_source(trainer, request))
+            trainer.run_dir = start.directory
+            source = places.folder_to_read(start.directory, start.source) if start.is_newest else start.source
         trainer.given_dir = trainer.run_dir
         warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
@@ -189,9 +189,8 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if restart_count() > 0 and trainer.run_dir is not None:
-        newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request.task))
-        if newest is not None:
-            source = newest if directory.is_elsewhere(trainer.run_dir, newest) else newest.parent
+        newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request))
+        source = places.folder_to_read(trainer.run_dir, newest) or source
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
     task, known = request.task, directory.weight_names(request.task)
     try:

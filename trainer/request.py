@@ -27,8 +27,6 @@ class Request:
     """Source to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
     weights: Any = None
     """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
-    source_is_chosen: bool = False
-    """Whether the checkpoint to read is the newest of a folder, of which an older one will do where it is damaged."""
     keep_outputs: bool = False
     """Whether predictions are returned."""
     verbose: bool = False

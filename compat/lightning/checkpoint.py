@@ -292,20 +292,15 @@ class LightningFile:
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, owner: Any) -> None:
         """Write a file on rank 0, which gets all shards."""
-        run, problem = self.trainer.current_run, None
+        run = self.trainer.current_run
         # Lightning knows no shards: rank 0 gathers them, tensor by tensor
-        contents = in_one_piece(dict(contents), ranks)
-        if ranks.rank == 0:
-            owners = {"": run.task, "datamodule_": run.datamodule}
-            try:
-                contents = {**with_hyperparameters(contents, owners), "run_id": owner.run}
-                write(path, to_file(contents, run.datamodule))
-            except CheckpointError as error:
-                problem = error
-        # all ranks raise, or those that did not write would wait in the next collective
-        problem = ranks.broadcast(problem)
-        if problem is not None:
-            raise problem
+        gathered = in_one_piece(dict(contents), ranks)
+
+        def write_all() -> None:
+            hyperparameters = with_hyperparameters(gathered, {"": run.task, "datamodule_": run.datamodule})
+            write(path, to_file({**hyperparameters, "run_id": owner.run}, run.datamodule))
+
+        ranks.from_first(write_all)
 
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file.

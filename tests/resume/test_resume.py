@@ -221,18 +221,31 @@ def test_a_path_begins_a_new_run_directory(tmp_path, undisturbed):
     assert torch.equal(everything(same, task), undisturbed["everything"])
 
 
-@pytest.mark.slow
-def test_a_broken_newest_checkpoint_is_passed_over(tmp_path, undisturbed, caplog):
-    trainer, _ = fit(tmp_path, max_steps=9)
+def damage_newest(trainer):
     newest = sorted((trainer.run_dir / "checkpoints").glob("step-*"))[-1]
-    assert newest.name == "step-00000009"
     with (newest / "model.safetensors").open("r+b") as file:
         file.seek(200)
         file.write(b"x")
+    return newest
+
+
+@pytest.mark.slow
+def test_a_broken_newest_checkpoint_is_passed_over(tmp_path, undisturbed, caplog):
+    trainer, _ = fit(tmp_path, max_steps=9)
+    assert damage_newest(trainer).name == "step-00000009"
     trainer, task = fit(tmp_path)
     assert "step-00000009 is passed over" in caplog.text
     assert torch.equal(everything(trainer, task), undisturbed["everything"])
     assert lines(trainer.run_dir) == undisturbed["lines"]
+
+
+def test_a_broken_checkpoint_leaves_no_run_directory_behind(tmp_path):
+    first, _ = fit(tmp_path, max_steps=4)
+    broken = damage_newest(first)
+    for source in (first.run_dir, broken):
+        with pytest.raises(CheckpointError):
+            fit(tmp_path, resume=source)
+    assert [path.name for path in first.run_dir.parent.iterdir()] == ["version_0"]
 
 
 # --- another optimizer ----------------------------------------------------------------------------------------------

@@ -1,18 +1,20 @@
 """Ranks: the processes of a group, and the collectives that all of them call in the same order; their timeouts."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, LegatoError, did_you_mean
 from ...base.torch_private import set_group_timeout, set_group_timeouts
 from . import connections
+
+T = TypeVar("T")
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -48,6 +50,20 @@ class Ranks:
         # named, as torch would choose by the backends of the group, of which one may be for an accelerator
         dist.broadcast_object_list(values, group_src=source, device=torch.device("cpu"), group=self.group)
         return values[0]
+
+    def from_first(self, action: Callable[[], T]) -> T:
+        """Call `action` on rank 0 and return its result on every rank, or raise its LegatoError there."""
+        # an exception that rank 0 alone raised would leave the others waiting in the next collective
+        result: tuple[Any, LegatoError | None] = None, None
+        if self.rank == 0:
+            try:
+                result = action(), None
+            except LegatoError as error:
+                result = None, error
+        value, problem = self.broadcast(result)
+        if problem is not None:
+            raise problem
+        return value  # type: ignore[no-any-return]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors of every rank with those of rank 0, in pieces of about PIECE bytes."""

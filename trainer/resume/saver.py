@@ -81,18 +81,17 @@ class Saver:
 
     def hold_for_all(self, folder: Path, patient: bool = False) -> None:
         """Lock one more folder on rank 0, which may be another process than before; every rank calls it."""
-        problem = None
-        if not self.trainer.is_global_zero:
-            self.release(folder)
-        else:
+
+        def hold() -> None:
             try:
                 make_folder(folder)
                 self.hold(folder, "fit", patient)
-            except (ConfigError, OSError) as error:
-                problem = str(error)
-        problem = self.trainer.broadcast(problem)
-        if problem is not None:
-            raise ConfigError(problem)
+            except OSError as error:
+                raise ConfigError(str(error)) from error
+
+        if not self.trainer.is_global_zero:
+            self.release(folder)
+        self.trainer.strategy.collectives.from_first(hold)
 
     def release(self, *folders: Path) -> None:
         """Release these folders, by default all."""

@@ -117,6 +117,34 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     return max((path for path in newest if path is not None), key=checkpoint_step, default=None)
 
 
+def folder_to_read(directory: Path | None, newest: Path | None) -> Path | None:
+    """Return the folder of a run's newest checkpoint, in which a reader falls back to an older one.
+
+    Of one outside of the run directory the checkpoint itself: its folder may have other runs' checkpoints.
+    """
+    if newest is None or (is_same_run(directory, newest) and directory not in newest.parents):
+        return newest
+    return newest.parent
+
+
+def is_same_run(directory: Path | None, checkpoint: Path | None) -> bool:
+    """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
+    if directory is None or checkpoint is None:
+        return False
+    if directory.resolve() in checkpoint.resolve().parents:
+        return True
+    identity = identity_of(directory)
+    return bool(identity) and is_checkpoint_of(identity, checkpoint)
+
+
+def run_of(checkpoint: Path, root: Path, name: str) -> Path | None:
+    """Return the run directory below `root` of the run that wrote a checkpoint; elsewhere only one of this name."""
+    root = root.resolve()
+    above = [path for path in checkpoint.resolve().parents if root in path.parents]
+    runs = filter(identity_of, (*above, *versions(root, name)[::-1]))
+    return next((run for run in runs if is_same_run(run, checkpoint)), None)
+
+
 def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
     """Return the newest run directory of a name with a complete checkpoint, and that checkpoint."""
     for directory in reversed(versions(root, name)):

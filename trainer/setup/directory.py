@@ -1,4 +1,4 @@
-"""Run directory and checkpoint of a call: rank 0 decides for all."""
+"""Where a call begins: the run directory, and the checkpoint that a run resumes from or takes its weights from."""
 
 import logging
 from collections.abc import Collection
@@ -15,12 +15,10 @@ from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
 from ..checkpoints import find
-from ..checkpoints.manifest import load_manifest
 from ..request import Request
 from ..resume.saver import new_identity
 from ..run import Call
 from ..runs import places
-from ..runs.directory import is_run
 from ..runs.places import FRESH, StoredRun
 from ..runs.run_file import identity_of
 from .parts import with_callbacks_of
@@ -31,60 +29,62 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
-def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dict[str, Any] | None]:
-    """Find the run directory; return the checkpoint to start from, whether it is of this run, and its contents.
+@dataclass
+class Start:
+    """Where a call begins, as one process decides for all."""
+
+    directory: Path | None = None
+    """The run directory; None: nothing is written."""
+    source: Path | None = None
+    """The checkpoint to read."""
+    is_newest: bool = False
+    """Whether that is the newest of a folder, of which an older one will do where it is damaged."""
+    same_run: bool = False
+    """Whether it is of the run in the run directory."""
+    identity: str = ""
+    """Id of the run."""
+    config_from: Path | None = None
+    """The run whose config was taken for `resume=auto`."""
+    token: str = field(default_factory=new_identity)
+    """A word that no other run has."""
+
+
+def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | None]:
+    """Find the checkpoint, read it, and make the run directory; return where the call begins, and the contents.
 
     Rank 0 decides for all. If the newest checkpoint, which it has chosen, is damaged, it chooses the one before.
     """
     trainer, strategy, damaged = call.trainer, call.strategy, list[Path]()
+    ranks, saved = strategy.collectives, None
     while True:
-        decided = Decision()
-        if strategy.place.rank == 0:
-            try:
-                decided.directory, decided.source = decide_directory(trainer, request, damaged)
-                decided.config_from = request.resume.directory if isinstance(request.resume, StoredRun) else None
-                decided.is_chosen = request.source_is_chosen
-                decided.goes_on = is_same_run(decided.directory, decided.source)
-                # a fit that counts on from the one before (`Trainer.new_state`) is the same run
-                same = trainer.saver.run_id if trainer.global_step else ""
-                decided.identity = same or identity_of(decided.directory) or new_identity()
-            except (ConfigError, CheckpointError) as error:
-                decided.problem = error
-        decided = strategy.collectives.broadcast(decided)
-        # an exception that rank 0 alone raised would leave the others waiting in the next collective
-        if decided.problem is not None:
-            raise decided.problem
-        if decided.config_from is not None and request.resume == "auto":
+        start = ranks.from_first(lambda: find_source(trainer, request, damaged))
+        if start.config_from is not None and request.resume == "auto":
             raise ConfigError(
-                f"resume=auto takes the config of {decided.config_from} on rank 0, which is not there for rank "
+                f"resume=auto takes the config of {start.config_from} on rank 0, which is not there for rank "
                 f"{strategy.place.rank}. Share the folder of the runs, or give each node a copy of that run's config."
             )
-        trainer.run_dir, call.watchdog.token = decided.directory, decided.token
-        if request.stage == "fit":
-            trainer.saver.run_id = decided.identity  # unless the checkpoint to resume from has one
-        if trainer.is_global_zero:
-            log.debug("Run directory %s", decided.directory)
-        if decided.source is None:
-            return None, False, None
-        try:
-            saved = trainer.saver.format.read(
-                decided.source,
-                strategy.collectives,
-                weight_names(call.task),
-                strategy.state_dicts.read_in_parts,
-            )
-        except CheckpointError as error:
-            if not decided.is_chosen:
-                raise
-            damaged.append(decided.source)
-            if trainer.is_global_zero:
-                log.warning("The checkpoint %s is passed over, it is not whole. %s", decided.source.name, error)
-            trainer.run_dir = trainer.given_dir
-        else:
+        if start.source is None:
             break
+        try:
+            names, in_parts = weight_names(call.task), strategy.state_dicts.read_in_parts
+            saved = trainer.saver.format.read(start.source, ranks, names, in_parts)
+            break
+        except CheckpointError as error:
+            if not start.is_newest:
+                raise
+            damaged.append(start.source)
+            if trainer.is_global_zero:
+                log.warning("The checkpoint %s is passed over, it is not whole. %s", start.source.name, error)
+    # after the checkpoint is read: where it cannot be, no directory is left behind
+    start = ranks.from_first(partial(with_directory, trainer, request, start))
+    trainer.run_dir, call.watchdog.token = start.directory, start.token
+    if request.stage == "fit":
+        trainer.saver.run_id = start.identity  # unless the checkpoint to resume from has one
     if trainer.is_global_zero:
-        log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", decided.source)
-    return decided.source, decided.goes_on, saved
+        log.debug("Run directory %s", start.directory)
+        if start.source is not None:
+            log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", start.source)
+    return start, saved
 
 
 def weight_names(task: Task) -> set[str]:
@@ -92,29 +92,8 @@ def weight_names(task: Task) -> set[str]:
     return set(nn.Module.state_dict(task))
 
 
-@dataclass
-class Decision:
-    """Rank 0's choice of run directory and checkpoint, which it broadcasts."""
-
-    identity: str = ""
-    directory: Path | None = None
-    source: Path | None = None
-    """The checkpoint to read."""
-    goes_on: bool = False
-    """Whether that is of the run in this directory."""
-    is_chosen: bool = False
-    """Whether an older one will do."""
-    problem: Exception | None = None
-    config_from: Path | None = None
-    """The run whose config rank 0 has taken for `resume=auto`."""
-    token: str = field(default_factory=new_identity)
-    """A word that no other run has."""
-
-
-def decide_directory(
-    trainer: "Trainer", request: Request, damaged: Collection[Path] = ()
-) -> tuple[Path | None, Path | None]:
-    """Return the run directory, made if needed, and the checkpoint to start from, which is none of the `damaged` ones.
+def find_source(trainer: "Trainer", request: Request, damaged: Collection[Path] = ()) -> Start:
+    """Return the checkpoint to start from, none of the `damaged` ones, and the run directory that a resume locks.
 
     The sizes of its files have been checked; their checksums are when they are read.
     """
@@ -122,59 +101,53 @@ def decide_directory(
     def check(path: Path) -> bool:
         return path not in damaged and bool(find.check_sizes(path))
 
-    directory: Path | None = None
-    source: Path | None = None
-    resume, identity = named_checkpoint(trainer, request.resume), ""
-    if resume == "auto":
-        resume = StoredRun(Path(trainer.default_root_dir), trainer.run_name, None, "auto")
-    if isinstance(resume, StoredRun):
-        saver, folders = trainer.saver, folders_elsewhere(trainer, request.task)
-        identity = next(filter(None, map(identity_of, resume.directories())), "")
-        directory, source = resume.to_resume(partial(saver.hold, stage="fit"), saver.release, check, folders)
-        request.source_is_chosen = True
-    elif resume is not None:
-        path = local_checkpoint(resume, "The checkpoint to resume from", "'auto', 'last', 'best' or nothing.")
+    is_fit, saver = request.stage == "fit", trainer.saver
+    wanted = request.resume if is_fit else request.weights
+    if wanted is None:
+        return Start()
+    if is_fit and wanted == "auto":
+        wanted = StoredRun(Path(trainer.default_root_dir), trainer.run_name, None, "auto")
+    if not isinstance(wanted, StoredRun):
+        path = named_checkpoint(trainer, wanted, is_fit)
         source = path if path.is_file() else find.resolve(path, check)
-        request.source_is_chosen = source != path
-    if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
-        source = find_weights(trainer, request, check)
-    directory = trainer.run_dir or directory
+        return Start(source=source, is_newest=source != path)
+    folders = folders_elsewhere(trainer, request)
+    if not is_fit:
+        return Start(source=wanted.weights(folders))
+    identity = next(filter(None, map(identity_of, wanted.directories())), "")
+    directory, newest = wanted.to_resume(partial(saver.hold, stage="fit"), saver.release, check, folders)
+    return Start(directory, newest, is_newest=True, identity=identity, config_from=wanted.directory)
+
+
+def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
+    """Complete a start by its run directory, which is made if needed, and locked."""
+    directory, source, stage = trainer.run_dir or start.directory, start.source, request.stage
     last = None if directory == trainer.given_dir else directory
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
         directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
-    if directory is None:
-        directory = evaluation_directory(trainer, request.stage, source)
-    if directory is None:
+    if directory is None and (trainer.loggers or trainer.enable_checkpointing):
+        if stage != "fit" and source is not None:
+            directory = evaluation_directory(trainer, stage, source)
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
-        directory = new_directory(trainer, identity or new_identity(), request.stage)
+        identity, root = start.identity or new_identity(), Path(trainer.default_root_dir)
+        directory = directory or places.create(root, trainer.run_name, identity, stage)
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
-        trainer.saver.hold(directory, request.stage)
+        trainer.saver.hold(directory, stage)
     elif directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-    return directory, source
+    start.directory, start.same_run = directory, places.is_same_run(directory, source)
+    # a fit that counts on from the one before (`Trainer.new_state`) is the same run
+    before = trainer.saver.run_id if trainer.global_step else ""
+    start.identity = before or identity_of(directory) or new_identity()
+    return start
 
 
-def new_directory(trainer: "Trainer", identity: str, stage: str) -> Path | None:
-    """Make the directory of a new run; None where nothing is to be written."""
-    if not trainer.fast_dev_run and (trainer.loggers or trainer.enable_checkpointing):
-        return places.create(Path(trainer.default_root_dir), trainer.run_name, identity, stage)
-    return None
-
-
-def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) -> Path | None:
+def evaluation_directory(trainer: "Trainer", stage: str, source: Path) -> Path | None:
     """Make a directory for an evaluation in that of the run whose checkpoint it takes: RUN/evaluations/STAGE/version_N.
 
-    None where that run is not below `default_root_dir`, where its directory is not writable, and where nothing is to be
-    written.
+    None where that run is not below `default_root_dir`, and where its directory is not writable.
     """
-    writes = bool(trainer.loggers) or trainer.enable_checkpointing
-    if stage == "fit" or source is None or not writes:
-        return None
-    root = Path(trainer.default_root_dir).resolve()
-    above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
-    versions = filter(is_run, reversed(places.versions(root, trainer.run_name)))
-    elsewhere = (version for version in versions if is_same_run(version, source))
-    run = next(above, None) or next(elsewhere, None)
+    run = places.run_of(source, Path(trainer.default_root_dir), trainer.run_name)
     try:
         return None if run is None else places.create(run / EVALUATIONS, stage, new_identity(), stage)
     except ConfigError as error:
@@ -182,64 +155,32 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
         return None
 
 
-def is_same_run(directory: Path | None, source: Path | None) -> bool:
-    """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
-    if directory is None or source is None:
-        return False
-    if directory.resolve() in source.resolve().parents:
-        return True
-    identity = identity_of(directory)
-    return bool(identity) and source.is_dir() and load_manifest(source).run == identity
-
-
-def is_elsewhere(directory: Path | None, source: Path) -> bool:
-    """Return whether a checkpoint is of the run in a run directory, but is in another folder."""
-    return is_same_run(directory, source) and directory not in source.parents
-
-
-def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
-    """Return the folders outside of the run directory with checkpoints from which a run can resume."""
-    task.trainer = trainer  # which configure_callbacks may ask
-    savers = [saver for saver in with_callbacks_of(task, trainer.callbacks) if isinstance(saver, CheckpointCallback)]
+def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Path]:
+    """Return the folders outside of the run directory with checkpoints that a run can resume from, or be evaluated."""
+    is_fit = request.stage == "fit"
+    request.task.trainer = trainer  # which configure_callbacks may ask
+    callbacks = with_callbacks_of(request.task, trainer.callbacks)
+    # what is saved at an error is none to evaluate; weights alone are none to resume from
+    savers = [saver for saver in callbacks if isinstance(saver, CheckpointCallback if is_fit else Checkpoint)]
     elsewhere = [saver for saver in savers if saver.dirpath and saver.is_elsewhere]
-    return [Path(str(saver.dirpath)) for saver in elsewhere if not saver.save_weights_only]
+    return [Path(str(saver.dirpath)) for saver in elsewhere if not (is_fit and saver.save_weights_only)]
 
 
-def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Path:
-    """Return the checkpoint that an evaluation takes its weights from."""
-    if isinstance(request.weights, StoredRun):
-        request.task.trainer = trainer  # which configure_callbacks may ask
-        callbacks = with_callbacks_of(request.task, trainer.callbacks)
-        given = [one.dirpath for one in callbacks if isinstance(one, Checkpoint)]
-        return request.weights.weights([folder for folder in given if folder is not None])
-    path = local_checkpoint(
-        str(named_checkpoint(trainer, request.weights)), "The checkpoint", f"'last' or 'best'; {FRESH}"
-    )
-    source = path if path.is_file() else find.resolve(path, check)
-    request.source_is_chosen = source != path
-    return source
-
-
-def local_checkpoint(word: str | Path, argument: str, others: str) -> Path:
-    """Return a checkpoint's path; raises CheckpointError, with what else it may be, if nothing is there."""
-    require_local(word, argument)
-    if not Path(word).exists():
-        hint = did_you_mean(str(word), ("auto", "last", "best", "none"))
-        raise CheckpointError(f"There is no checkpoint at {word}.{hint} Expected a path, {others}")
-    return Path(word)
-
-
-def named_checkpoint(trainer: "Trainer", name: Any) -> Any:
-    """Turn "last" and "best" into the paths that the Checkpoint callback knows."""
-    if name not in ("last", "best"):
-        return name
+def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Path:
+    """Return the path of a checkpoint: one that exists, or "last" or "best", which the Checkpoint callback knows."""
     callback = trainer.checkpoint_callback
-    path = None if callback is None else callback.best_model_path if name == "best" else callback.last_model_path
-    if not path and callback is not None and callback.last_model_path:
+    last, best = ("", "") if callback is None else (callback.last_model_path, callback.best_model_path)
+    if name == "best" and last and not best:
         raise CheckpointError(
             f"There is no 'best' checkpoint: none was saved with a finite value of {callback.monitor!r}. Say "
             f"ckpt_path='last', or give a path."
         )
+    path = {"last": last, "best": best}.get(str(name), name)
     if not path:
         raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Give a path.")
-    return str(path)
+    require_local(path, "The checkpoint to resume from" if is_fit else "The checkpoint")
+    if not Path(path).exists():
+        hint = did_you_mean(str(path), ("auto", "last", "best", "none"))
+        others = "'auto', 'last', 'best' or nothing." if is_fit else f"'last' or 'best'; {FRESH}"
+        raise CheckpointError(f"There is no checkpoint at {path}.{hint} Expected a path, {others}")
+    return Path(path)

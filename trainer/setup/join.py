@@ -17,7 +17,7 @@ from ..request import Request
 from ..resume import restore
 from ..run import Call, JoinedCall
 from ..runs import run_file
-from .directory import find_directory
+from .directory import find_start
 from .outputs import record_start
 from .parts import with_callbacks_of
 
@@ -51,7 +51,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
     seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
-    source, goes_on, saved = find_directory(call, request)
+    start, saved = find_start(call, request)
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
     # the user's wish comes back: None again, so that the next run chooses for its own processes
@@ -66,10 +66,12 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir and run_file.identity_of(trainer.run_dir):
         run_file.create(trainer.run_dir, trainer.saver.run_id, "fit")
     point = evaluated_point(call, saved)
-    record_start(call, source, point)
+    record_start(call, start.source, point)
     set_owners(call)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
-    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on, evaluated_point=point), saved
+    return JoinedCall(
+        **parts, membership=membership, source=start.source, goes_on=start.same_run, evaluated_point=point
+    ), saved
 
 
 def make_membership(call: Call) -> Membership:
