@@ -231,17 +231,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         for a sum in a hook that runs once per step or epoch: with it the values of all processes are added up. Raises
         TaskError outside of a run.
         """
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        run = None if trainer is None else trainer.run
-        if run is None:
-            self._log_outside_of_run(name)
-            return
-        run.metrics.log(
-            name,
-            value,
-            batch_size,
-            (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist),
-        )
+        options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
+        self.trainer.current_run.metrics.log(name, value, batch_size, options)
 
     def log_dict(  # noqa: PLR0913 (Lightning's signature)
         self,
@@ -269,17 +260,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             for name, value in dictionary.items():
                 self.log(name, value, **given)
             return
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        run = None if trainer is None else trainer.run
-        if run is None:
-            self._log_outside_of_run(next(iter(dictionary), ""))
-            return
+        metrics = self.trainer.current_run.metrics
         for name, value in dictionary.items():
-            run.metrics.log(name, value, batch_size, options)
-
-    def _log_outside_of_run(self, name: str) -> None:
-        """Raise RuntimeError: there is nothing that keeps the value."""
-        _ = self.trainer.current_run
+            metrics.log(name, value, batch_size, options)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:

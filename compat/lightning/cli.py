@@ -23,9 +23,10 @@ from .inner import ROOT, VERSION
 from .instantiation import instantiate_module as instantiate_module
 from .instantiation import require_jsonargparse
 from .module import INSTANTIATOR, LightningDataModule, LightningModule, hyperparameters_of
+from .overrides import is_overridden
 from .rank_zero import rank_zero_warn
 from .trainer import Trainer
-from .utilities import is_overridden, seed_everything
+from .utilities import seed_everything
 
 require_jsonargparse()
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # noqa: E402

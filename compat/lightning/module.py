@@ -252,13 +252,6 @@ class LightningModule(InitialHyperparameters, Task):
         batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
         return self.on_after_batch_transfer(batch, dataloader_idx)
 
-    def _log_outside_of_run(self, name: str) -> None:
-        trainer = self.__dict__.get("_trainer")
-        if trainer is None or trainer.barebones:
-            log.warning("self.log(%r): there is no trainer that keeps values, so it is dropped.", name)
-            return
-        super()._log_outside_of_run(name)
-
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0, by the progress bar where one is shown."""
         if self.trainer.is_global_zero:
@@ -292,9 +285,11 @@ class LightningModule(InitialHyperparameters, Task):
     ) -> None:
         """Log a value; one that a step of an evaluation logs with `on_step` is written for each batch, too."""
         trainer: Any = self.__dict__.get("_trainer")
-        if getattr(trainer, "barebones", False):  # which Legato's own Trainer lacks
+        if trainer is None:
+            log.warning("self.log(%r): there is no trainer that keeps values, so it is dropped.", name)
+        if trainer is None or getattr(trainer, "barebones", False):  # which Legato's own Trainer lacks
             return
-        metrics = None if trainer is None or trainer.run is None else trainer.run.metrics
+        metrics = None if trainer.run is None else trainer.run.metrics
         # Legato reduces values of an evaluation over all of it; Lightning writes a point a batch besides
         if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
             shown = name if on_epoch is False else f"{name}_step"

@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...base.environment import get_variable, set_variable
 from ...base.errors import WorkerError
 from ...tasks.data_hooks import DataHooks
-from ...tasks.data_module import DataModule
-from ...tasks.task import Task
 from .rank_zero import rank_prefixed_message, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
@@ -164,30 +161,6 @@ def measure_flops(
         if loss_fn is not None:
             loss_fn(output).backward()
     return int(counter.get_total_flops())
-
-
-def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object's class overrides a method of `parent`: of the module, data module or callback class.
-
-    Raises ValueError if no parent is given and none is known.
-    """
-    if instance is None:
-        return False
-    from .callbacks.callback import Callback
-    from .module import LightningDataModule, LightningModule
-
-    known = (LightningModule, Task, LightningDataModule, DataModule, Callback)
-    parent = parent or next((kind for kind in known if isinstance(instance, kind)), None)
-    if parent is None:
-        raise ValueError("Expected a parent")
-    own, inherited = getattr(instance, method_name, None), getattr(parent, method_name, None)
-    if own is None:
-        return False
-    if inherited is None:
-        raise ValueError(f"The parent {parent.__name__} should define the method {method_name}")
-    return getattr(inspect.unwrap(own), "__func__", own) is not inherited and getattr(own, "__code__", 0) != getattr(
-        inherited, "__code__", None
-    )
 
 
 class DeviceDtypeMixin(nn.Module):

@@ -8,6 +8,7 @@ from legato.compat.lightning.model_summary import (
     get_formatted_model_size, get_human_readable_count, parse_batch_shape, summarize,
 )
 from legato.compat.lightning.module import AttributeDict
+from legato.compat.lightning.overrides import is_overridden
 from legato.compat.lightning.rank_zero import (
     LightningDeprecationWarning, PossibleUserWarning, WarningCache, disable_possible_user_warnings,
     rank_prefixed_message, rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn,
@@ -23,7 +24,7 @@ from legato.compat.lightning.utilities import (
     apply_to_collection, garbage_collection_cuda, get_filesystem, grad_norm,
     has_iterable_dataset,
     is_local_file_protocol as _is_local_file_protocol,
-    is_oom_error, is_overridden, isolate_rng, load_file as _load, main, measure_flops,
+    is_oom_error, isolate_rng, load_file as _load, main, measure_flops,
     move_data_to_device, package_available, recursive_detach, reset_seed, seed_everything,
     sized_len,
 )

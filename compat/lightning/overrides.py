@@ -1,0 +1,29 @@
+"""Whether a program overrides a method of Lightning's classes."""
+
+import inspect
+
+from ...tasks.data_module import DataModule
+from ...tasks.task import Task
+from .callbacks.callback import Callback
+from .module import LightningDataModule, LightningModule
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """Return whether an object's class overrides a method of `parent`: of the module, data module or callback class.
+
+    Raises ValueError if no parent is given and none is known.
+    """
+    if instance is None:
+        return False
+    known = (LightningModule, Task, LightningDataModule, DataModule, Callback)
+    parent = parent or next((kind for kind in known if isinstance(instance, kind)), None)
+    if parent is None:
+        raise ValueError("Expected a parent")
+    own, inherited = getattr(instance, method_name, None), getattr(parent, method_name, None)
+    if own is None:
+        return False
+    if inherited is None:
+        raise ValueError(f"The parent {parent.__name__} should define the method {method_name}")
+    return getattr(inspect.unwrap(own), "__func__", own) is not inherited and getattr(own, "__code__", 0) != getattr(
+        inherited, "__code__", None
+    )
