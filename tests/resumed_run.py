@@ -119,7 +119,7 @@ def make_trainer(folder, callbacks=(), checkpoint=True, dirpath=None, **argument
     watching = [EarlyStopping("val/loss", patience=50), Counter(), *callbacks]
     if checkpoint:
         watching.append(Checkpoint(monitor="val/loss", save_top_k=2, every_n_train_steps=3, dirpath=dirpath))
-    return lg.Trainer(**settings, enable_checkpointing=checkpoint, callbacks=watching)
+    return lg.Trainer(**{"enable_checkpointing": checkpoint, **settings}, callbacks=watching)
 
 
 def loaders(workers=0, dataset=None):

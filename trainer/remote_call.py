@@ -188,7 +188,7 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
-    if restart_count() > 0 and trainer.run_dir is not None:
+    if restart_count() > 0 and request.stage == "fit" and trainer.run_dir is not None:
         newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request))
         source = places.folder_to_read(trainer.run_dir, newest) or source
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)

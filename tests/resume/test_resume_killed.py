@@ -168,6 +168,25 @@ def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
     assert trainer.run_dir.name == "version_0"
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_starts_again_keeps_to_its_checkpoint(tmp_path):
+    class KillsRank(lg.Callback):
+        def on_validation_start(self, trainer, task):
+            if trainer.stage == "validate" and trainer.global_rank == 1 and (tmp_path / "armed").exists():
+                (tmp_path / "armed").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    keep_all = lg.callbacks.Checkpoint(every_n_train_steps=2, save_top_k=-1)
+    options = {"max_steps": 4, "max_restarts": 1, "checkpoint": False, "enable_checkpointing": True}
+    trainer, task = fit(tmp_path, [KillsRank(), keep_all], strategy="ddp", devices=2, **options)
+    first = trainer.run_dir / "checkpoints" / "step-00000002"  # not the newest
+    expected = trainer.validate(task, loaders()[1], ckpt_path=first)
+    (tmp_path / "armed").touch()
+    assert trainer.validate(task, loaders()[1], ckpt_path=first) == expected
+    assert not (tmp_path / "armed").exists()
+    assert trainer.validate(task, loaders()[1], ckpt_path="last") != expected
+
+
 # --- moved ----------------------------------------------------------------------------------------------------------
 
 
