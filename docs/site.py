@@ -19,7 +19,6 @@ from legato.cli.config.check import LAUNCHERS, class_path
 from legato.cli.config.classes import load
 from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
 from legato.cli.main import COMMANDS, command_parser
-from legato.trainer.runs.record import FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("base", "callbacks", "cli", "compat", "configs", "lab", "loggers", "tasks", "trainer")
@@ -58,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to files of the repository to their pages, and fill in what the code has: hooks, files of a run."""
+    """Point links to files of the repository to their pages, and fill in what the code has: the drawing of hooks."""
 
     def to_source(found: re.Match[str]) -> str:
         path = source_of(page.file.src_uri, found[2])
@@ -70,8 +69,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = LINK.sub(to_source, markdown)
     assert callback.__doc__ is not None
     drawing = callback.__doc__.split("\n", 2)[2]
-    files_of_run = "\n".join(["| | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in FILES.items())])
-    markdown = markdown.replace("{{ files of a run }}", files_of_run)
     return markdown.replace("{{ drawing of hooks }}", drawing)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -17,7 +18,7 @@ import legato as lg
 from legato.lab.history import RunHistory
 from legato.lab.origin import differences
 from legato.trainer.runs import record as run_record
-from legato.trainer.runs.record import FILES, RECORD, read_starts
+from legato.trainer.runs.record import RECORD, read_starts
 
 CSV = "loggers={json: {_target_: legato.loggers.JSONLinesLogger}, csv: {_target_: legato.loggers.CSVLogger}}"
 
@@ -181,7 +182,9 @@ def test_each_file_of_a_run_has_its_line(project):
         log_every_n_steps=1,
     )
     here = {path.name + "/" * path.is_dir() for path in made.run_dir.iterdir() if path.name[0] != "."}
-    assert {name for name in here if not any(fnmatch(name, one) for one in FILES)} == set()
+    page = Path(__file__).parents[2] / "docs" / "reference" / "run-directory.md"
+    lines = re.findall(r"(?m)^\| `(.*?)` \|", page.read_text())
+    assert {name for name in here if not any(fnmatch(name, line) for line in lines)} == set()
     rows = (made.run_dir / "metrics.csv").read_text().splitlines()
     assert "step" in rows[0].split(",")
     assert json.loads((made.run_dir / RECORD).read_text())["starts"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE, parse_small
+from ...base.run_names import CONFIG, parse_small
 from .run_file import identity_of, replace_text
 
 RECORD, DIFF, GIVEN_CONFIG = "environment.json", "uncommitted.diff", "config_given.yaml"
@@ -37,27 +37,6 @@ LARGEST_DIFF = 1_000_000
 GIT_SECONDS = 3.0
 """Time that all calls of git may take together: a start must not wait for a large repository on a slow disk."""
 MOST_NAMES = 200
-
-FILES = {
-    CONFIG: "the config that trained the newest weights, every default included; `legato fit` and `legato validate` "
-    "take it as it is",
-    GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
-    EPOCHS: "the step after which each epoch began: in which epoch a step was",
-    f"{STARTS}/": "the config of each start, as N.yaml in the order of environment.json",
-    RECORD: "for each start of the run: command line, versions, host and git commit",
-    DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
-    RUN_FILE: "which run this is and how it stands: running, done, failed or preempted; its step, best value, error",
-    "metrics.jsonl": "all logged values, a line of JSON for each step",
-    "metrics.csv": "all logged values as a table (CSVLogger)",
-    "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
-    f"{EVENT_FILES}*": "for TensorBoard: look at them with `tensorboard --logdir runs`",
-    "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
-    f"{EVALUATIONS}/": "what evaluations of its checkpoints have logged and written, in STAGE/version_N",
-    "predictions.*": "what `legato predict` wrote",
-    "spikes.jsonl": "steps whose loss or gradient norm left its range, with their samples (SpikeWatch)",
-    "hang/": "where each process was when the run stood still",
-}
-"""Files of a run directory, by name, with their contents."""
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:

@@ -12,21 +12,22 @@ from pathlib import Path
 
 from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
-from ...base.run_names import CHECKPOINTS, EVALUATIONS, RUN_FILE
+from ...base.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE
 from ..checkpoints.manifest import is_checkpoint_of
 from ..checkpoints.storage import Folder
 from .lock import HOLDER, LOCK
-from .record import FILES, RECORD
+from .record import DIFF, EPOCHS, GIVEN_CONFIG, RECORD, STARTS
 from .run_file import identity_of
 
 REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "": (
-        *(name for name in FILES if name not in (RUN_FILE, "predictions.*")),
-        *("predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
-        *(f"{RECORD}.damaged", "metrics.*.partial", ".*.json.partial", ".config*.partial"),
+        *(CONFIG, GIVEN_CONFIG, RECORD, f"{RECORD}.damaged", DIFF, "uncommitted-*.diff", EPOCHS, "spikes.jsonl"),
+        *("metrics.jsonl", "metrics.csv", "hparams.yaml", f"{EVENT_FILES}*", "*-id.txt"),
+        *("predictions.safetensors", "predictions.jsonl"),
+        *("metrics.*.partial", ".*.json.partial", ".config*.partial"),
     ),
     "hang": ("rank-*.txt",),
-    "starts": ("*.yaml",),
+    STARTS: ("*.yaml",),
 }
 """Patterns of the files that Legato writes to a run directory, by folder; `""` is the run directory itself."""
 
