@@ -105,19 +105,16 @@ def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """
     if ranks.size == 1:
         return [action()]
-    error: Exception | None = None
     result: Any = None
+    error: Exception | None = None
     problem: CheckpointError | None = None
     try:
         result = action()
     except CheckpointError as caught:
         error = problem = caught
     except Exception as caught:  # which another process may not be able to unpickle
-        text = f"{type(caught).__name__}: {caught}"
-        error, problem = (
-            caught,
-            CheckpointError(f"Rank {ranks.rank} could not write its part of the checkpoint. {text}"),
-        )
+        text = f"Rank {ranks.rank} could not write its part of the checkpoint. {type(caught).__name__}: {caught}"
+        error, problem = caught, CheckpointError(text)
     answers = ranks.gather_objects((result, problem))
     failures = [failure for _, failure in answers if failure is not None]
     if failures:

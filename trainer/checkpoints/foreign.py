@@ -19,19 +19,24 @@ _EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be any
 
 
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
+    """Read what `read_file` reads, without the prefixes that `names`, the task's parameters, do not have."""
+    contents = read_file(path)
+    return {**contents, "state_dict": plain_names(path, contents["state_dict"], names)}
+
+
+def read_file(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
 
-    They are the weights and, beside a `state_dict`, the rest. The prefixes of DistributedDataParallel and torch.compile
-    are removed, unless `names`, the task's parameters, have them. Raises CheckpointError with the contents of a refused
+    They are the weights and, beside a `state_dict`, the rest. Raises CheckpointError with the contents of a refused
     file.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
-        return {"state_dict": plain_names(path, read_tensors(path), names)}
+        return {"state_dict": read_tensors(path)}
     loaded = _load_pickle(path)
     others = loaded if isinstance(loaded, Mapping) and NESTS[0] in loaded else {}
-    return {**others, "state_dict": plain_names(path, _state_dict(path, loaded), names)}
+    return {**others, "state_dict": _state_dict(path, loaded)}
 
 
 def _load_pickle(path: Path) -> Any:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...base.errors import CheckpointError
 from ..processes.ranks import SINGLE, Ranks
 from .codec import MODEL, OTHERS, FlatState, flatten, unflatten
 from .commit import on_all_ranks
 from .find import check_sizes, resolve
-from .foreign import read_contents
+from .foreign import read_file
 from .hashed import FileSum, check_file, parse_json
 from .manifest import MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
 from .shards import ShardFiles, load_stored
@@ -26,9 +25,9 @@ KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
 """Key in the contents whose shards are in files of this name."""
 
 
-def read(source: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a path, or a file of another program there; see `read_contents`."""
-    return read_contents(source, names) if source.is_file() else read_checkpoint(resolve(source))
+def read(source: Path) -> dict[str, Any]:
+    """Read the checkpoint that `resolve` finds at a path, or a file of another program there, with its own names."""
+    return read_file(source) if source.is_file() else read_checkpoint(resolve(source))
 
 
 def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Rank
     CheckpointError, on every rank, with the file and the problem.
     """
     contents: dict[str, Any] = {}
-    files: dict[str, FileSum] = on_all_ranks(ranks, lambda: check_sizes(directory) if ranks.rank == 0 else {})[0]
+    files = ranks.from_first(lambda: check_sizes(directory))
     # from the manifest that rank 0 has read: another rank may see an older one on a network disk
     shards = ShardFiles(directory, files)
 
@@ -51,7 +50,7 @@ def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Rank
 
     # before any of it is used, so that rank 0 can choose another checkpoint for all
     on_all_ranks(ranks, read_share)
-    return contents if ranks.size == 1 else broadcast_contents(contents, 0, ranks.rank, ranks.group, shards)
+    return contents if ranks.size == 1 else broadcast_contents(contents, ranks, shards=shards)
 
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
@@ -77,27 +76,23 @@ def _read_rest(
 
 
 def broadcast_contents(
-    contents: Mapping[str, Any], source: int, rank: int, group: Any = None, shards: ShardFiles | None = None
+    contents: Mapping[str, Any], ranks: Ranks, source: int = 0, shards: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Return rank `source`'s contents on every rank of a group; every rank calls it, with its own contents.
+    """Return the contents of the rank `source` on every rank; every rank calls it, with its own contents.
 
     Tensors in `shards` are not sent: each rank reads them there.
     """
     # shapes first, so that tensors go as bytes and are not pickled
-    flat = flatten(contents) if rank == source else FlatState({})
+    flat = flatten(contents) if ranks.rank == source else FlatState({})
     shapes = {
         file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         for file, tensors in flat.tensors.items()
     }
-    plan = [(flat.tree, shapes)]
-    dist.broadcast_object_list(plan, src=source, group=group, device=torch.device("cpu"))
-    tree, shapes = plan[0]
+    flat.tree, shapes = ranks.broadcast((flat.tree, shapes), source)
     for file, tensors in shapes.items():
         for name, (shape, dtype) in tensors.items():
             sent = flat.tensors[file].get(name)
             tensor = torch.empty(shape, dtype=dtype) if sent is None else sent.detach().cpu().contiguous()
-            if tensor.nbytes:
-                # as bytes, which every backend sends; one by one, as joined they would take the memory twice
-                dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=group)
+            ranks.broadcast_tensors([tensor], source)
             flat.tensors[file][name] = tensor
-    return unflatten(tree, flat.tensors, shards)
+    return unflatten(flat.tree, flat.tensors, shards)

@@ -125,7 +125,7 @@ def transfer_state(
     behind = [one.progress != newest.progress or not one.consistent for one in states]
     saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
-        saved = broadcast_contents(saved, source, place.rank)
+        saved = broadcast_contents(saved, strategy.collectives, source)
     # No communication from here on: every process can finish alone.
     metrics.set_layout(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:

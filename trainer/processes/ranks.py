@@ -65,8 +65,8 @@ class Ranks:
             raise problem
         return value  # type: ignore[no-any-return]
 
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite the tensors of every rank with those of rank 0, in pieces of about PIECE bytes."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Overwrite the tensors of every rank with those of the rank `source`, in pieces of about PIECE bytes."""
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -75,12 +75,13 @@ class Ranks:
         for some in by_device.values():
             ends = accumulate(tensor.nbytes for tensor in some)
             for _, piece in groupby(zip(ends, some, strict=True), key=lambda pair: pair[0] // PIECE):
-                self._broadcast_piece([tensor for _, tensor in piece])
+                self._broadcast_piece([tensor for _, tensor in piece], source)
 
-    def _broadcast_piece(self, tensors: Sequence[Tensor]) -> None:
+    def _broadcast_piece(self, tensors: Sequence[Tensor], source: int) -> None:
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # every backend knows bytes
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-        dist.broadcast(flat, group_src=0, group=self.group)
+        if flat.nbytes:
+            dist.broadcast(flat, group_src=source, group=self.group)
         for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 

@@ -11,6 +11,7 @@ from ...base.errors import CheckpointError, ConfigError
 from ...base.targets import rebuild_targets
 from ...tasks.hyperparameters import AttributeDict, Hyperparameters
 from ..checkpoints import reading
+from ..checkpoints.foreign import plain_names
 from .left_out import BUILT, LEFT_OUT, require_hyperparameters
 from .restore import load_task_weights
 
@@ -41,8 +42,8 @@ def rebuild_task(
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()  # a model made there has its weights only from here on
     if isinstance(source, Path) and source.is_file():
-        # once more: whether "module." is a wrapper of DDP's or a name of the task's own only the task can tell
-        saved["state_dict"] = reading.read(source, task.state_dict().keys())["state_dict"]
+        # only now: whether "module." is a wrapper of DDP's or a name of the task's own only the task can tell
+        saved["state_dict"] = plain_names(source, saved["state_dict"], task.state_dict().keys())
     else:
         saved["state_dict"] = averaged_weights(saved)
     task.on_load_checkpoint(saved)
