@@ -139,14 +139,14 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 
     Raises ConfigError if `resume=auto` would mean another run there.
     """
-    from ..trainer.runs.places import newest_checkpoint
+    from ..trainer.runs.places import newest_to_resume
 
     values, run = config.values, build_config(config)
     if command == "fit" and values["resume"] == "auto":
-        newest = newest_checkpoint(Path(run.trainer.default_root_dir), run.trainer.run_name)
-        if newest is not None and not newest[0].samefile(config.directory or ""):
+        newest = newest_to_resume(Path(run.trainer.default_root_dir), run.trainer.run_name)
+        if newest is not None and not newest.samefile(config.directory or ""):
             raise ConfigError(
-                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest[0]}, and "
+                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest}, and "
                 f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
             )
     elif command != "fit" and values["checkpoint"] in (None, "best", "last"):

@@ -145,15 +145,6 @@ def run_of(checkpoint: Path, root: Path, name: str) -> Path | None:
     return next((run for run in runs if is_same_run(run, checkpoint)), None)
 
 
-def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
-    """Return the newest run directory of a name with a complete checkpoint, and that checkpoint."""
-    for directory in reversed(versions(root, name)):
-        newest = newest_in(directory)
-        if newest is not None:
-            return directory, newest
-    return None
-
-
 def newest_to_resume(root: Path, name: str) -> Path | None:
     """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback.
 
@@ -252,9 +243,8 @@ class StoredRun:
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:
                 return newest
-        if self.directory is not None:
-            return newest_in(self.directory)
-        return (newest_checkpoint(self.root, self.name) or (None, None))[1]
+        runs = versions(self.root, self.name)[::-1] if self.directory is None else [self.directory]
+        return next(filter(None, map(newest_in, runs)), None)
 
     def _best(self, newest: Path) -> tuple[str, Path]:
         """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""
