@@ -191,7 +191,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     if restart_count() > 0 and request.stage == "fit" and trainer.run_dir is not None:
         newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request))
         source = places.folder_to_read(trainer.run_dir, newest) or source
-    request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
+    request.source = source
     task, known = request.task, directory.weight_names(request.task)
     try:
         returned = request.repeat(trainer)

@@ -23,10 +23,8 @@ class Request:
     datamodule: DataModule | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders that were handed over, by "train", "validation", "test", "predict"."""
-    resume: Any = None
-    """Source to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
-    weights: Any = None
-    """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
+    source: Any = None
+    """What a fit resumes from, or an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
     keep_outputs: bool = False
     """Whether predictions are returned."""
     verbose: bool = False
@@ -58,21 +56,17 @@ class Request:
             raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
         request = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
         callback = trainer.checkpoint_callback
-        if request.weights is None and callback is not None and callback.best_model_path:
-            request.weights = "best"
+        if request.source is None and callback is not None and callback.best_model_path:
+            request.source = "best"
         return request
 
     def repeat(self, trainer: "Trainer") -> Any:
         """Make the same request to another trainer."""
+        where = {"datamodule": self.datamodule, "ckpt_path": self.source}
         if self.stage == "fit":
-            train, validation = self.loaders.get("train"), self.loaders.get("validation")
-            return trainer.fit(self.task, train, validation, self.datamodule, ckpt_path=self.resume)
-        loader, where = self.loaders.get(DOING_OF_STAGE[self.stage]), self.weights
-        if self.stage == "predict":
-            keep, module = self.keep_outputs, self.datamodule
-            return trainer.predict(self.task, loader, module, ckpt_path=where, return_predictions=keep)
-        evaluate = getattr(trainer, self.stage)
-        return evaluate(self.task, loader, ckpt_path=where, verbose=self.verbose, datamodule=self.datamodule)
+            return trainer.fit(self.task, self.loaders.get("train"), self.loaders.get("validation"), **where)
+        options = {"return_predictions": self.keep_outputs} if self.stage == "predict" else {"verbose": self.verbose}
+        return getattr(trainer, self.stage)(self.task, self.loaders.get(DOING_OF_STAGE[self.stage]), **where, **options)
 
     def take_loaders(self, **loaders: Any) -> None:
         """Store the given loaders."""

@@ -64,7 +64,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         there is one; a path begins a new run directory from that checkpoint. `ckpt_path` is Lightning's name for such a
         path.
         """
-        request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
+        request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
         if remote_call.needs_workers(self, request):
             remote_call.run_in_workers(self, request)
@@ -101,7 +101,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; return the metrics of each loader, and print them where `verbose`."""
-        return self.evaluate_alone("validate", model, dataloaders, datamodule, weights=ckpt_path, verbose=verbose)
+        return self.evaluate_alone("validate", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def test(
         self,
@@ -112,7 +112,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; return the metrics of each loader, and print them where `verbose`."""
-        return self.evaluate_alone("test", model, dataloaders, datamodule, weights=ckpt_path, verbose=verbose)
+        return self.evaluate_alone("test", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def predict(
         self,
@@ -123,7 +123,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         return_predictions: bool | None = None,
     ) -> list[Any]:
         """Return what predict_step returned for each batch, in the loader's order; with several loaders a list each."""
-        return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, weights=ckpt_path)
+        return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, source=ckpt_path)
 
     # --- for a subclass to override ----------------------------------------------------------------------------------
     def new_state(self) -> State:

@@ -10,7 +10,7 @@ step-00001200/
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ...base.errors import CheckpointError
@@ -31,10 +31,12 @@ def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def verify(directory: Path) -> None:
-    """Check every file against the manifest; raises CheckpointError with the file and the problem."""
-    for name, expected in check_sizes(directory).items():
+def verify(directory: Path) -> dict[str, FileSum]:
+    """Return the manifest's entries, after a check of every file; raises CheckpointError with the problem."""
+    files = check_sizes(directory)
+    for name, expected in files.items():
         check_file(directory / name, expected)
+    return files
 
 
 def check_sizes(directory: Path) -> dict[str, FileSum]:
@@ -61,8 +63,13 @@ def newest_complete(root: Path, check: Check = verify) -> Path | None:
     If a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the next
     sweep or save restores it.
     """
-    # newest first: to verify is to read it all, which is done for as few as possible
-    for path in reversed(_candidates(root)):
+    return first_complete(_candidates(root)[::-1], check)
+
+
+def first_complete(paths: Iterable[Path], check: Check) -> Path | None:
+    """Return the first of these checkpoints that passes `check`; warn of every one before it and its problem."""
+    # not all of them: to verify is to read it all
+    for path in paths:
         try:
             if check(path) is False:
                 continue

@@ -12,9 +12,8 @@ from ...base.checkpoint_index import INDEX, best_names
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
 from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem
-from ..checkpoints import manifest
-from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, verify
-from ..checkpoints.manifest import is_checkpoint_of
+from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, first_complete, newest_complete, verify
+from ..checkpoints.manifest import is_checkpoint_of, load_manifest
 from . import record as run_record
 from . import run_file
 from .lock import belongs_to_training
@@ -107,10 +106,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     # one checkpoint for the whole run: the later of both counts
     def is_own(path: Path) -> bool:
         # a folder of a callback's own may hold checkpoints of several runs
-        if manifest.load_manifest(path).run != identity or check(path) is False:
-            return False
-        verify(path)
-        return True
+        return load_manifest(path).run == identity and check(path) is not False and bool(verify(path))
 
     newest = [newest_complete(directory / CHECKPOINTS, check)]
     newest += [newest_complete(folder, is_own) for folder in folders if identity]
@@ -248,18 +244,12 @@ class StoredRun:
 
     def _best(self, newest: Path) -> tuple[str, Path]:
         """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""
-        passed_over = False
-        for name in best_names(newest.parent, manifest.load_manifest(newest).run):
-            path = newest.parent / name
-            try:
-                if path != newest:  # which was verified when it was chosen
-                    verify(path)
-            except CheckpointError as error:
-                log.warning("The best checkpoint is passed over, it is not whole. %s", error)
-                passed_over = True
-            else:
-                return ("best that is whole" if passed_over else "best"), path
-        if self.word == "best" and not passed_over:
+        names = best_names(newest.parent, load_manifest(newest).run)
+        candidates = [newest.parent / name for name in names]
+        best = first_complete(candidates, lambda path: path == newest or verify(path))
+        if best is not None:
+            return "best" if best == candidates[0] else "best that is whole", best
+        if self.word == "best" and not names:
             raise CheckpointError(
                 f"{newest.parent} does not say which checkpoint is the best: no value of a monitored metric is in its "
                 f"{INDEX}. Set checkpoint=last or to a path."

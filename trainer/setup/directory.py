@@ -58,7 +58,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
     ranks, saved = strategy.collectives, None
     while True:
         start = ranks.from_first(lambda: find_source(trainer, request, damaged))
-        if start.config_from is not None and request.resume == "auto":
+        if start.config_from is not None and request.source == "auto":
             raise ConfigError(
                 f"resume=auto takes the config of {start.config_from} on rank 0, which is not there for rank "
                 f"{strategy.place.rank}. Share the folder of the runs, or give each node a copy of that run's config."
@@ -101,8 +101,7 @@ def find_source(trainer: "Trainer", request: Request, damaged: Collection[Path] 
     def check(path: Path) -> bool:
         return path not in damaged and bool(find.check_sizes(path))
 
-    is_fit, saver = request.stage == "fit", trainer.saver
-    wanted = request.resume if is_fit else request.weights
+    wanted, is_fit, saver = request.source, request.stage == "fit", trainer.saver
     if wanted is None:
         return Start()
     if is_fit and wanted == "auto":
