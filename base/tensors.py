@@ -102,3 +102,12 @@ def _length_of_list(batch: Any) -> int | None:
     if items and items is batch and isinstance(batch[0], (str, bytes, int, float)):
         return len(batch)
     return next((length for item in items if (length := _length_of_list(item)) is not None), None)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor as it is."""
+    if not hasattr(tensor, "to_local"):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():  # where torch returns the shard itself, and not a view with a gradient of its own
+        part: torch.Tensor = tensor.to_local()
+    return part

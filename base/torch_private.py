@@ -57,30 +57,6 @@ def default_store() -> Any:
 
 
 # --- parameters that are sharded --------------------------------------------------------------------------------------
-def drop_sharded_gradients(root: Any) -> None:
-    """Drop the unsharded gradients that a sharded module has accumulated, between a backward and the next forward.
-
-    `root`: the module that `fully_shard` was applied to last.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) >= (2, 15):  # 2.13 and 2.14 have it too, but it keeps the gradients there
-        root.reset_iter_state()
-        return
-    for block in [module for module in root.modules() if isinstance(module, FSDPModule)]:
-        state = block._get_fsdp_state()
-        # until torch 2.11 a block had at most one group of parameters
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
-            # the newest backward has left its gradient here, earlier ones in the other place, in the dtype in which
-            # they are reduced
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
-            parameter.unsharded_accumulated_grad = None
-
-
 def forget_wrapping(module: nn.Module) -> None:
     """Remove the mark that `fully_shard` was applied to a module, so that it can be applied again."""
     from torch.distributed import _composable_state
@@ -104,14 +80,6 @@ divide_each: Callable[[list[Tensor], float | Tensor], None] = torch._foreach_div
 """Divide tensors in place by one number, which may be on their device."""
 copy_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 """Copy each of the second list to its partner in the first."""
-unscale_each: Callable[[list[Tensor], Tensor, Tensor], None] = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiply gradients of one device and dtype by the third argument; set the second to 1.0 if one is not finite."""
-
-
-def norm_of(tensor: Tensor) -> Tensor:
-    """Return the 2-norm, with the bits that torch.nn.utils.clip_grad_norm_ computes for one of its gradients."""
-    norm: Tensor = torch.linalg.vector_norm(tensor) if tensor.device.type == "cpu" else torch._foreach_norm([tensor])[0]
-    return norm
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -122,12 +90,6 @@ def is_view(tensor: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written to; 0 where that is not counted."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def local_part(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor as it is."""
-    part: Tensor = tensor._local_tensor if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 @contextmanager
@@ -144,11 +106,6 @@ Tensors = MutableMapping[str, Any]
 """Parameters or buffers of one module by name, to read and to replace."""
 ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """Parameters, buffers and children of a module by name."""
-
-
-def own_parameters(module: nn.Module) -> Tensors:
-    """Return a module's own parameters by name."""
-    return module._parameters
 
 
 def own_buffers(module: nn.Module) -> Tensors:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from examples.characters import ALPHABET, CharacterGPT
+from legato.base.tensors import local_part
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.strategies.mesh.dtensors import local_bytes
 
 LAYOUTS = {
     "ddp": "ddp",
@@ -31,6 +31,12 @@ LAYOUTS = {
     "mesh, pipeline 2 x shard 2": {"name": "mesh", "pipeline": 2, "shard": "auto", "shard_blocks": ["Block"]},
     "mesh, pipeline 2 x tensor 2": {"name": "mesh", "pipeline": 2, "tensor": "auto"},
 }
+
+
+def local_bytes(tensors):
+    """Return how many bytes this rank holds of some tensors."""
+    parts = map(local_part, tensors)  # what a pipeline has elsewhere is one number, however large it looks
+    return sum(min(part.nbytes, part.untyped_storage().nbytes()) for part in parts)
 
 
 class Counts(lg.Callback):

@@ -229,7 +229,7 @@ class ExponentialMovingAverage(WeightAveraging):
 
 def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return this rank's shard of a tensor, sharing its memory."""
-    from ..base.torch_private import local_part
+    from ..base.tensors import local_part
 
     return local_part(tensor)
 

@@ -24,7 +24,7 @@ from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
 from ..trainer.hooks import count_arguments, counter_of
 from ..trainer.optimization.kernels import Recomputing
-from ..trainer.strategies.mesh.dtensors import replace
+from ..trainer.strategies.mesh.dtensors import replace, tensor_slots
 from .config.check import load_config
 from .unstarted import UnstartedRun
 
@@ -171,17 +171,10 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mix
 @contextmanager
 def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
     """Give a task fake parameters and no log within this context; yield its step on a fake batch, and the latter."""
-    before: dict[Tensor, Tensor] = {}
     fake_tensors: list[Tensor] = []
     # the batch has the type of the weights, as under precision: bf16-true
     width = next((one.dtype for one in task.parameters() if one.is_floating_point()), torch.float32)
     with faking_tensors() as device:
-
-        def change(tensor: Tensor) -> Tensor:
-            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-            before[new] = tensor
-            return new
 
         def fake(tensor: Tensor) -> Tensor:
             dtype = width if tensor.is_floating_point() else tensor.dtype
@@ -189,7 +182,8 @@ def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable
             return fake_tensors[-1]
 
         arguments = (map_tensors(batch, fake), 0)[: count_arguments(task, "training_step")]
-        replace(task, change)
+        before = list(tensor_slots(task))
+        replace(task, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         # log() needs a run with loops and results, which there is none of
         task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
         try:
@@ -198,7 +192,8 @@ def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable
         finally:
             del task.__dict__["log"], task.__dict__["log_dict"]
             # the task is used further: its weights stay those on the device meta
-            replace(task, before.__getitem__)
+            for module, name, tensor in before:
+                setattr(module, name, tensor)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

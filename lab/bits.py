@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.torch_private import local_part
+from ..base.tensors import local_part
 from ..callbacks.callback import MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten

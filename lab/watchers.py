@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.torch_private import local_part
+from ..base.tensors import local_part
 from ..callbacks.callback import Callback, MonitoringCallback
 from ..trainer.optimization.optimizers import optimizer_parameters
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ...base.errors import TaskError
-from ...base.torch_private import divide_each, local_part
+from ...base.tensors import local_part
+from ...base.torch_private import divide_each
 from ..accelerators import has_float64
 from ..data.steps import ReplicaBatch, StepInput
 

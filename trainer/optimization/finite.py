@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ...base.torch_private import local_part
+from ...base.tensors import local_part
 from ..metrics.reduce import to_floats
 
 

@@ -1,7 +1,7 @@
 """DTensors on a mesh: scatter and gather of tensors, norms and clipping of sharded gradients, their scaler."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
-from ....base.torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
+from ....base.tensors import local_part
+from ....base.torch_private import multiply_each
+from ...checkpoints.shards import StoredTensor, load_stored
 
 TensorChange = Callable[[Tensor], Any]
 
@@ -28,21 +30,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-class Readable(Protocol):
-    """A tensor of a checkpoint of which only slices are read (checkpoints.shards.StoredTensor)."""
-
-    shape: torch.Size
-
-    def __getitem__(self, place: tuple[slice, ...]) -> Tensor: ...
-    def whole(self) -> Tensor: ...  # noqa: D102
-
-
-def read_whole(value: Any) -> Any:
-    """Return a `Readable` as a tensor, and anything else as it is."""
-    return value.whole() if hasattr(value, "whole") else value
-
-
-def local_shard(value: Tensor | Readable, like: DTensor) -> DTensor:
+def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
     """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
     (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -53,35 +41,32 @@ def local_shard(value: Tensor | Readable, like: DTensor) -> DTensor:
 
 
 @torch.no_grad()
-def fill(target: Tensor, value: Tensor | Readable) -> None:
+def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
     """Copy the whole `value` into `target`, of which this rank may hold a part."""
     if isinstance(target, DTensor):
         local_part(target).copy_(local_part(local_shard(value, target)))
     else:
-        target.copy_(read_whole(value))
+        target.copy_(load_stored(value))
 
 
-def tensor_slots(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
-    """Yield each parameter and buffer of a task: those of its module, its name among them, and the tensor."""
+def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each parameter and buffer of a task: its module, its name there, and the tensor."""
     for module in task.modules():
-        for owner in (own_parameters(module), own_buffers(module)):
-            for name, tensor in list(owner.items()):
-                if tensor is not None:
-                    yield owner, name, tensor
+        for named in (module.named_parameters, module.named_buffers):
+            yield from ((module, *item) for item in named(recurse=False, remove_duplicate=False))
 
 
 def replace(task: nn.Module, change: TensorChange) -> None:
-    """Replace each parameter and buffer by `change(tensor)`; what was shared stays shared."""
-    made: dict[int, Any] = {}
-    kept: list[Tensor] = []  # keeps the tensors alive, so that no id is used twice
-    for owner, name, tensor in list(tensor_slots(task)):
-        # tied weights: one new tensor for all the places in which the old one is used
-        if id(tensor) not in made:
-            made[id(tensor)] = change(tensor)
-            kept.append(tensor)
-        owner[name] = made[id(tensor)]
+    """Replace each parameter and buffer by `change(tensor)`, as a parameter where it is one; ties stay."""
+    made: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is used twice
+    for module, name, tensor in list(tensor_slots(task)):
+        if tensor not in made:
+            value = change(tensor)
+            made[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        setattr(module, name, made[tensor])
 
 
+@torch.no_grad()
 def make_plain(task: nn.Module, keep: bool) -> None:
     """Replace the DTensors of a task by plain tensors, each whole on the host; every rank calls it.
 
@@ -91,35 +76,14 @@ def make_plain(task: nn.Module, keep: bool) -> None:
     def change(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        if keep:
-            value = whole(tensor).cpu()
-            # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
-            if value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
-                value = value.clone()
-        else:
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if not keep:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        value = whole(tensor).cpu()
+        # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
+        is_shared = value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
+        return value.clone() if is_shared else value
 
-    with torch.no_grad():
-        replace(task, change)
-
-
-def empty_on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like this one or this rank's part of it, its values unset, on `device`; on "meta" none."""
-    made: Tensor = torch.empty_like(local_part(tensor).detach(), device=device)
-    if isinstance(tensor, DTensor):
-        layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-        made = DTensor.from_local(made, tensor.device_mesh, tensor.placements, **layout)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes this rank holds of some tensors."""
-    locals_ = list(map(local_part, tensors))  # what a pipeline has elsewhere is one number, however large it looks
-    return sum(min(local.numel() * local.element_size(), local.untyped_storage().nbytes()) for local in locals_)
-
-
-CPU = torch.device("cpu")
+    replace(task, change)
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
@@ -128,18 +92,11 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def device_of(optimizer: Optimizer) -> torch.device:
-    """Return the device of an optimizer's parameters, as far as this rank has them."""
-    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    return next((device for device in devices if device.type != "meta"), CPU)
-
-
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return the 2-norm of all gradients together, the same on each of `ranks` ranks, by one all-reduce.
+    """Return the 2-norm of all gradients together, the same on each of `ranks` ranks, by one all-reduce on `device`.
 
     Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
-    ones that each rank has whole, count once each. The gradients must not be partial sums. `device`: where the ranks
-    meet if this one has no gradient.
+    ones that each rank has whole, count once each. The gradients must not be partial sums.
     """
     # With cpu_offload gradients lie on several devices. Squares are added in float64: float32 loses small parameters
     # beside large ones, and then the result would depend on how many ranks the sum is spread over.
@@ -149,7 +106,6 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
         # half precision would overflow while squaring, at gradients of 256 in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
-    device = next(iter(shares), device)
     total = torch.zeros((), dtype=torch.float64, device=device)  # with no gradient here, too: others may have some
     for own in shares.values():
         total += torch.stack(own).sum().to(device)
@@ -171,7 +127,7 @@ def parts(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def clip_norm(optimizer: Optimizer, limit: float, ranks: int, one_order: bool = False) -> Tensor:
+def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.device, one_order: bool = False) -> Tensor:
     """Scale the gradients down where their norm is above `limit`; return the norm before.
 
     `one_order`: compute it from whole gradients, as one process does, so that the number of ranks changes no bit.
@@ -179,9 +135,11 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, one_order: bool = 
     gradients = gradients_of(optimizer)
     norm: Tensor
     if one_order and gradients:
-        norm = torch.linalg.vector_norm(torch.stack([norm_of(whole(gradient)) for gradient in gradients]))
+        # one after the other, as no device has room for all; torch's own function has the bits of its clipping
+        norms = [nn.utils.get_total_norm([whole(gradient)]) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
     else:
-        norm = total_norm(gradients, ranks, device_of(optimizer))
+        norm = total_norm(gradients, ranks, device)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
     for gradient in gradients:
         local = local_part(gradient)
@@ -202,8 +160,9 @@ class MeshScaler(torch.amp.GradScaler):
     The public methods of torch's, whose own look at one rank's gradients on one mesh.
     """
 
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type)
+        self.device = device
         self.factor = super().get_scale()
         self.good_steps = 0
         """Number of steps in a row with only finite gradients."""
@@ -219,18 +178,15 @@ class MeshScaler(torch.amp.GradScaler):
         """Divide an optimizer's gradients. Raises RuntimeError where they have been since the last update."""
         if id(optimizer) in self.found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in map(local_part, gradients_of(optimizer)):
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        flags: dict[torch.device, Tensor] = {}
-        for (device, _), own in groups.items():
-            flag = flags.setdefault(device, torch.zeros((), device=device))
-            unscale_each(own, flag, torch.tensor(1.0 / self.factor, device=device))
+        gradients = [local_part(gradient) for gradient in gradients_of(optimizer)]
+        held = [gradient for gradient in gradients if gradient.numel()]  # an empty part has no largest number
+        is_bad = (~nn.utils.get_total_norm(held, float("inf")).isfinite()).float().to(self.device)
+        if gradients:
+            multiply_each(gradients, 1.0 / self.factor)
         # over all ranks, as the loss scale must stay the same on each: an overflow in one shard skips the step
         # everywhere
-        total = sum(flags.values(), torch.zeros((), device=next(iter(flags), None)))
-        dist.all_reduce(total, dist.ReduceOp.MAX)
-        self.found[id(optimizer)] = total
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        self.found[id(optimizer)] = is_bad
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, unless a gradient was not finite."""
@@ -257,20 +213,12 @@ class MeshScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's has."""
-        return {
-            "scale": self.factor,
-            "growth_factor": self.get_growth_factor(),
-            "backoff_factor": self.get_backoff_factor(),
-            "growth_interval": self.get_growth_interval(),
-            "_growth_tracker": self.good_steps,
-        }
+        return {**super().state_dict(), "_growth_tracker": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what torch's or this one had."""
+        super().load_state_dict(state_dict)
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
-        self.set_growth_factor(state_dict["growth_factor"])
-        self.set_backoff_factor(state_dict["backoff_factor"])
-        self.set_growth_interval(state_dict["growth_interval"])
 
 
 def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:

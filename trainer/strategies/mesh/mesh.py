@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError, first_names
-from ....base.torch_private import drop_sharded_gradients, local_part
+from ....base.tensors import local_part
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...optimization.model_checks import require_dense_gradients, require_dimensions
@@ -25,7 +26,7 @@ from ..strategy import refuse_empty
 from ..tree import ReplicaTree
 from . import dtensors, weight_broadcast
 from .shard_tree import ShardTree
-from .sharding import Sharding, as_sharded, sharded
+from .sharding import Sharding, drop_unsent_gradients, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
 from .tensor_gradients import TensorGradients
@@ -146,7 +147,9 @@ class MeshStrategy(GroupStrategy):
         """The process group that the mesh was made in."""
         self.among = SINGLE
         self.steps: MeshSteps | None = None
-        """The outermost sharded module, which calls the task's steps; None in one process."""
+        """The outermost module, which calls the task's steps; None in one process."""
+        self.root: FSDPModule | None = None
+        """The same module, where it is sharded."""
         self.wrapping: Wrapping | None = None
         self.sends: bool | None = None
         """Whether gradients are sent in the next backward; None: as the step before left it."""
@@ -183,7 +186,7 @@ class MeshStrategy(GroupStrategy):
         # pipelines run their batches independently unless they share parameters
         self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
         if self.precision.scaler is not None:
-            self.precision.scaler = dtensors.MeshScaler(self.device.type)
+            self.precision.scaler = dtensors.MeshScaler(self.device)
 
     def ranks_along(self, axis: str) -> Ranks:
         """Return the processes that differ from this one on an axis alone."""
@@ -227,7 +230,7 @@ class MeshStrategy(GroupStrategy):
         if not self.meta_init:
             # before anything is cut: fully_shard takes each rank's part out of that rank's own weights, without a
             # message
-            weight_broadcast.share(task, self.collectives.broadcast_tensors)
+            self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
         # taken before the first wrapper, and closed by done() after the last: what came in between is undone at the end
         self.wrapping = Wrapping(task)
         # inside FSDP's hooks: a block's forward is compiled, gathering it is not
@@ -248,7 +251,7 @@ class MeshStrategy(GroupStrategy):
         # training_step that calls self.body(x) and never self(x) would let each child take itself for the root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
-            self.sharding.apply(self.steps, task, mesh)
+            self.root = self.sharding.apply(self.steps, task, mesh)
             # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
@@ -305,10 +308,9 @@ class MeshStrategy(GroupStrategy):
             self.cut = TensorGradients(self.task, self.task.tensor_plan(), self.mesh.get_group("tensor"))
 
     def _make_tree(self, task: "Task") -> ReplicaTree:
-        root = as_sharded(self.steps)
-        if root is None:
+        if self.root is None:
             return super()._make_tree(task)
-        self.shard_tree = ShardTree(root, self.layout, self.data_ranks.rank)
+        self.shard_tree = ShardTree(self.root, self.layout, self.data_ranks.rank)
         return self.shard_tree
 
     def finish(self) -> None:
@@ -324,7 +326,7 @@ class MeshStrategy(GroupStrategy):
         """Remove the wrappers from the task's modules."""
         if self.wrapping is not None:
             self.wrapping.undo()
-        self.wrapping = self.steps = self.shard_tree = self.cut = None
+        self.wrapping = self.steps = self.root = self.shard_tree = self.cut = None
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -337,11 +339,12 @@ class MeshStrategy(GroupStrategy):
             return super().training_step(arguments, replica, last)
         if self.by_replica:
             self._open_replica(replica)
-        root = as_sharded(self.steps)
         if self.shard_tree is not None:
             self.shard_tree.open_batch(is_masked=replica is None)
-        elif self.sends is not last and root is not None:
-            root.set_requires_gradient_sync(last)  # visits every module of the task, so only where something changes
+        elif self.sends is not last and self.root is not None:
+            self.root.set_requires_gradient_sync(
+                last
+            )  # visits every module of the task, so only where something changes
         self.sends = last
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
@@ -361,9 +364,8 @@ class MeshStrategy(GroupStrategy):
     def abandon_step(self) -> None:
         """Drop the gradients of the batches of a step that ends before its last one."""
         super().abandon_step()
-        root = as_sharded(self.steps)
-        if root is not None:  # unsent gradients of the batches so far lie in FSDP's own state
-            drop_sharded_gradients(root)
+        if self.root is not None:
+            drop_unsent_gradients(self.root)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` of the task."""
@@ -371,9 +373,8 @@ class MeshStrategy(GroupStrategy):
             return super().evaluation_step(name, arguments)
         with self.precision.forward_context():
             output = self.steps(name, *arguments)
-        root = as_sharded(self.steps)
-        if root is not None:
-            root.reshard()  # no backward will drop what the outermost block has gathered
+        if self.root is not None:
+            self.root.reshard()  # no backward will drop what the outermost block has gathered
         return output
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
@@ -384,7 +385,8 @@ class MeshStrategy(GroupStrategy):
             dtensors.clip_value(optimizer, limit)
             return None
         # the ranks of a pipeline have gradients of different parameters
-        return dtensors.clip_norm(optimizer, limit, self.place.world_size // self.sizes.pipeline, self.one_order)
+        ranks = self.place.world_size // self.sizes.pipeline
+        return dtensors.clip_norm(optimizer, limit, ranks, self.device, self.one_order)
 
 
 class MeshSteps(nn.Module):
@@ -402,17 +404,15 @@ class MeshSteps(nn.Module):
         finally:
             self.inside = False
 
-    def before_forward(self, task: nn.Module, inputs: Any) -> None:
+    def before_forward(self: Any, task: nn.Module, inputs: Any) -> None:
         """Gather the outermost parameters where a hook calls the task itself, outside of a step."""
-        root = as_sharded(self)
-        if not self.inside and root is not None:
-            root.unshard()
+        if not self.inside:
+            self.unshard()
 
-    def after_forward(self, task: nn.Module, inputs: Any, output: Any) -> None:
+    def after_forward(self: Any, task: nn.Module, inputs: Any, output: Any) -> None:
         """Drop the gathered parameters again."""
-        root = as_sharded(self)
-        if not self.inside and root is not None:
-            root.reshard()
+        if not self.inside:
+            self.reshard()
 
 
 class FSDPStrategy(MeshStrategy):

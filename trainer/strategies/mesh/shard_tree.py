@@ -33,9 +33,9 @@ class ShardTree:
         self.is_last = self.is_masked = False
         """Whether the backward under way is this process's last one, and whether its batch counts for nothing."""
         self.blocks: list[TreeReduceScatter] = []
-        for module in sharded(root):  # type: ignore[arg-type]
+        for module in sharded(root):
             self.blocks.append(TreeReduceScatter(self))
-            module.set_custom_reduce_scatter(self.blocks[-1])  # type: ignore[arg-type]  # whose base is private
+            module.set_custom_reduce_scatter(self.blocks[-1])
 
     def open_batch(self, is_masked: bool) -> None:
         """Begin with a batch; masked is one that another process has."""

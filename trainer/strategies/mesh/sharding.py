@@ -32,8 +32,8 @@ class Sharding:
     cpu_offload: bool
     reshard_after_forward: bool | int | None
 
-    def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard the blocks of `task`, and what is left as one more block with `root`, whose forward calls the task."""
+    def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> FSDPModule:
+        """Shard the blocks of `task`, and what is left as one more with `root`, whose forward calls it; return that."""
         # no dtypes: a mixed precision is autocast's, as in one process, which computes with weights of full precision
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         pinned = mesh.device_type != "cpu"
@@ -44,17 +44,13 @@ class Sharding:
             # copy
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         root.register_forward_hook(owned)
-        fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
+        outermost = fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
         for module in sharded(root):
             # Sums, not means: the loss of a batch is weighted by its samples already. Forced, since with a factor torch
             # would else take ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def as_sharded(module: Any) -> FSDPModule | None:
-    """Return a module if it is a block: fully_shard gives modules another class."""
-    return module if isinstance(module, FSDPModule) else None
+        return outermost
 
 
 def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -66,9 +62,20 @@ def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
     return map_tensors(output, lambda one: one.clone() if one.requires_grad and is_view(one) else one)
 
 
-def sharded(root: nn.Module) -> Iterator[FSDPModule]:
+def sharded(root: Any) -> Iterator[Any]:
     """Yield the modules that are blocks, the root among them."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def drop_unsent_gradients(root: Any) -> None:
+    """Drop the gradients that batches have left without sending them, between a backward and the next forward."""
+    for block in sharded(root):
+        # FSDP keeps them with a block's gathered parameters, which the block has only while they are gathered
+        parts = set(block.parameters())
+        block.unshard()
+        for gathered in set(block.parameters()) - parts:
+            gathered.grad = None
+        block.reshard()
 
 
 def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....base.errors import CheckpointError
+from ...checkpoints.shards import StoredTensor, load_stored
 from ..state_dicts import ShardedStateDicts, StateParts
 from . import dtensors
 from .sizes import Size, fit_sizes
@@ -43,7 +44,7 @@ class MeshStateDicts(ShardedStateDicts):
             if isinstance(target, DTensor) and value is not target:
                 dtensors.fill(target, value)
             # filled in place already; handed on all the same, so that `strict` finds every name
-            plain[name] = target if isinstance(target, DTensor) else dtensors.read_whole(value)
+            plain[name] = target if isinstance(target, DTensor) else load_stored(value)
         task.load_state_dict(plain, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -62,9 +63,9 @@ class MeshStateDicts(ShardedStateDicts):
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
     """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
-    is_tensor = isinstance(value, Tensor) or hasattr(value, "whole")
+    is_tensor = isinstance(value, (Tensor, StoredTensor))
     if not isinstance(parameter, DTensor) or not is_tensor or not value.shape:
-        return dtensors.read_whole(value)
+        return load_stored(value)
     if value.shape != parameter.shape:
         raise CheckpointError(
             f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "

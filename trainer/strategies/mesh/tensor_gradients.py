@@ -5,7 +5,7 @@ part of its gradient: "replicated" in a plan has these parts summed. Where the p
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....base.errors import TaskError, first_names
-from ....base.torch_private import local_part
+from ....base.tensors import local_part
 from .tensor_plan import AXIS, REPLICATED, read_plan
 
 COMPARED_STEPS = 3
@@ -50,7 +50,7 @@ class TensorGradients:
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self.summed:
             if parameter.grad is not None:
-                gradient = local_part(parameter.grad).detach()
+                gradient = local_part(parameter.grad)
                 kinds.setdefault(gradient.dtype, []).append(gradient)
         for gradients in kinds.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -60,33 +60,30 @@ class TensorGradients:
                 gradient.copy_(part.view_as(gradient))
 
     def _compare(self) -> None:
-        gradients = {name: parameter.grad for name, parameter in self.uncompared.items() if parameter.grad is not None}
-        norms = []
-        for gradient in gradients.values():
-            local = local_part(gradient).detach()
-            # against one rank's and not as a spread over all: two numbers a gradient tell how far apart they are
-            reference = local.clone()
-            dist.broadcast(reference, group=self.group, group_src=0)
-            norms.append(torch.stack([(local - reference).float().norm(), reference.float().norm()]))
+        names, norms = [], []
+        for name, parameter in self.uncompared.items():
+            if parameter.grad is not None:
+                local = local_part(parameter.grad)
+                # against one rank's and not as a spread over all: two numbers a gradient tell how far apart they are
+                reference = local.clone()
+                dist.broadcast(reference, group=self.group, group_src=0)
+                names.append(name)
+                norms.append(torch.stack([(local - reference).float().norm(), reference.float().norm()]))
         if not norms:
             return
         largest = torch.stack(norms)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         partial, doubled = [], []
-        for (name, parameter), (difference, norm) in zip(self._items(gradients), largest.tolist(), strict=True):
+        for name, (difference, norm) in zip(names, largest.tolist(), strict=True):
             if not 0.0 < norm < float("inf"):
                 continue  # nothing to compare, or a scaled gradient that has overflowed
-            del self.uncompared[name]
-            differs = difference > ROUNDING * norm
-            if differs and parameter not in self.summed:
+            is_summed, differs = self.uncompared.pop(name) in self.summed, difference > ROUNDING * norm
+            if differs and not is_summed:
                 partial.append(name)
-            elif not differs and parameter in self.summed:
+            elif is_summed and not differs:
                 doubled.append(name)
         refuse_partial(partial)
         refuse_doubled(doubled)
-
-    def _items(self, gradients: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
-        return [(name, self.uncompared[name]) for name in gradients]
 
 
 def is_cut(parameter: nn.Parameter) -> bool:

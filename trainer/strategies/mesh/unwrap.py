@@ -9,36 +9,37 @@ from torch import nn
 
 from ....base.torch_private import forget_wrapping
 
+Entry = tuple[str, int | None]
+"""A name in a module's `__dict__`, or a name there and the number of a hook in the dict that it has."""
+
 
 class Wrapping:
     """Record of a task's modules before they are wrapped, so that the wrappers can be removed."""
 
     def __init__(self, task: nn.Module) -> None:
         """Remember how the modules are now."""
-        self.before: list[tuple[nn.Module, type, set[str]]] = []
-        for module in task.modules():
-            self.before.append((module, type(module), set(module.__dict__)))
-        self.keys: list[dict[str, set[Any]]] = [
-            {name: set(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
-            for module, *_ in self.before
-        ]  # of every dict that a module has; torch keeps hooks in such, by number
-        self.added: list[tuple[dict[str, Any], list[Any]]] = []
+        self.before = [(module, type(module), entries(module)) for module in task.modules()]
+        self.added: list[set[Entry]] = []
 
     def done(self) -> None:
         """Remember what was added since, which is what `undo` takes away."""
-        for (module, _, names), dicts in zip(self.before, self.keys, strict=True):
-            own = module.__dict__
-            self.added.append((own, [name for name in own if name not in names]))
-            for name, keys in dicts.items():
-                # hooks are numbered; names that the task itself has added meanwhile (buffers, say) are its own
-                self.added.append((own[name], [key for key in own[name] if isinstance(key, int) and key not in keys]))
+        self.added = [entries(module) - before for module, _, before in self.before]
 
     def undo(self) -> None:
         """Take the wrappers away; parameters stay as they are."""
-        for owner, keys in self.added:
-            for key in keys:
-                owner.pop(key, None)
-        for module, kind, _ in self.before:
+        for (module, kind, _), added in zip(self.before, self.added, strict=True):
+            for name, number in added:
+                owner: dict[Any, Any] = vars(module) if number is None else vars(module).get(name, {})
+                owner.pop(name if number is None else number, None)
             module.__class__ = kind
             forget_wrapping(module)
-        self.before, self.added = [], []
+
+
+def entries(module: nn.Module) -> set[Entry]:
+    """Return the names in a module's `__dict__`, and the numbers of the hooks in each dict there.
+
+    Other keys (of buffers, say) are the task's own, also where it has added them meanwhile.
+    """
+    hooks = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
+    numbers = {(name, key) for name, value in hooks for key in value if isinstance(key, int)}
+    return numbers | {(name, None) for name in vars(module)}

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
-from ....base.torch_private import local_part
+from ....base.tensors import local_part
 from ...data.sampling import Layout
 from ...processes.place import Place
 from ...processes.ranks import SINGLE
@@ -151,8 +151,7 @@ class PipelineMeshStrategy(MeshStrategy):
             if place == self.owners.own:
                 value.copy_(dtensors.whole(tensor))
             dist.broadcast(value, group=self.stage_ranks.group, group_src=place)
-            value = value.cpu()
-            return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            return value.cpu()
 
         with torch.no_grad():
             dtensors.replace(self.task, change)
