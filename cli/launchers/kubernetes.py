@@ -30,40 +30,44 @@ ManifestDumper.add_representer(
 
 @dataclass(kw_only=True)
 class KubernetesLauncher(Launcher):
-    """Writes a ConfigMap, a Service and a Job, and applies them with kubectl; `trainer.num_nodes` pods run the Job."""
+    """Writes a ConfigMap, a Service and a Job, and applies them with kubectl; `trainer.num_nodes` pods run the Job.
+
+    Args:
+        image: Container image with Python, torch, Legato and the task's modules. Required.
+        claim: PersistentVolumeClaim for the runs' folder, ReadWriteMany for several nodes. None: runs end with their
+            pods.
+        mount: Folder at which the claim is mounted; it is `run.root` there.
+        namespace: Namespace. None: kubectl's current one.
+        job_name: Name of the Job. None: run.name.
+        cpus_per_process: CPUs to reserve for each process, including its loader's workers.
+        memory: Memory of each pod, such as "64Gi".
+        gpu: Name of the cluster's GPU resource.
+        node_selector: Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}.
+        environment: More environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
+        python: Python interpreter in the image.
+        folder: Folder in the image to start in, with the task's modules. None: the image's own.
+        port: Port of the first pod at which the processes meet.
+        retries: Number of failed pods after which the Job fails; preempted ones do not count.
+        dry_run: Print the manifests instead of applying them.
+    """
 
     name = "kubernetes"
 
     image: str | None = None
-    """Container image with Python, torch, Legato and the task's modules. Required."""
     claim: str | None = None
-    """PersistentVolumeClaim for the runs' folder, ReadWriteMany for several nodes. None: runs end with their pods."""
     mount: str = "/runs"
-    """Folder at which the claim is mounted; it is `run.root` there."""
     namespace: str | None = None
-    """Namespace. None: kubectl's current one."""
     job_name: str | None = None
-    """Name of the Job. None: run.name."""
     cpus_per_process: int = 1
-    """CPUs to reserve for each process, including its loader's workers."""
     memory: str | None = None
-    """Memory of each pod, such as "64Gi"."""
     gpu: str = "nvidia.com/gpu"
-    """Name of the cluster's GPU resource."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables, such as {NCCL_SOCKET_IFNAME: eth0}."""
     python: str = "python"
-    """Python interpreter in the image."""
     folder: str | None = None
-    """Folder in the image to start in, with the task's modules. None: the image's own."""
     port: int = 29500
-    """Port of the first pod at which the processes meet."""
     retries: int = 3
-    """Number of failed pods after which the Job fails; preempted ones do not count."""
     dry_run: bool = False
-    """Print the manifests instead of applying them."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError without an image."""

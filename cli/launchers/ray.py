@@ -35,23 +35,24 @@ sys.exit(main())
 
 @dataclass(kw_only=True)
 class RayLauncher(Launcher):
-    """Uses `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`."""
+    """Uses `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`.
+
+    Args:
+        address: The cluster: "host:port", "ray://host:port", or "auto" for the one that this machine is part of. None:
+            a temporary one on this machine.
+        cpus_per_process: CPUs to reserve for each process.
+        resources: Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}.
+        placement_timeout: Seconds to wait for free nodes.
+        python: Python interpreter on the nodes. None: the current one.
+    """
 
     name = "ray"
 
     address: str | None = None
-    """The cluster: "host:port", "ray://host:port", or "auto" for the one that this machine is part of.
-
-    None: a temporary one on this machine.
-    """
     cpus_per_process: int = 1
-    """CPUs to reserve for each process."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}."""
     placement_timeout: float = 600.0
-    """Seconds to wait for free nodes."""
     python: str | None = None
-    """Python interpreter on the nodes. None: the current one."""
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Run the command on the cluster, wait for it, and return its exit code.

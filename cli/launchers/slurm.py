@@ -25,38 +25,41 @@ _OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir"
 
 @dataclass(kw_only=True)
 class SlurmLauncher(Launcher):
-    """Writes an sbatch script and submits it. Processes, nodes and GPUs follow from the trainer's arguments."""
+    """Writes an sbatch script and submits it. Processes, nodes and GPUs follow from the trainer's arguments.
+
+    Args:
+        time: Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's.
+        partition: Partition. None: the default one.
+        account: Account to charge.
+        qos: Quality of service.
+        cpus_per_process: CPU cores of each process, including its loader's workers.
+        memory: Memory of each node, such as "64G".
+        job_name: Name of the job. None: run.name.
+        options: More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive.
+        setup: Shell commands to run first, such as `module load cuda`.
+        python: Python interpreter on the nodes. None: the current one.
+        requeue: Requeue a job that was told to end before it was done; it resumes from its newest checkpoint.
+        signal_seconds: Seconds before the time limit at which the run is told to save and end.
+        folder: Folder for script, config and output. None: `slurm` beside the run directories.
+        dry_run: Print the script instead of submitting it.
+    """
 
     name = "slurm"
 
     time: str | int | None = None
-    """Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's."""
     partition: str | None = None
-    """Partition. None: the default one."""
     account: str | None = None
-    """Account to charge."""
     qos: str | None = None
-    """Quality of service."""
     cpus_per_process: int | None = None
-    """CPU cores of each process, including its loader's workers."""
     memory: str | None = None
-    """Memory of each node, such as "64G"."""
     job_name: str | None = None
-    """Name of the job. None: run.name."""
     options: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive."""
     setup: list[str] = field(default_factory=list)
-    """Shell commands to run first, such as `module load cuda`."""
     python: str | None = None
-    """Python interpreter on the nodes. None: the current one."""
     requeue: bool = True
-    """Requeue a job that was told to end before it was done; it resumes from its newest checkpoint."""
     signal_seconds: int = 120
-    """Seconds before the time limit at which the run is told to save and end."""
     folder: str | None = None
-    """Folder for script, config and output. None: `slurm` beside the run directories."""
     dry_run: bool = False
-    """Print the script instead of submitting it."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that would break the script; sbatch refuses the rest."""
