@@ -29,6 +29,7 @@ from .read import (
     dump_yaml,
     escape,
     format_value,
+    leaves,
     own_directory,
     read_config,
     replace_item,
@@ -140,16 +141,13 @@ class Config(Layer):
         Without those that say where the run is or how it is started, which the file itself must say.
         """
 
-        def words(value: Any, key: Key) -> Iterator[str]:
-            if isinstance(value, dict) and value:
-                for name, item in value.items():
-                    yield from words(item, (*key, name))
-            elif self.origin(key).startswith("override"):
-                yield f"{dotted(key)}={format_value(value)}"
-
         # run, resume, checkpoint and vars say where and how: the file itself has them
-        sections, stored = ("seed", "task", "data", "trainer", "callbacks", "loggers"), self.stored_values
-        return [word for name in sections if name in stored for word in words(stored[name], (name,))]
+        sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
+        return [
+            f"{dotted(key)}={format_value(value)}"
+            for key, value in leaves(self.stored_values, ())
+            if key[0] in sections and self.origin(key).startswith("override")
+        ]
 
 
 def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:

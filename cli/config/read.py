@@ -457,7 +457,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
     """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
-    text = " ".join(text for _, text in _texts(merged.values, ()))
+    text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
         if origin == "override" and len(key) == 2 and key[0] == "vars" and key[1] not in used and "${vars}" not in text:
@@ -467,7 +467,7 @@ def _refuse_unused_vars(merged: Layer) -> None:
 
 def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
     """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
-    texts = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
+    texts = [(key, text) for key, text in _texts(merged.values) if "${" in text]
     if not texts:
         return merged
     from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -547,7 +547,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
                 variables[value] = name
                 if not isinstance(reduce(getitem, key, layer.values), str):
                     secrets[key] = text  # a number
-    for key, value in _texts(layer.values, ()) if variables else ():
+    for key, value in _texts(layer.values) if variables else ():
         stored = escape(value)
         for secret, name in variables.items():
             # a short secret occurs in texts by chance
@@ -558,9 +558,14 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     return replace(layer, secrets=secrets)
 
 
-def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
-    if isinstance(value, dict | list):
+def _texts(value: Any) -> Iterator[tuple[Key, str]]:
+    return ((key, item) for key, item in leaves(value, (), dict | list) if isinstance(item, str))
+
+
+def leaves(value: Any, key: Key, within: Any = dict) -> Iterator[tuple[Key, Any]]:
+    """Yield each key below a key with a single value; `within`: the types of what is walked through."""
+    if isinstance(value, within) and value:
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, (*key, name))
-    elif isinstance(value, str):
+            yield from leaves(item, (*key, name), within)
+    else:
         yield key, value

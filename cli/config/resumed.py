@@ -15,7 +15,7 @@ from ...trainer.processes.place import find_place
 from ...trainer.runs.places import newest_to_resume
 from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
 from .check import Config, load_config
-from .read import dotted, format_value, overrides_among, parse_yaml
+from .read import dotted, format_value, leaves, overrides_among, parse_yaml
 
 log = logging.getLogger("legato")
 
@@ -79,8 +79,8 @@ def _tell_differences(run: Path, given: Config, stored: Config) -> None:
 
 def _differences(given: Config, stored: Config) -> Iterator[str]:
     """Yield each key that a file sets to another value than the run has, with both values."""
-    theirs = dict(_single_values(stored.values, ()))
-    for key, value in _single_values(given.values, ()):
+    theirs = dict(leaves(stored.values, ()))
+    for key, value in leaves(given.values, ()):
         origin = given.origin(key)
         secret = key in given.secrets or key in stored.secrets
         if key[0] in OF_THE_COMMAND or secret or origin.startswith(("default", "override")):
@@ -89,14 +89,6 @@ def _differences(given: Config, stored: Config) -> Iterator[str]:
             yield f"{dotted(key)} is {format_value(value)} in {origin}, and not in the run's config"
         elif not same(value, theirs[key]):
             yield f"{dotted(key)} is {format_value(theirs[key])} in the run, not {format_value(value)} ({origin})"
-
-
-def _single_values(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _single_values(item, (*key, name))
-    else:
-        yield key, value
 
 
 def _origins(run: Path, stored: Config) -> dict[Key, str]:
