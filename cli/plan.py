@@ -16,14 +16,15 @@ from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted, format_bytes
 from ..base.tensors import map_tensors
 from ..base.torch_private import faking_tensors
-from ..lab.samples import step_at
+from ..lab.samples import step_at, steps_of
 from ..trainer.data.combined import combined
-from ..trainer.data.dealing import DealtData, training_data
+from ..trainer.data.dealing import DealtData
 from ..trainer.data.loaders import MapLoader, is_dealable
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
-from ..trainer.hooks import count_arguments, counter_of
+from ..trainer.hooks import count_arguments
 from ..trainer.optimization.kernels import Recomputing
+from ..trainer.setup.data import dealt_out
 from ..trainer.strategies.mesh.dtensors import replace, tensor_slots
 from .config.check import load_config
 from .unstarted import UnstartedRun
@@ -209,20 +210,14 @@ class Plan:
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches
         Layout(self.replicas, run.parts.batches)  # raises for more processes than replicas
-        self.loader = combined(run.load_loader())
-        overfit, accumulate = self.values["overfit_batches"], self.values["accumulate_grad_batches"]
+        self.loader, trainer = combined(run.load_loader()), run.task.trainer
         self.quick = int(self.values["fast_dev_run"])
-        whole = self.values["sync_batchnorm"] or not run.task.automatic_optimization
-        dealing = Dealing(Layout(self.replicas, 1), 0, accumulate, run.seed, whole)
-        limit = self.quick or overfit or self.values["limit_train_batches"]
-        self.data = training_data(self.loader, dealing, limit, bool(overfit), count=counter_of(run.task))
-        rounds = self.data.rounds
-        self.steps = (
-            self.data.order_and_deal(0)[1].steps
-            if isinstance(self.data, DealtData)
-            else rounds and -(-rounds // accumulate)
-        )
-        self.state = measure_state(run.task, lambda: run.make_optimizers(rounds or 0))
+        if self.quick:
+            trainer.limit_train_batches, trainer.overfit_batches = self.quick, 0
+        dealing = Dealing(Layout(self.replicas, 1), 0, self.values["accumulate_grad_batches"], run.seed)
+        self.data = dealt_out(self.loader, dealing, trainer, run.task)
+        self.steps = steps_of(self.data, 0)
+        self.state = measure_state(run.task, lambda: run.make_optimizers(self.data.rounds or 0))
 
     @property
     def total_steps(self) -> int | None:

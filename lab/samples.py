@@ -11,12 +11,12 @@ from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..trainer.data.combined import combined
-from ..trainer.data.dealing import DealtData, training_data
+from ..trainer.data.dealing import DealtData, TrainingData
 from ..trainer.data.loaders import MapLoader, close_loaders, opened_loaders
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing, ReplicaBatch, StepInput
 from ..trainer.data.streams import StreamData
-from ..trainer.hooks import counter_of
+from ..trainer.setup.data import dealt_out
 from .history import RunHistory
 
 COLUMNS = 118
@@ -41,7 +41,7 @@ class SampleLookup:
 
     def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:
         self.history, self.build = history, build
-        self._data: dict[tuple[int, int, int], DealtData | StreamData] = {}
+        self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
         """Return where a step is; of one that the run has not reached, where its newest settings put it."""
@@ -58,12 +58,9 @@ class SampleLookup:
 
     def steps_in(self, step: int, epoch: int) -> int | None:
         """Return the number of steps of an epoch under the settings of a step; None for a stream without a length."""
-        data = self.data(step, epoch)
-        if isinstance(data, DealtData):
-            return data.order_and_deal(epoch)[1].steps
-        return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
+        return steps_of(self.data(step, epoch), epoch)
 
-    def data(self, step: int, epoch: int) -> DealtData | StreamData:
+    def data(self, step: int, epoch: int) -> TrainingData:
         """Return the training data in a step, dealt out to all replicas in this process."""
         run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
@@ -82,19 +79,12 @@ class SampleLookup:
         loaded = epoch - epoch % every if every else 0
         if (key := (id(run), loaded, accumulate)) not in self._data:
             record = self.history.near(step)
-            dealing = Dealing(
-                # all replicas in this process, whatever the run's layout was: samples depend on replicas alone
-                Layout(int(start["replicas"]), 1),
-                0,
-                accumulate,
-                record.state.seed if record else run.seed,  # a resume keeps the run's seed, whatever its config says
-                not run.task.automatic_optimization or trainer.sync_batchnorm,
-                trainer.reproducible != "off",
-                left_out=frozenset(trainer.leave_out_samples or ()),
-            )
-            overfit, count = trainer.overfit_batches, counter_of(run.task)
-            limit, loader = overfit or trainer.limit_train_batches, combined(run.load_loader(loaded))
-            self._data[key] = training_data(loader, dealing, limit, bool(overfit), count=count)
+            # a resume keeps the run's seed, whatever its config says
+            seed = record.state.seed if record else run.seed
+            # all replicas in this process, whatever the run's layout was: samples depend on replicas alone
+            layout, keyed = Layout(int(start["replicas"]), 1), trainer.reproducible != "off"
+            dealing = Dealing(layout, 0, accumulate, seed, keyed=keyed)
+            self._data[key] = dealt_out(combined(run.load_loader(loaded)), dealing, trainer, run.task)
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
@@ -129,6 +119,13 @@ class SampleLookup:
             return next(iter(self.data(step, place.epoch).epoch(place.epoch, place.number)))
         finally:
             close_loaders(opened)
+
+
+def steps_of(data: TrainingData, epoch: int) -> int | None:
+    """Return the number of steps of an epoch; None for a stream without a length."""
+    if isinstance(data, DealtData):
+        return data.order_and_deal(epoch)[1].steps
+    return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
 
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:

@@ -46,6 +46,7 @@ def rows(*words: str, memory: int | None = None) -> dict[str, str]:
         ("data.kind=drop", "trainer.replicas=3"),
         ("data.kind=weighted",),
         ("trainer.overfit_batches=2",),
+        ("trainer.replicas=4", "trainer.use_distributed_sampler=even"),
         ("trainer.limit_train_batches=0.5", "trainer.max_steps=9"),
         ("task._target_=checked_task.Manual", "trainer.replicas=4"),
         ("trainer.fast_dev_run=true",),

@@ -154,6 +154,7 @@ def looked_up(run: Path, steps: int) -> dict[int, list[tuple[int, int, object]]]
         ("task.kind=several",),
         ("task.kind=weighted",),
         ("trainer.overfit_batches=2",),
+        ("trainer.replicas=3", "trainer.use_distributed_sampler=even"),
         ("callbacks.more={_target_: legato.callbacks.GradientAccumulationScheduler, scheduling: {1: 2}}",),
     ],
 )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError, DataError
 from ...base.quantities import parse_duration
@@ -22,9 +22,12 @@ from ..data.steps import Dealing
 from ..data.streams import StreamData, own_shares
 from ..data.transfer import CopyStream, to_device, with_allocated_memory
 from ..hooks import counter_of, overrides
-from ..processes.ranks import SINGLE
+from ..processes.ranks import SINGLE, Ranks
 from ..resume import fingerprint
 from ..run import Call, JoinedCall
+
+if TYPE_CHECKING:
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
 
@@ -142,15 +145,10 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
-    # both have collectives within the step, for which each replica needs a batch
-    whole = not call.task.automatic_optimization or trainer.sync_batchnorm
-    left_out = samples_left_out(trainer.leave_out_samples, loader)
-    even = trainer.use_distributed_sampler == "even"
-    shares = replace(dealing(call), whole_rounds=whole, padded=even, left_out=left_out)
     # members of an elastic run come and go, and a joiner has nobody to compare with at set-up
     ranks = SINGLE if call.members_change else call.strategy.collectives
-    count = counter_of(call.task)
-    data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
+    data = dealt_out(loader, dealing(call), trainer, call.task, ranks)
+    whole, even = data.dealing.whole_rounds, data.dealing.padded
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
@@ -158,7 +156,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         # a DistributedSampler's repeated samples would count twice
         if not (whole or even):
             call.undo.enter_context(unpadded(loader))
-        data = own_shares(data, call.strategy.collectives, count)
+        data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
             f"trainer.use_distributed_sampler='even' repeats samples of data that can be read at any position, which "
@@ -180,6 +178,17 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
         )
+
+
+def dealt_out(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
+    """Deal a training loader out as the trainer's arguments and the task want it; `ranks` compare what they read."""
+    # both have collectives within the step, for which each replica needs a batch
+    whole = not task.automatic_optimization or trainer.sync_batchnorm
+    left_out = samples_left_out(trainer.leave_out_samples, loader)
+    even = trainer.use_distributed_sampler == "even"
+    dealing = replace(dealing, whole_rounds=whole, padded=even, left_out=left_out)
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    return training_data(loader, dealing, limit, bool(trainer.overfit_batches), ranks, counter_of(task))
 
 
 def samples_left_out(wanted: list[int] | None, loader: Any, is_share: bool = False) -> frozenset[int]:
