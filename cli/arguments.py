@@ -57,8 +57,6 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--show", action="store_true", help="the batches, too, loaded again")
     elif name == "replay":
         add("--debug", action="store_true", help="stop in pdb within the step")
-        add("--until", metavar="M", help="the same as until=M")
-        add("--save", metavar="DIR", help="the same as save=DIR")
     elif name == "export":
         add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or the newest one of {A_RUN}")
         add("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2")

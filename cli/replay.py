@@ -23,8 +23,7 @@ SHOWN_MODULES = 5
 
 def run_replay(options: Namespace) -> None:
     """Run `legato replay`."""
-    flags = [f"{name}={text}" for name in ("until", "save") if (text := getattr(options, name)) is not None]
-    values, overrides = read_words([*options.words, *flags], ("step", "until", "replica"), ("save",))
+    values, overrides = read_words(options.words, ("step", "until", "replica"), ("save",))
     if "step" not in values:
         raise ConfigError("legato replay takes a run directory and a step: RUN step=1234, or RUN step=1000 until=2000.")
     first, last = int(values["step"]), int(values.get("until", values["step"]))

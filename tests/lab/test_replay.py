@@ -33,7 +33,7 @@ def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tupl
     run = trained(*options)
     before, times = tree(run), {path: path.stat().st_mtime_ns for path in (run, run / "checkpoints")}
     points = {point["step"]: point.get("train/loss_step") for point in json_lines(run / "metrics.jsonl")}
-    done = legato("replay", str(run), "step=11", "--until", "14")
+    done = legato("replay", str(run), "step=11", "until=14")
     assert "Replayed steps 9 to 14 of runs/default/version_0, from the checkpoint of step 8" in done.stdout
     found = losses(done.stdout)
     assert sorted(found) == [11, 12, 13, 14]
@@ -57,7 +57,7 @@ def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tupl
 
 def test_a_checkpoint_of_any_step_is_that_which_the_run_would_have_written() -> None:
     run = trained()
-    legato("replay", str(run), "step=16", "--save", "saved")
+    legato("replay", str(run), "step=16", "save=saved")
     legato("replay", str(run), "step=10", "save=saved")
     ours, theirs = (reading.read_checkpoint(path / "step-00000016") for path in (Path("saved"), run / "checkpoints"))
     assert all(bool((ours["state_dict"][name] == value).all()) for name, value in theirs["state_dict"].items())
