@@ -9,14 +9,14 @@ import logging
 import math
 import re
 import shutil
-import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,7 +157,7 @@ def check_config(config: "Config") -> Report:
 
 @contextmanager
 def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path]:
-    """Make a folder in the run root, and remove it on exit with all parents that were made.
+    """Make a folder in the run root, or in the nearest folder above that is there, and remove it on exit.
 
     If the run root is not writable, that is reported and the system's temporary folder is used. Of several processes
     that a launcher has started only rank 0 makes one, and decides for all.
@@ -166,20 +166,18 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
     if place is not None and place.rank > 0:
         yield root
         return
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".check-", dir=root))
+        made = TemporaryDirectory(prefix=".check-", dir=nearest(root), ignore_cleanup_errors=True)
     except OSError as error:
         report.problems.append(f"The run root {root} cannot be written to: {error.strerror}. Set run.root elsewhere.")
-        folder = Path(tempfile.mkdtemp(prefix="legato-check-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in missing:
-            with suppress(OSError):  # another run has started in it
-                parent.rmdir()
+        made = TemporaryDirectory(prefix="legato-check-", ignore_cleanup_errors=True)
+    with made as folder:
+        yield Path(folder)
+
+
+def nearest(folder: Path) -> Path:
+    """Return a folder, or the nearest above that is there: the disk is the same."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report: Report) -> None:
@@ -331,9 +329,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
         # at least one has to fit where their number cannot be known
         asked = size * (1 if count is None else count)
-        folder = (callback.dirpath or Path(run.trainer.default_root_dir)).absolute()
-        # it may not be there yet, and then the disk is that of the nearest folder above
-        folder = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+        folder = nearest((callback.dirpath or Path(run.trainer.default_root_dir)).absolute())
         free = shutil.disk_usage(folder).free
         kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
         report.disk.append(f"{kept}, {format_bytes(free)} free")
