@@ -23,10 +23,10 @@ from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
-from .drift import DriftGuard
 from .hooks import Hooks
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced
+from .optimization.drift import DriftGuard
 from .optimization.optimization import Optimization
 from .optimization.outputs import as_outputs
 from .preemption import Preemption

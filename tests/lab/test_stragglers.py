@@ -12,7 +12,7 @@ from tiny import Memory
 import legato as lg
 from legato.base.errors import ConfigError, HangError
 from legato.lab import StragglerMonitor
-from legato.trainer import drift
+from legato.trainer.optimization import drift
 from legato.trainer.processes import agreement
 from legato.trainer.processes.launch import run_workers
 from legato.trainer.processes.ranks import Timeouts

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ...base.torch_private import version_of
-from ..drift import sums_of_bits
+from .drift import sums_of_bits
 
 WATCHED_STEPS = 3
 

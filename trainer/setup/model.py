@@ -6,9 +6,9 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.torch_private import spare_compiler
 from ..closure import use_closures
-from ..drift import DriftGuard
 from ..hooks import count_arguments
 from ..optimization import kernels
+from ..optimization.drift import DriftGuard
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization

@@ -6,7 +6,7 @@ from ddp_cases import QUIET, TWO, Net, fit, loader
 
 import legato as lg
 from legato.base.errors import DisagreementError
-from legato.trainer.drift import sums_of_bits
+from legato.trainer.optimization.drift import sums_of_bits
 
 
 class Noisy(Net):

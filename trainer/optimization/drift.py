@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
-from ..base.errors import DisagreementError, first_names
-from .processes.ranks import Ranks
+from ...base.errors import DisagreementError, first_names
+from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
 """Seconds without a comparison at a logging point for each second that comparisons have taken: 0.4 % of the time."""
