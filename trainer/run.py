@@ -18,7 +18,6 @@ from ..base.contracts import Stateful
 from ..base.errors import DataError, Errors, NonFiniteError, TaskError
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import diagnosis
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
@@ -26,6 +25,7 @@ from .data.steps import ReplicaBatch, StepInput
 from .hooks import Hooks
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced
+from .optimization.diagnosis import bad_weights, explained
 from .optimization.drift import DriftGuard
 from .optimization.optimization import Optimization
 from .optimization.outputs import as_outputs
@@ -155,10 +155,6 @@ class Call:
             return "the sanity check"
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
 
-    def explained(self, error: NonFiniteError) -> NonFiniteError:
-        """Return the error with a diagnosis of the newest batch; every rank calls it."""
-        return diagnosis.explained(self.trainer.current_run, error)
-
     def check_losses(self) -> None:
         """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
         self.strategy.timeouts.end_startup()
@@ -166,11 +162,7 @@ class Call:
             try:
                 self.metrics.check_losses()
             except NonFiniteError as error:
-                raise self.explained(error) from None
-
-    def require_finite(self) -> None:
-        """Raise NonFiniteError if the weights to save are not finite; every rank calls it."""
-        diagnosis.require_finite(self)
+                raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
         """Raise DisagreementError if ranks that share weights would not save the same; every rank calls it."""
@@ -333,7 +325,7 @@ class Run(JoinedCall):
         try:
             reduced, highest = self.metrics.log_point(checks, contribution)
         except NonFiniteError as error:
-            raise self.explained(error) from None
+            raise explained(self.trainer, error) from None
         if together:
             agreement.apply(step, highest)
         else:
@@ -346,7 +338,7 @@ class Run(JoinedCall):
 
     def bad_weights(self) -> list[str]:
         """Return the names of trained parameters that are not finite; every rank calls it."""
-        return diagnosis.bad_weights(self)
+        return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators for a hook that all ranks call: else they would draw on as their last replicas did."""

@@ -9,7 +9,7 @@ from ..base.arguments import TrainerArguments
 from ..base.messages import STDOUT
 from ..base.quantities import first_validation
 from ..tasks.optimizers import SchedulerConfig
-from .optimization.optimizers import ManualOptimizer
+from .optimization.optimization import ManualOptimizer
 from .processes.gather import gather
 from .state import State
 

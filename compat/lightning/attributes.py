@@ -12,7 +12,7 @@ from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
 from ...trainer.hooks import overrides
 from ...trainer.metrics.reduce import sort_out, total
-from ...trainer.optimization.optimizers import ManualOptimizer
+from ...trainer.optimization.optimization import ManualOptimizer
 from ...trainer.setup.data import LOADERS, make_training_data
 from .accelerators import AcceleratorConnector
 from .loggers import WithoutFiles

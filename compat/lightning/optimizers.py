@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...tasks.optimizers import SchedulerConfig, read_optimizers, unknown_parameters
-from ...trainer.optimization.optimizers import ManualOptimizer
+from ...trainer.optimization.optimization import ManualOptimizer
 from .exceptions import MisconfigurationException
 from .rank_zero import rank_zero_warn
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...trainer.optimization.optimizers import optimizer_parameters
 from ...trainer.processes.place import Place, find_place
 from ...trainer.strategies.strategy import SingleStrategy
 from .placeholders import UnsupportedError, refuse_overrides
@@ -43,7 +42,8 @@ class Precision:
     @staticmethod
     def main_params(optimizer: Any) -> Iterator[nn.Parameter]:
         """Yield an optimizer's parameters."""
-        yield from optimizer_parameters(optimizer)
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
     def clip_gradients(
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"

@@ -189,6 +189,19 @@ def test_skip_drops_exactly_the_bad_steps(trainer, options, only_gradient):
     assert_same_bits(skipping, knowing)
 
 
+def test_skip_looks_at_parameters_that_an_optimizer_got_later(trainer):
+    class Unfreezing(Hurt):
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.model[-1].bias], lr=0.1)
+
+        def on_train_epoch_start(self):
+            self.optimizers().add_param_group({"params": [self.model[0].weight]})
+
+    made = fit(trainer(nan="skip"), task := Unfreezing(batches=[1], only_gradient=True))
+    assert made.state.skipped_steps == 1
+    assert all(value.isfinite().all() for value in task.state_dict().values())
+
+
 def test_what_a_skipped_step_logged_is_dropped(trainer):
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -327,3 +340,17 @@ def test_the_rank_that_is_to_blame_tells_its_findings(trainer):
         fit(trainer(log_every_n_steps=2, **TWO), Hurt(batches=[1], rank=1), samples=48)
     assert "The loss of step 2 is" in str(caught.value)
     assert "Rank 1: " in str(caught.value)
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_of_weights_that_one_of_them_has_lost(trainer):
+    class Lost(Tiny):
+        def on_step_end(self):
+            if self.trainer.global_step == 1:
+                with torch.no_grad():
+                    self.model[0].weight.mul_(float("inf") if self.global_rank == 1 else 1.0)
+                names = self.trainer.current_run.bad_weights()
+                every = self.trainer.strategy.collectives.gather_objects(names)
+                assert every == [["model.0.weight"], ["model.0.weight"]]
+
+    fit(trainer(nan="ignore", reproducible="off", max_steps=1, **TWO), Lost(), samples=48)

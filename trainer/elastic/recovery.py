@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import WorkerError
 from ..checkpoints.reading import broadcast_contents
 from ..data.sampling import Layout
-from ..optimization.nonfinite import make_guard
 from ..processes.place import Place
 from ..resume import contents, restore
 from .metrics import SharedMetrics
@@ -159,9 +158,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     trainer.should_stop |= newest.should_stop
     run.loop.point, run.preemption.first_step = newest.point, newest.first_step
     run.loop.epoch_skipped = False
-    # One checks the first step of its process, on which the ranks must agree.
-    run.optimization.guard = make_guard(run.optimization)
-    run.optimization.weights.forget()
+    run.optimization.restart()
     if state.epoch_ended:
         run.schedule.count_epoch()
     sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]

@@ -48,10 +48,6 @@ class BatchWeights:
         kind = torch.float64 if has_float64(device) else torch.float32
         self.sums, self.counts = torch.zeros(self.state.replicas, dtype=kind, device=device), [0, 0]
 
-    def forget(self) -> None:
-        """Compare again in the next step, because the set of ranks has changed."""
-        self.used = None
-
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
         """Return the factor of a batch's loss, and add the weight that training_step returned with it to the step's."""
         weight = weight_of(output)

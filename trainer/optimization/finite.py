@@ -1,6 +1,6 @@
 """Whether tensors are finite, found with few host syncs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,3 +22,9 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     elsewhere = [value for value in values if not value.is_cpu]
     largest = [nn.utils.get_total_norm(some, float("inf")) for some in (suspects, elsewhere) if some]
     return all(bool(one.isfinite()) for one in largest)
+
+
+def bad_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that are not finite."""
+    # all at once first: to look at each tensor by itself takes one host sync for each
+    return [] if are_finite(tensors.values()) else [name for name, value in tensors.items() if not are_finite([value])]

@@ -1,77 +1,71 @@
-"""Guards before the update of a step: a check of the first loss; steps that are skipped for NaN."""
+"""SkipGuard: steps that are skipped for NaN, `trainer.nan=skip`."""
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...base.errors import ConfigError, NonFiniteError
 from ...base.torch_private import mark_stepped
-from ..metrics.log import PENDING_LIMIT
+from ..metrics.log import PENDING_LIMIT, Metrics
 from ..metrics.reduce import Reduced, to_floats
+from .diagnosis import explained
 from .finite import are_finite
+from .optimizers import optimizer_parameters
 
 if TYPE_CHECKING:
-    from .optimization import Optimization
-
-log = logging.getLogger("legato")
+    from ...base.contracts import Task, Trainer
 
 
-class StepGuard:
-    """Look at a step before its update: at the first loss for `nan: raise`, at each gradient for `nan: skip`.
+class SkipGuard:
+    """Look at the gradients of a step before its update, and skip the update where they are not finite.
 
     Reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
     torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
     """
 
-    def __init__(self, optimization: "Optimization") -> None:
-        self.optimization, self.skips = optimization, optimization.trainer.nan == "skip"
-        if self.skips and not optimization.automatic:
+    def __init__(
+        self, trainer: "Trainer", task: "Task", metrics: Metrics, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        if not task.automatic_optimization:
             raise ConfigError(
                 "trainer.nan=skip skips the update of a step, which manual optimization leaves to training_step: check "
                 "the gradients there, before optimizer.step(), or set nan to raise or ignore."
             )
-        self.state, self.strategy, self.metrics = optimization.state, optimization.strategy, optimization.metrics
-        groups = [group for optimizer in optimization.optimizers for group in optimizer.param_groups]
-        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self.trainer, self.task, self.metrics, self.optimizers = trainer, task, metrics, optimizers
+        self.state, self.strategy = trainer.state, trainer.strategy
         self.buffers: list[Tensor] = []
         self.before: list[Tensor] = []
-        self.metrics_before = self.metrics.states.snapshot() if self.skips else {}
+        self.metrics_before = metrics.states.snapshot()
 
     def begin_step(self) -> None:
         """Copy everything that a step changes besides the weights, and forget the losses of the step before."""
-        if not self.skips:
-            return
         metrics = self.metrics
         metrics.losses.clear()
         if len(metrics.pending) > PENDING_LIMIT // 2:
             metrics.flush()  # a flush within the step would make its values impossible to drop
         # each step, since whether it will be skipped is known only when its gradients are there
         self.metrics_before = metrics.states.snapshot()
-        self.buffers = list(self.optimization.task.buffers())
+        self.buffers = list(self.task.buffers())
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
         """Return whether the update is skipped, once the gradient of the whole step is complete.
 
-        Raises NonFiniteError for the first loss of `nan: raise`, and after too many skipped steps in a row.
+        Raises NonFiniteError after too many skipped steps in a row.
         """
-        state, run = self.state, self.optimization.trainer.current_run
-        if not self.skips:
-            self.optimization.guard = None  # later losses are checked at logging points: a check waits for the device
-            run.check_losses()
-            return False
+        state, ranks = self.state, self.strategy.collectives
         # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
-        finite = are_finite(parameter.grad for parameter in self.parameters if parameter.grad is not None)
+        parameters = (parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer))
+        finite = are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
         if self.strategy.gradients_in_parts:  # an inf may lie in one rank's part only
-            finite = not self.strategy.collectives.all_reduce(torch.tensor([float(not finite)]), "max").item()
+            finite = not ranks.any(not finite)
         if finite or not self._is_to_blame():
             state.skipped_in_a_row = 0
             return False
         self._roll_back()
         state.skipped_in_a_row += 1
-        limit = self.optimization.trainer.nan_skips
+        limit = self.trainer.nan_skips
         # a scaled loss may overflow now and then; a model that has diverged skips every step from then on
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
@@ -80,7 +74,7 @@ class StepGuard:
                 f"allows {limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those "
                 f"of step {step - skipped}."
             )
-            raise run.explained(error)
+            raise explained(self.trainer, error)
         return True
 
     def _roll_back(self) -> None:
@@ -90,7 +84,7 @@ class StepGuard:
                 buffer.copy_(value)
         self.metrics.drop_step()
         self.metrics.states.restore(self.metrics_before)
-        for optimizer in self.optimization.optimizers:
+        for optimizer in self.optimizers:
             mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
         self.state.skipped_steps += 1
 
@@ -99,15 +93,8 @@ class StepGuard:
         if self.strategy.precision.scaler is None:
             return True
         values = to_floats([loss for loss, _ in self.metrics.losses])
-        bad = torch.tensor([float(any(value - value != 0.0 for value in values))])
-        return bool(self.strategy.collectives.all_reduce(bad, "max").item())
+        return self.strategy.collectives.any(any(value - value != 0.0 for value in values))
 
     def report(self, reduced: Reduced) -> None:
         """Add the number of skipped steps to a logging point."""
-        if self.skips:
-            reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
-
-
-def make_guard(optimization: "Optimization") -> StepGuard | None:
-    """Return the guard for the argument `nan`, or None."""
-    return None if optimization.trainer.nan == "ignore" else StepGuard(optimization)
+        reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)

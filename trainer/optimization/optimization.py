@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
 from .kernels import NOTHING_COMPILED
-from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
+from .nonfinite import SkipGuard
+from .optimizers import may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 from .training_mode import set_training_mode
 from .weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
-    from .nonfinite import StepGuard
 
 log = logging.getLogger("legato")
 
@@ -46,9 +46,7 @@ class Optimization:
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         # Whether a learning rate scheduler takes a metric after steps
-        self.has_plateau_by_steps = any(
-            config.reduce_on_plateau and config.interval == "step" for config in self.schedulers
-        )
+        self.has_plateau_by_steps = any(one.reduce_on_plateau and one.interval == "step" for one in self.schedulers)
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
@@ -76,8 +74,11 @@ class Optimization:
         self.updates = 0, 0
         # Under manual optimization: optimizers that have stepped since the loss scale was last updated
         self.stepped: list[Optimizer] = []
-        # Check of the gradients before a step, or None
-        self.guard: StepGuard | None = None
+        # Check of the gradients before an update, or None
+        fits, skips = trainer.stage == "fit", trainer.nan == "skip"
+        self.guard = SkipGuard(trainer, task, metrics, self.optimizers) if fits and skips else None
+        # Whether the losses are checked before the next update: the first one of these processes
+        self.checks_losses = trainer.nan == "raise"
         # Search for weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         # Weights of batches in the gradient of a step, where training_step returns them
@@ -117,6 +118,10 @@ class Optimization:
         """Go on with other optimizers, of the same parameters."""
         self.optimizers[:] = optimizers
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+
+    def restart(self) -> None:
+        """Check the next step as the first one, because the set of ranks has changed."""
+        self.checks_losses, self.weights.used = self.trainer.nan == "raise", None
 
     def begin_training(self) -> None:
         """Put what is trained into training mode, and say so where a module came in evaluation mode."""
@@ -192,6 +197,8 @@ class Optimization:
         for parameter in self.strategy.frozen:  # unfrozen since the step began: it is trained from the next one on
             parameter.grad = None
         # before clipping and unscaling, which would hide what was not finite
+        if self.checks_losses:
+            self._check_first_losses()
         if self.guard is not None and self.guard.drops_step():
             return
         # with nothing to prepare the list itself: no generator in the step
@@ -199,6 +206,10 @@ class Optimization:
             self.updating = True
             closure = None if self.make_closure is None else self.make_closure(step, optimizer)
             self.strategy.optimizer_step(optimizer, closure)
+
+    def _check_first_losses(self) -> None:
+        self.checks_losses = False  # later ones are checked at logging points: a check waits for the device
+        self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
         """Divide gradients and losses by the weights of the step's batches, where they have some; collective."""
@@ -356,8 +367,8 @@ class Optimization:
             return strategy.optimizer_step(optimizer, closure, **options)
         # averaged here, because backward ran inside of DDP's forward, before its hooks were ready (docs/decisions.md)
         strategy.average(optimizer_parameters(optimizer))
-        if self.guard is not None:
-            self.guard.drops_step()
+        if self.checks_losses:
+            self._check_first_losses()
         # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
         with self._keyed_hooks("on_before_optimizer_step", self.draws_before_updates, optimizer):
             self.hooks.call("on_before_optimizer_step", optimizer)
@@ -407,3 +418,41 @@ class Optimization:
             strategy.average(optimizer_parameters(optimizer))
             strategy.precision.unscale(optimizer)
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
+
+
+class ManualOptimizer:
+    """Optimizer as returned by `Task.optimizers()`; `step` goes through the strategy to reduce and unscale gradients.
+
+    All other attributes are the optimizer's own, its class too: schedulers ask for an instance of `Optimizer`.
+    """
+
+    @property  # type: ignore[misc]
+    # isinstance reads it, and torch's schedulers refuse what is no Optimizer
+    def __class__(self) -> Any:
+        return type(self.optimizer)
+
+    def __init__(self, optimizer: Optimizer, optimization: Optimization) -> None:
+        self.optimizer = optimizer
+        self._optimization = optimization
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Step the optimizer, whose own `step` is given the options too, and return its result."""
+        return self._optimization.manual_step(self.optimizer, closure, **options)
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Clear the gradients, so that the closure of this step computes them anew."""
+        if self._optimization is not None:
+            self._optimization.are_cleared = True
+        self.optimizer.zero_grad(*arguments, **options)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Return a context in which only this optimizer's parameters require gradients."""
+        self._optimization.task.toggle_optimizer(self)
+        yield
+        self._optimization.task.untoggle_optimizer(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # copy and pickle look it up before __init__ runs
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)

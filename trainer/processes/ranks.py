@@ -107,6 +107,10 @@ class Ranks:
             dist.all_reduce(tensor, OPERATIONS[operation], group=self.group)
         return tensor
 
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank."""
+        return bool(self.all_reduce(torch.tensor([float(flag)]), "max").item())
+
 
 SINGLE = Ranks()
 """One process by itself."""

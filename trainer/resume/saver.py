@@ -17,6 +17,7 @@ from ..checkpoints.background import Writer
 from ..checkpoints.commit import Owner
 from ..checkpoints.manifest import is_checkpoint_of
 from ..checkpoints.storage import make_folder
+from ..optimization.diagnosis import require_finite
 from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
@@ -141,7 +142,7 @@ class Saver:
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
             # on all ranks: a resume from weights that are NaN could only go on with NaN
-            trainer.current_run.require_finite()
+            require_finite(trainer)
             trainer.current_run.require_same_weights()
             trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)

@@ -10,7 +10,6 @@ from ..hooks import count_arguments
 from ..optimization import kernels
 from ..optimization.drift import DriftGuard
 from ..optimization.model_checks import require_dense_gradients, require_parameters
-from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization
 from ..processes.ranks import SINGLE
 from ..resume import contents, fingerprint, restore
@@ -110,7 +109,6 @@ def make_optimizers(call: JoinedCall, saved: dict[str, Any] | None) -> Optimizat
     if saved is not None:
         restore.add_saved_groups(task, optimizers, saved)
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
-    optimization.guard = make_guard(optimization)
     use_closures(call, optimization)
     if not task.automatic_optimization:
         strategy.precision.cast_anew()

@@ -6,66 +6,61 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from ..base.errors import NonFiniteError, first_names
-from .data.randomness import seed_generators
-from .data.sampling import mix
-from .optimization.finite import are_finite
+from ...base.errors import NonFiniteError, first_names
+from ..data.randomness import seed_generators
+from ..data.sampling import mix
+from ..data.steps import ReplicaBatch
+from .finite import are_finite, bad_names
 
 if TYPE_CHECKING:
-    from .data.steps import ReplicaBatch
-    from .run import Call, Run
+    from ...base.contracts import Trainer
 
 log = logging.getLogger("legato")
 
 
-def bad_weights(run: "Call") -> list[str]:
+def bad_weights(trainer: "Trainer") -> list[str]:
     """Return the names of non-finite trained parameters, of this rank or else of another one. Collective.
 
     Frozen parameters and buffers may be infinite on purpose, as masks are.
     """
-    trained = {name: parameter for name, parameter in run.task.named_parameters() if parameter.requires_grad}
-    # all at once first, with one sync of each device: to look at each parameter by itself takes one sync for each
-    names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
-    if run.strategy.place.world_size == 1:
-        return names
+    named, ranks = trainer.task.named_parameters(), trainer.strategy.collectives
+    names = bad_names({name: parameter for name, parameter in named if parameter.requires_grad})
     # names are gathered only where some rank has any: one number is cheaper in each save
-    if not run.strategy.collectives.all_reduce(torch.tensor([float(bool(names))]), "max").item():
-        return []
-    return names or next(names for names in run.strategy.collectives.gather_objects(names) if names)
+    return next(filter(None, [names, *ranks.gather_objects(names)])) if ranks.any(bool(names)) else []
 
 
-def require_finite(run: "Call") -> None:
+def require_finite(trainer: "Trainer") -> None:
     """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore` only warn. Collective."""
     # losses first: their error names the step that went wrong, which weights that are bad by now do not tell
-    run.check_losses()
-    bad = bad_weights(run)
+    trainer.current_run.check_losses()
+    bad = bad_weights(trainer)
     if not bad:
         return
-    what = f"The weights after step {run.state.global_step} are not finite: {first_names(bad)}."
-    if run.trainer.nan != "ignore":
+    what = f"The weights after step {trainer.global_step} are not finite: {first_names(bad)}."
+    if trainer.nan != "ignore":
         raise NonFiniteError(
             f"{what} They were not saved; earlier checkpoints are untouched. Resume from one of those with a "
             f"lower learning rate, or with gradient_clip_val."
         )
-    if run.trainer.is_global_zero:
+    if trainer.is_global_zero:
         log.warning("%s They are saved all the same (nan=ignore).", what)
 
 
-def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
+def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
     """Return the error extended by a diagnosis of the newest batch and the task. Collective.
 
     The diagnosis comes from the first rank with a non-finite loss, else from the first rank with findings.
     """
     try:
-        findings = [*diagnose_forward(run), *diagnose_task(run.task)]
+        findings = [*diagnose_forward(trainer), *diagnose_task(trainer.task)]
     except Exception as problem:  # must not hide the error that it explains
         findings = [f"The diagnosis failed with {type(problem).__name__}: {problem}."]
     # after every step: a rank whose own losses were finite speaks only where all ranks' were
-    first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
-    ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
+    bad_loss = trainer.metrics.bad_loss
+    first = 2**62 if bad_loss is None else bad_loss[0]
+    ranks = trainer.strategy.collectives.gather_objects((first, not findings, trainer.global_rank, findings))
     # the earliest bad loss, then a rank with findings, then the lowest: all ranks choose the same
     _, _, rank, findings = min(ranks, key=lambda one: one[:3])
     if not findings:
@@ -76,18 +71,14 @@ def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
 
 def diagnose_task(task: nn.Module) -> list[str]:
     """List the non-finite parameters, gradients and buffers."""
-    gradients = [(name, parameter.grad) for name, parameter in task.named_parameters() if parameter.grad is not None]
-    found = []
-    for what, tensors in (
-        ("parameters", list(task.named_parameters())),
-        ("gradients", gradients),
-        ("buffers", list(task.named_buffers())),
-    ):
-        bad = [name for name, tensor in tensors if not are_finite([tensor])]
-        if bad:
-            found.append(f"{len(bad)} of {len(tensors)} {what} ({first_names(bad)})")
-    findings = [f"Not finite are {'; '.join(found)}."] if found else []
-    if not are_finite(task.parameters()):
+    parameters = dict(task.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    buffers = dict(task.named_buffers())
+    kinds: dict[str, Mapping[str, Tensor]] = {"parameters": parameters, "gradients": gradients, "buffers": buffers}
+    bad = {kind: names for kind, tensors in kinds.items() if (names := bad_names(tensors))}
+    parts = [f"{len(names)} of {len(kinds[kind])} {kind} ({first_names(names)})" for kind, names in bad.items()]
+    findings = [f"Not finite are {'; '.join(parts)}."] if parts else []
+    if "parameters" in bad:
         findings.append(
             "To see where it began, go on from the newest checkpoint with nan=skip and nan_skips=0: the same steps "
             "come again, and the run ends at the first bad one, with its weights as they were."
@@ -95,22 +86,21 @@ def diagnose_task(task: nn.Module) -> list[str]:
     return findings
 
 
-def diagnose_forward(run: "Run") -> list[str]:
+def diagnose_forward(trainer: "Trainer") -> list[str]:
     """Re-run the newest batch and describe the first module with a non-finite output."""
+    run, ranks = trainer.current_run, trainer.strategy.collectives
     batches = run.loop.step.batches if run.loop.step is not None else []
     # A forward may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none.
-    able = torch.tensor([float(bool(batches) and run.optimization.automatic)])
-    if not run.strategy.collectives.all_reduce(able, "min").item():
+    if ranks.any(not batches or not run.optimization.automatic):
         return []
     item = batches[-1]
     batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
-    bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
+    bad = bad_names(dict(named_tensors(batch)))
     # Also skipped on all ranks if any rank's batch is bad already.
-    if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
-        return []
-    if bad:
-        return [f"The newest batch (batch_idx {item.batch_idx}) is not finite itself: {first_names(bad)}."]
-    found = first_bad_module(run, item, batch)
+    if ranks.any(bool(bad)):
+        place = f"The newest batch (batch_idx {item.batch_idx})"
+        return [f"{place} is not finite itself: {first_names(bad)}."] if bad else []
+    found = first_bad_module(trainer, item, batch)
     if found is None:
         return []
     name, module, input_is_finite = found
@@ -123,20 +113,20 @@ def diagnose_forward(run: "Run") -> list[str]:
     return [f"{where} the first output that is not finite is that of {what}, {why}."]
 
 
-def first_bad_module(run: "Run", item: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
+def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
     """Re-run training_step on a batch; return the first module with a NaN output, else with an infinite one.
 
     The bool tells whether that module's input was finite.
     """
+    run = trainer.current_run
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [tensor for _, tensor in named_tensors(output)]
-        if not are_finite(tensors):
-            is_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
-            given = [tensor for _, tensor in named_tensors(inputs)]
+        outputs = dict(named_tensors(output))
+        if bad_names(outputs):
+            is_nan = any(bool(tensor.isnan().any()) for tensor in outputs.values())
             # the first NaN is blamed before an earlier infinity, which a mask may hold on purpose
-            by_kind.setdefault(is_nan, (name, module, are_finite(given)))
+            by_kind.setdefault(is_nan, (name, module, not bad_names(dict(named_tensors(inputs)))))
 
     handles = [
         module.register_forward_hook(lambda module, inputs, output, name=name: look(name, module, inputs, output))
