@@ -55,7 +55,7 @@ class Closure:
             if not (optimization.clears_late and step.batches):
                 optimization.zero_gradients(step)
             for item in step.batches:
-                self.trainer.train_batch(step, item, run.reopen_batch(item))
+                self.trainer.train_batch(step, item, run.open_batch(item, again=True))
             if not step.batches:
                 masked.stand_in(run, step)
             run.strategy.end_step()

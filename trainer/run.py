@@ -1,7 +1,7 @@
 """Run: the parts of one call of fit, validate, test or predict, and what the loop asks of them between steps.
 
-A call grows by phases, none of which changes once it is made: a `Call` has what is there from the first moment, a
-`JoinedCall` what is known when its processes have met, a `Run` everything. `setup/` makes one from the other.
+A `Call` has what is there from the first moment; one with more takes its place when its processes have met
+(`setup.join`), and a `Run` with everything before the first step (`setup.make_run`). None of them changes.
 """
 
 import logging
@@ -92,9 +92,9 @@ class RunData:
     """After how many seconds validation is due; None: not by time."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Call:
-    """Parts of one call of fit, validate, test or predict from its first moment, before its processes meet."""
+    """Parts of one call of fit, validate, test or predict that exist from its first moment."""
 
     is_complete: ClassVar[bool] = False
     trainer: "Trainer"
@@ -117,6 +117,14 @@ class Call:
     preemption: Preemption
     watchdog: Watchdog
     run_file: RunFile
+    drift: DriftGuard
+    membership: Membership = field(default_factory=Membership)
+    source: Path | None = None
+    """The checkpoint to resume from, or to take weights from; None too until the processes have met."""
+    goes_on: bool = False
+    """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
+    evaluated_point: tuple[int, int] | None = None
+    """Step and epoch at which an evaluation is logged; None: the trainer's own."""
 
     @property
     def layout(self) -> Layout:
@@ -165,30 +173,8 @@ class Call:
                 raise explained(self.trainer, error) from None
 
     def require_same_weights(self) -> None:
-        """Raise DisagreementError if ranks that share weights would not save the same; every rank calls it."""
-
-    def remember_training_mode(self) -> None:
-        """Remember the mode of each module of the task, for `restore_training_mode`."""
-        self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
-
-    def restore_training_mode(self) -> None:
-        """Give each module of the task the mode that it had at `remember_training_mode`."""
-        for module, mode in self.loop.training_modes:
-            module.training = mode  # not module.train(mode), which sets all modules below it as well
-        self.loop.training_modes = []
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class JoinedCall(Call):
-    """A call whose processes have met: what exists when the set-up hooks of tasks and callbacks run."""
-
-    membership: Membership
-    source: Path | None
-    """The checkpoint to resume from, or to take weights from."""
-    goes_on: bool
-    """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
-    evaluated_point: tuple[int, int] | None
-    """Step and epoch at which an evaluation is logged; None: the trainer's own."""
+        """Raise DisagreementError if the weights differ on ranks that must hold the same; every rank calls it."""
+        self.drift.compare(self.state.global_step, self.agreement.elapsed)
 
     def agree_on_stop(self) -> None:
         """Agree with the other ranks on the elapsed time and on whether to stop."""
@@ -201,10 +187,20 @@ class JoinedCall(Call):
         self.preemption.stop_if_agreed()
         self.membership.check_members()
 
+    def remember_training_mode(self) -> None:
+        """Remember the mode of each module of the task, for `restore_training_mode`."""
+        self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Run(JoinedCall):
-    """All parts of a call, complete when `build.make_run` makes it; what changes is in `loop`, `state` and `data`."""
+    def restore_training_mode(self) -> None:
+        """Give each module of the task the mode that it had at `remember_training_mode`."""
+        for module, mode in self.loop.training_modes:
+            module.training = mode  # not module.train(mode), which sets all modules below it as well
+        self.loop.training_modes = []
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Run(Call):
+    """All parts of a call; what changes is in `loop`, `state` and `data`."""
 
     is_complete: ClassVar[bool] = True
     optimization: Optimization
@@ -222,7 +218,6 @@ class Run(JoinedCall):
     """Settings that define the run; see checkpoints.fingerprint."""
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
-    drift: DriftGuard
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
@@ -232,18 +227,15 @@ class Run(JoinedCall):
         if self.optimization.automatic:
             self.optimization.begin_step(step)
 
-    def open_batch(self, item: ReplicaBatch) -> Any:
-        """Return a batch on its device, with the logged values and random numbers that follow those of its replica."""
-        self.metrics.open_batch(item.replica, item.samples)
-        if self.data.keys_forward:  # else the generators are where loading the batch, which is keyed, has left them
-            seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
-        return item.batch if self.transfer is None else self.transfer(item.batch, 0)
+    def open_batch(self, item: ReplicaBatch, again: bool = False) -> Any:
+        """Return a batch on its device, with the logged values and random numbers that follow those of its replica.
 
-    def reopen_batch(self, item: ReplicaBatch) -> Any:
-        """Return a batch that is trained on again in the same step; its random numbers are those of the first time."""
-        self.metrics.return_to_batch(item.replica, item.samples)
-        # not keys_forward: where loading the batch keyed its first forward, it is not loaded a second time
-        if self.keyed:
+        again: it is trained on again in the same step, with the random numbers of the first time.
+        """
+        (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
+        # Loading the batch may have keyed its first forward: the generators are where that has left them. It is not
+        # loaded a second time.
+        if self.keyed if again else self.data.keys_forward:
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
@@ -291,10 +283,6 @@ class Run(JoinedCall):
             self.metrics.muted = False
 
     # --- between steps ----------------------------------------------------------------------------------------------
-    def require_same_weights(self) -> None:
-        """Raise DisagreementError if the weights differ on ranks that must hold the same; every rank calls it."""
-        self.drift.compare(self.state.global_step, self.agreement.elapsed)
-
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0: at the newest step, or at that of a checkpoint that is evaluated."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)

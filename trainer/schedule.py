@@ -17,7 +17,7 @@ class Schedule:
     """Counts the steps of a fit, and decides what is due after each of them."""
 
     def __init__(self, call: Any, optimization: Optimization) -> None:
-        # `call` is the JoinedCall whose steps are counted: run.py knows this module, and not the other way round
+        # `call` is the Call whose steps are counted: run.py knows this module, and not the other way round
         self.call, self.optimization = call, optimization
         self.trainer: Trainer = call.trainer
         self.state: State = call.state

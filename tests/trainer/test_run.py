@@ -7,7 +7,7 @@ from tiny import Validated, make_loader
 
 import legato as lg
 from legato.base.errors import TaskError
-from legato.trainer.run import Call, JoinedCall, LoopState, Run, RunData
+from legato.trainer.run import Call, LoopState, Run, RunData
 
 HOOKS = [
     "on_fit_start",
@@ -101,7 +101,6 @@ class SetUp(Validated):
 def test_the_phases_of_a_run_are_there_for_the_hooks_of_its_set_up(trainer):
     task = SetUp()
     trainer(max_epochs=1, limit_val_batches=0).fit(task)
-    assert task.phases.pop("configure_callbacks") is Call
     assert task.phases.pop("on_fit_start") is Run
-    assert set(task.phases.values()) == {JoinedCall}
-    assert len(task.phases) == 5
+    assert set(task.phases.values()) == {Call}
+    assert len(task.phases) == 6

@@ -24,7 +24,7 @@ from ..data.transfer import CopyStream, to_device, with_allocated_memory
 from ..hooks import counter_of, overrides
 from ..processes.ranks import SINGLE, Ranks
 from ..resume import fingerprint
-from ..run import Call, JoinedCall
+from ..run import Call
 
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
@@ -299,8 +299,11 @@ def require_shares_fit(call: Call, origin: str) -> None:
     replicas, processes = call.state.replicas, call.strategy.data_ranks.size
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
-    begun = isinstance(call, JoinedCall) and call.source is not None
-    ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
+    ways = (
+        f"Start {replicas} processes, as the run began"
+        if call.source is not None
+        else f"Set trainer.replicas={processes}"
+    )
     # a share belongs to its process, so whatever changes the processes changes the samples of a step
     reasons = {
         "which an elastic run cannot deal to others when the process is gone": call.members_change,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from ..accelerators import deterministic_cublas
@@ -15,7 +16,7 @@ from ..processes.membership import Membership
 from ..processes.place import Place, find_place, located
 from ..request import Request
 from ..resume import restore
-from ..run import Call, JoinedCall
+from ..run import Call
 from ..runs import run_file
 from .directory import find_start
 from .outputs import record_start
@@ -24,7 +25,7 @@ from .parts import with_callbacks_of
 log = logging.getLogger("legato")
 
 
-def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | None]:
+def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     """Check what can be checked, join the other processes, and find the checkpoint, the run directory and the hooks.
 
     Also returns the checkpoint's contents; None where there is none to start from.
@@ -68,10 +69,11 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     point = evaluated_point(call, saved)
     record_start(call, start.source, point)
     set_owners(call)
-    parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
-    return JoinedCall(
-        **parts, membership=membership, source=start.source, goes_on=start.same_run, evaluated_point=point
-    ), saved
+    hooks = Hooks(trainer, call.task, trainer.callbacks)
+    joined = replace(
+        call, hooks=hooks, membership=membership, source=start.source, goes_on=start.same_run, evaluated_point=point
+    )
+    return joined, saved
 
 
 def make_membership(call: Call) -> Membership:

@@ -8,20 +8,18 @@ from ...base.torch_private import spare_compiler
 from ..closure import use_closures
 from ..hooks import count_arguments
 from ..optimization import kernels
-from ..optimization.drift import DriftGuard
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.optimization import Optimization
-from ..processes.ranks import SINGLE
 from ..resume import contents, fingerprint, restore
 from ..resume.rebuild import averaged_weights
-from ..run import Call, JoinedCall, Run
+from ..run import Call, Run
 from ..schedule import Schedule
 from .data import make_loaders, make_transfer, prepare_data
 
 log = logging.getLogger("legato")
 
 
-def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
+def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
 
     `saved`: the checkpoint's contents, of which the weights are dropped once they are loaded.
@@ -57,6 +55,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     one_order = call.bitwise or call.members_change
     by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
     optimization.take_optimizers(strategy.prepare(task, optimization.optimizers, call.layout, one_order and by_replica))
+    if stage == "fit" and call.keyed:
+        call.drift.ranks = strategy.weight_ranks
     numerics = find_numerics(call, optimization) if stage == "fit" else {}
     if not strategy.compiles_blocks:
         kernels.compile_in_place(task, trainer.compile)
@@ -70,11 +70,10 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         gradient_scale=strategy.loss_scale,
         fingerprint=described,
         numerics=numerics,
-        drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
     )
 
 
-def find_numerics(call: JoinedCall, optimization: Optimization) -> dict[str, Any]:
+def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
     """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
     numerics = contents.numerics_of(call.strategy, optimization.optimizers, call.trainer.compile)
     if call.bitwise:
@@ -93,7 +92,7 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
         hook(saved)
 
 
-def make_optimizers(call: JoinedCall, saved: dict[str, Any] | None) -> Optimization:
+def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     # the first optimizer would import torch's compiler, 1.5 s of CPU a process

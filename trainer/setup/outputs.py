@@ -7,7 +7,7 @@ from typing import Any
 
 from ...base.environment import slurm_job
 from ..accelerators import name_of
-from ..run import Call, JoinedCall, Run
+from ..run import Call, Run
 from ..runs import places
 from ..runs import record as run_record
 from ..runs.run_file import config_of, identity_of
@@ -108,8 +108,7 @@ def progress(call: Call) -> dict[str, Any]:
     trainer, state, callback = call.trainer, call.state, call.trainer.checkpoint_callback
     epoch = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
     if call.stage != "fit":
-        point = call.evaluated_point if isinstance(call, JoinedCall) else None
-        return dict(zip(("step", "epoch"), point or (state.global_step, epoch), strict=True))
+        return dict(zip(("step", "epoch"), call.evaluated_point or (state.global_step, epoch), strict=True))
     values: dict[str, Any] = {"step": state.global_step, "epoch": epoch, "elapsed": state.elapsed}
     values |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
     if getattr(callback, "monitor", None) is not None:

@@ -7,6 +7,7 @@ from ...base.environment import restart_count
 from ...base.errors import Errors
 from ..hooks import Hooks
 from ..metrics.log import Metrics
+from ..optimization.drift import DriftGuard
 from ..preemption import Preemption
 from ..processes.agreement import Agreement, GarbageCollector
 from ..processes.hang import Watchdog
@@ -25,44 +26,44 @@ if TYPE_CHECKING:
 
 def make_call(trainer: "Trainer", request: Request) -> Call:
     """Make the parts of a requested call; nothing is started or opened yet."""
-    state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
+    loop = LoopState(DOING_OF_STAGE[request.stage])
     # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
     # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
-    agreement = Agreement(SINGLE, 1, 0, state.elapsed)
+    agreement = Agreement(SINGLE, 1, 0, trainer.state.elapsed)
     metrics = Metrics(SINGLE, 1, request.task)
-    if strategy.elastic and request.stage == "fit":
+    if trainer.strategy.elastic and request.stage == "fit":
         from ..elastic.metrics import SharedMetrics  # only where a config asks for it
 
         metrics = SharedMetrics(SINGLE, 1, request.task)
     call = Call(
-        trainer,
-        request.stage,
-        request.task,
-        request.datamodule,
-        request.loaders,
-        state,
-        strategy,
-        loop,
-        RunData(keys_forward=trainer.reproducible != "off"),
-        Errors(),
-        ExitStack(),
-        Hooks(trainer, request.task, []),
-        agreement,
-        metrics,
-        Preemption(trainer, request.stage, agreement),
-        Watchdog(trainer, loop, metrics),
-        RunFile(),
+        trainer=trainer,
+        stage=request.stage,
+        task=request.task,
+        datamodule=request.datamodule,
+        given=request.loaders,
+        state=trainer.state,
+        strategy=trainer.strategy,
+        loop=loop,
+        data=RunData(keys_forward=trainer.reproducible != "off"),
+        errors=Errors(),
+        undo=ExitStack(),
+        hooks=Hooks(trainer, request.task, []),
+        agreement=agreement,
+        metrics=metrics,
+        preemption=Preemption(trainer, request.stage, agreement),
+        watchdog=Watchdog(trainer, loop, metrics),
+        run_file=RunFile(),
+        drift=DriftGuard(request.task, SINGLE),
     )
     metrics.describe_place = call.describe_place
     return call
 
 
 def set_up(call: Call, request: Request) -> Run:
-    """Take a call through its phases to a complete run; `trainer.run` is the newest of them, also for user's hooks."""
+    """Make a complete run of a call; `trainer.run` is the newest of them, also for user's hooks."""
     joined, saved = join(call, request)
     call.trainer.run = joined
-    run = make_run(joined, saved)
-    call.trainer.run = run
+    run = call.trainer.run = make_run(joined, saved)
     start(run, saved)
     return run
 
