@@ -23,7 +23,7 @@ from ..trainer.data.loaders import MapLoader, is_dealable
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
 from ..trainer.hooks import count_arguments
-from ..trainer.optimization.kernels import Recomputing
+from ..trainer.optimization.kernels import recompute, restore_classes
 from ..trainer.setup.data import dealt_out
 from ..trainer.strategies.mesh.dtensors import replace, tensor_slots
 from .config.check import load_config
@@ -156,7 +156,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mix
                 kept.append(storage.nbytes())
             return tensor
 
-        recomputing = Recomputing(task, tuple(recomputed))
+        before = recompute(task, tuple(recomputed))
         try:
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 output = step()
@@ -165,7 +165,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mix
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
         finally:
-            recomputing.undo()
+            restore_classes(before)
         return sum(kept)
 
 

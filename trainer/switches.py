@@ -1,13 +1,12 @@
 """The global switches of torch that change results: one table, by which they travel to workers and are recorded."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-
-ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
-"""Kernels of scaled_dot_product_attention."""
 
 
 class Switch(NamedTuple):
@@ -19,15 +18,11 @@ class Switch(NamedTuple):
 
 def of_attribute(path: str) -> Switch:
     """Return the switch that is an attribute below torch.backends."""
-    *parents, name = path.split(".")
-
-    def find() -> Any:
-        owner: Any = torch.backends
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return owner
-
-    return Switch(lambda: getattr(find(), name), lambda value: setattr(find(), name, value))
+    parents, _, name = path.rpartition(".")
+    return Switch(
+        lambda: attrgetter(path)(torch.backends),
+        lambda value: setattr(attrgetter(parents)(torch.backends), name, value),
+    )
 
 
 def of_precision(name: str) -> Switch:
@@ -36,28 +31,26 @@ def of_precision(name: str) -> Switch:
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
 
 
-def set_deterministic(on: bool, warn_only: bool) -> None:
-    """Call torch.use_deterministic_algorithms only on a change, because it imports torch's compiler (1 s)."""
-    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if now != (on, warn_only):
-        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> Switch:
+    """Return the switch of a dtype, whose name is its JSON value."""
+    return Switch(lambda: str(read()), lambda name: write(getattr(torch, name.removeprefix("torch."))))
+
+
+def of_autocast(device: str) -> Switch:
+    """Return the switch of autocast's dtype on a kind of device."""
+    return of_dtype(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype))
+
+
+def of_attention(kernel: str) -> Switch:
+    """Return the switch of a kernel of scaled_dot_product_attention."""
+    return Switch(
+        getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
+    )
 
 
 def _read_deterministic() -> bool | str:
     on = torch.are_deterministic_algorithms_enabled()
     return "warn" if on and torch.is_deterministic_algorithms_warn_only_enabled() else on
-
-
-def _read_attention() -> list[str]:
-    enabled = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled", None) for name in ATTENTION}
-    return [name for name, is_enabled in enabled.items() if is_enabled is not None and is_enabled()]
-
-
-def _write_attention(names: list[str]) -> None:
-    for name in ATTENTION:
-        enable = getattr(torch.backends.cuda, f"enable_{name}_sdp", None)
-        if enable is not None:
-            enable(name in names)
 
 
 def _read_nnpack() -> bool:
@@ -72,20 +65,11 @@ def _flushes_denormals() -> bool:
     return bool((torch.tensor([2.0**-1070], dtype=torch.float64) * 1.0 == 0.0).item())
 
 
-def _autocast_dtype(device: str) -> Switch:
-    return Switch(
-        lambda: str(torch.get_autocast_dtype(device)),
-        lambda name: torch.set_autocast_dtype(device, getattr(torch, name.removeprefix("torch."))),
-    )
-
-
 SWITCHES: dict[str, Switch] = {
-    "default_dtype": Switch(
-        lambda: str(torch.get_default_dtype()),
-        lambda name: torch.set_default_dtype(getattr(torch, name.removeprefix("torch."))),
-    ),
+    "default_dtype": of_dtype(torch.get_default_dtype, torch.set_default_dtype),
     "deterministic_algorithms": Switch(
-        _read_deterministic, lambda value: set_deterministic(bool(value), value == "warn")
+        _read_deterministic,
+        lambda value: torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn"),
     ),
     "threads": Switch(torch.get_num_threads, torch.set_num_threads),
     # those of older torch first: reading one of them is an error once one of the newer ones was set to something else
@@ -96,7 +80,7 @@ SWITCHES: dict[str, Switch] = {
         f"fp32_precision_{name}": of_precision(name)
         for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
     },
-    "scaled_dot_product_attention": Switch(_read_attention, _write_attention),
+    **{f"{kernel}_attention": of_attention(kernel) for kernel in ("flash", "mem_efficient", "cudnn", "math")},
     "attention_reduces_in_half": Switch(
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
@@ -115,14 +99,14 @@ SWITCHES: dict[str, Switch] = {
     "opt_einsum_strategy": of_attribute("opt_einsum.strategy"),
     "flush_denormal": Switch(_flushes_denormals, torch.set_flush_denormal),
     "autocast_cache": Switch(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "autocast_dtype_cpu": _autocast_dtype("cpu"),
-    "autocast_dtype_cuda": _autocast_dtype("cuda"),
+    "autocast_dtype_cpu": of_autocast("cpu"),
+    "autocast_dtype_cuda": of_autocast("cuda"),
 }
 
 
-def read_switches() -> dict[str, Any]:
+def read_switches(names: Iterable[str] = SWITCHES) -> dict[str, Any]:
     """Return the values of all switches that this torch has and tells, as JSON values."""
-    values = {name: _value(switch) for name, switch in SWITCHES.items()}
+    values = {name: _value(SWITCHES[name]) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -131,9 +115,30 @@ def write_switches(values: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in values.items():
-            # only what differs: setting some of them warns, imports the compiler, or starts a device
+            # only what differs: setting some of them warns, imports the compiler (1 s), or starts a device
             if _value(SWITCHES[name]) != value:
                 SWITCHES[name].write(value)
+
+
+@contextmanager
+def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | None) -> Iterator[None]:
+    """Set what a run asks of torch's switches in this context: `deterministic` may be "warn"."""
+    # the process goes on after the run, perhaps with another one in a notebook
+    before = read_switches(("deterministic_algorithms", "cudnn_benchmark", "threads"))
+    memory: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
+    filled = memory.fill_uninitialized_memory
+    try:
+        if deterministic:
+            write_switches({"deterministic_algorithms": deterministic, "cudnn_benchmark": False})
+            # filling new memory with NaN only helps to find reads of it, and takes a fifth of the step time
+            memory.fill_uninitialized_memory = False
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
+            yield
+    finally:
+        write_switches(before)
+        memory.fill_uninitialized_memory = filled
 
 
 def _value(switch: Switch) -> Any:

@@ -13,7 +13,6 @@ OTHER = {
     "deterministic_algorithms": "warn",
     "threads": 1,
     "matmul_precision": "medium",
-    "scaled_dot_product_attention": ["math"],
     "opt_einsum_strategy": "greedy",
     "autocast_dtype_cpu": "torch.float16",
     "autocast_dtype_cuda": "torch.bfloat16",

@@ -280,7 +280,7 @@ def test_flags_of_kernels_are_compared(run):
         run(max_steps=5)
     finally:
         torch.backends.cuda.enable_flash_sdp(True)
-    assert "scaled_dot_product_attention: ['flash'" in run.told
+    assert "flash_attention: True -> False" in run.told
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -1,8 +1,8 @@
-"""Process-wide torch settings, numerics that bitwise runs compare, compilation and activation checkpointing."""
+"""Numerics that bitwise runs compare, compilation and activation checkpointing."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from ...base.errors import ConfigError, did_you_mean
 from ...base.torch_private import compile_call
 from ..accelerators import name_of
-from ..switches import read_switches, set_deterministic
+from ..switches import read_switches
 
+KEPT = ("__module__", "__doc__")
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 NOTHING_COMPILED = (
     "trainer.compile has compiled nothing: the steps never call the task, or a module that is an attribute of it. Name "
@@ -23,30 +24,6 @@ NOTHING_COMPILED = (
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 # CPU features by which oneDNN and MKL choose their matrix kernels
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
-
-
-@contextmanager
-def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, threads: int | None) -> Iterator[None]:
-    """Set torch's process-wide switches, and restore them on exit."""
-    # the process goes on after the run, perhaps with another one in a notebook
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    switches: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
-    filled, benchmark = switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    threads_before = torch.get_num_threads()
-    try:
-        if deterministic:
-            set_deterministic(True, deterministic == "warn")
-            torch.backends.cudnn.benchmark = False
-            # filling new memory with NaN only helps to find reads of it, and takes a fifth of the step time
-            switches.fill_uninitialized_memory = False
-        if threads is not None:
-            torch.set_num_threads(threads)
-        with torch.autograd.set_detect_anomaly(detect_anomaly or torch.is_anomaly_enabled()):
-            yield
-    finally:
-        set_deterministic(*before)
-        switches.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, benchmark
-        torch.set_num_threads(threads_before)
 
 
 def numerics(
@@ -120,22 +97,38 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the forward of blocks without their hooks, by giving them a subclass."""
+    """Compile the forward of blocks without their hooks."""
     names, chosen = read_compile(options)
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in modules_named(task, names or [], "trainer.compile.blocks"):
-        kind = type(module)
-        if kind not in kinds:
-            forward = torch.compile(_calling(kind), **chosen)
-            members = {"forward": lambda self, *a, _forward=forward, **k: _forward(self, *a, **k)}
-            kinds[kind] = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
-        # a class and not a wrapper: names in the state dict, hooks and `isinstance` stay
+
+    def compiled(kind: type[nn.Module]) -> Callable[..., Any]:
+        # torch's compiler passes over a forward of torch.nn by itself
+        forward = torch.compile(lambda module, *values, **more: kind.forward(module, *values, **more), **chosen)
+        return lambda module, *values, **more: forward(module, *values, **more)
+
+    give_forwards(modules_named(task, names or [], "trainer.compile.blocks"), compiled)
+
+
+def give_forwards(
+    modules: Iterable[nn.Module], forward_of: Callable[[type[nn.Module]], Callable[..., Any]]
+) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Give modules a subclass with the forward that `forward_of` makes of their class; return them with that class.
+
+    A subclass and not a wrapper: names in the state dict, hooks, copies and `isinstance` stay.
+    """
+    before = [(module, type(module)) for module in modules]
+    kinds = {
+        kind: type(kind.__name__, (kind,), {"forward": forward_of(kind), **{key: getattr(kind, key) for key in KEPT}})
+        for kind in dict(before).values()
+    }
+    for module, kind in before:
         module.__class__ = kinds[kind]
+    return before
 
 
-def _calling(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return a function that calls the forward of a class: torch's compiler passes over one of torch.nn by itself."""
-    return lambda module, *arguments, **options: kind.forward(module, *arguments, **options)
+def restore_classes(before: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Undo `give_forwards`."""
+    for module, kind in before:
+        module.__class__ = kind
 
 
 def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, dict[str, Any]]:
@@ -176,30 +169,19 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
     return found
 
 
-class Recomputing:
-    """Activation checkpointing of blocks: backward recomputes everything but their input.
+def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Checkpoint the activations of blocks, of which backward recomputes everything but their input.
 
     After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), by
     torch.utils.checkpoint. Random numbers are replayed and buffers (batch norm) are updated only by the first forward,
-    so the result is identical to the bit. Modules get a subclass during the run, so that names, hooks and copies of
-    them stay the same.
+    so the result is identical to the bit. Returns what `restore_classes` takes to undo it.
+
+    Raises ConfigError for a class that no module has.
     """
-
-    def __init__(self, task: nn.Module, names: str | Sequence[str]) -> None:
-        """Wrap the modules of these classes; raises ConfigError for a class that no module has."""
-        self.before = [(module, type(module)) for module in modules_named(task, names, "activation_checkpointing")]
-        kinds = {kind: _recomputing(kind) for _, kind in self.before}
-        for module, kind in self.before:
-            module.__class__ = kinds[kind]
-
-    def undo(self) -> None:
-        """Restore the classes of all modules."""
-        for module, kind in self.before:
-            module.__class__ = kind
-        self.before = []
+    return give_forwards(modules_named(task, names, "activation_checkpointing"), _recomputing)
 
 
-def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
@@ -209,7 +191,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
         # The reentrant way needs an input that requires a gradient, and gives shared weights theirs twice.
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    return forward
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators
 from ..data.sampling import Layout, mix
 from ..hooks import Hooks
-from ..optimization import kernels
 from ..processes.layout import check_place, report_layout
 from ..processes.membership import Membership
 from ..processes.place import Place, find_place, located
@@ -18,6 +17,7 @@ from ..request import Request
 from ..resume import restore
 from ..run import Call
 from ..runs import run_file
+from ..switches import settings
 from .directory import find_start
 from .outputs import record_start
 from .parts import with_callbacks_of
@@ -47,7 +47,7 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     report_layout(strategy.place, strategy.device, strategy.collectives, strategy.meeting)
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
     threads = trainer.threads or (1 if call.bitwise else None)
-    undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
+    undo.enter_context(settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(call.errors.attempt, strategy.teardown)  # whose note names the method
     # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
     seed_generators(mix(trainer.seed))

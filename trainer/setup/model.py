@@ -35,7 +35,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
-        strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
+        strategy.recomputed = kernels.recompute(task, trainer.activation_checkpointing)
     strategy.place_task(task)
     call.metrics.take_states(call.bitwise)
     if saved is not None:

@@ -13,7 +13,7 @@ from ...base.errors import ConfigError, TaskError
 from ..accelerators import make_current
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
-from ..optimization.kernels import Recomputing
+from ..optimization.kernels import restore_classes
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
 from ..processes.place import Place
@@ -91,8 +91,8 @@ class Strategy:
         """Moves a batch to a device; during a run it copies to an accelerator while that computes."""
         self.precision = Precision("32", "cpu")
         self.task: Task | None = None
-        self.recomputing: Recomputing | None = None
-        """The task's blocks that compute their forward again in backward, until `teardown`."""
+        self.recomputed: list[tuple[nn.Module, type[nn.Module]]] = []
+        """The task's blocks that compute their forward again in backward, with their own class, until `teardown`."""
         self.buffers = ReplicaBuffers(None)
         self.layout = Layout(1, 1)
         self.one_order = False
@@ -224,9 +224,8 @@ class Strategy:
         if self.tree is not None:
             self.tree.close()
         self.tree, self.to_device, self.engine = None, to_device, None  # which do not pickle
-        if self.recomputing is not None:
-            self.recomputing.undo()
-        self.recomputing = None
+        restore_classes(self.recomputed)
+        self.recomputed = []
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
