@@ -12,7 +12,6 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf1
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_OFF = nullcontext()
 # Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a gradient,
 # so that a forward under no_grad leaves the weights of a later one in the same step untrained.
 _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
@@ -53,12 +51,12 @@ class Precision:
         self._used = self._is_ready = False
         # Returns the context manager for a forward: no-op, autocast, or another default dtype for new tensors. Autocast
         # is per thread, the default dtype per process.
-        self.forward_context: Callable[[], AbstractContextManager[Any]] = nothing
+        self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self.autocast_dtype is not None:
             dtype, kept = self.autocast_dtype, _KEEPS_CASTS
             self.forward_context = partial(torch.autocast, device_type, dtype=dtype, cache_enabled=kept)
         elif self.weights_dtype is not None:
-            self.forward_context = partial(_DefaultDtype, self.weights_dtype)
+            self.forward_context = partial(_default_dtype, self.weights_dtype)
 
     def cast_anew(self) -> None:
         """Have autocast cast weights at each use: what it keeps is old once an optimizer has stepped within a step."""
@@ -115,9 +113,7 @@ class Precision:
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None
         if gradient is not None and not self._is_ready:
-            self.scale(
-                gradient.new_zeros(())
-            )  # a scaler initialises lazily at its first loss, which only other ranks had
+            self.scale(gradient.new_zeros(()))  # it initialises at its first loss, which only other ranks had
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,26 +141,14 @@ def _cast_anew(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
             torch.set_autocast_cache_enabled(kept)
 
 
-class _DefaultDtype:
-    """Context manager that sets the default dtype of new floating point tensors."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.before = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.set_default_dtype(self.before)
-
-
-def nothing() -> AbstractContextManager[Any]:
-    """Return a no-op context."""
-    return _OFF
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from ...base.errors import ConfigError, TaskError, first_names
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
-from ..optimization.precision import nothing
 from ..processes.place import Place
 from ..processes.ranks import Phase
 from .batch_norm import synchronize
@@ -63,7 +63,7 @@ class DDPStrategy(GroupStrategy):
         """Lets gradients meet while backward computes them; None in one process, in one order, and where the task runs
         backward itself."""
         self.ddp_forward: Callable[..., Any] | None = None
-        self.require_reduced: Callable[[], object] = nothing
+        self.require_reduced: Callable[[], object] = nullcontext
         """Raises RuntimeError where DDP misses a gradient after the last backward of a step."""
         self.nothing: Tensor | None = None
         """Loss without effect that stands in when training_step returns None."""
@@ -135,7 +135,7 @@ class DDPStrategy(GroupStrategy):
 
     def _drop_ddp(self) -> None:
         # all three refer to the C++ reducer
-        self.ddp, self.ddp_forward, self.require_reduced = None, None, nothing
+        self.ddp, self.ddp_forward, self.require_reduced = None, None, nullcontext
 
     def _share_weights(self, task: "Task") -> None:
         if self.ddp is None:  # which has done it
@@ -181,7 +181,7 @@ class DDPStrategy(GroupStrategy):
         # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
         if ddp.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
             ddp.require_backward_grad_sync = last
-        if self.precision.forward_context is nothing:  # four calls less
+        if self.precision.forward_context is nullcontext:  # four calls less
             output = forward("training_step", *arguments)
         else:
             with self.precision.forward_context():

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
 from ..optimization.kernels import restore_classes
 from ..optimization.outputs import describe_bad_loss
-from ..optimization.precision import Precision, nothing
+from ..optimization.precision import Precision
 from ..processes.place import Place
 from ..processes.ranks import DEFAULT, SINGLE, Ranks, Timeouts
 from .buffers import ReplicaBuffers
@@ -241,7 +242,7 @@ class Strategy:
             self._open_replica(replica)
         # not an empty context: entering and leaving one is calls in each step (tests/trainer/test_step_path.py counts
         # them)
-        if self.precision.forward_context is nothing:
+        if self.precision.forward_context is nullcontext:
             return self.task.training_step(*arguments)
         with self.precision.forward_context():
             return self.task.training_step(*arguments)
