@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +42,9 @@ class DriftGuard:
         began = time.perf_counter()
         sums = {name: sums_of_bits(parameter) for name, parameter in self.task.named_parameters()}
         names = [name for name, parts in sums.items() for _ in parts]
-        numbers = _to_host([part for parts in sums.values() for part in parts])
+        parts = [part for parts in sums.values() for part in parts]
+        # those of other devices to the first one's, and from there all at once: each copy to the host waits
+        numbers = torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
         # the ranks must agree on the pause, so the wait in this collective counts in the next one
         total, summed = numbers.sum(), time.perf_counter()
         nanoseconds = torch.tensor(int((summed - began + self.waited) * 1e9))
@@ -93,14 +94,3 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     rest = flat.numel() % 8
     words = flat[: flat.numel() - rest].view(torch.int64).sum()
     return [words + flat[-rest:].sum()] if rest else [words]
-
-
-def _to_host(numbers: Iterable[Tensor]) -> Tensor:
-    """Return numbers of any devices on the host, those of one device in one copy."""
-    places: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for index, number in enumerate(numbers):
-        places.setdefault(number.device, []).append((index, number))
-    result = torch.zeros(sum(map(len, places.values())), dtype=torch.int64)
-    for pairs in places.values():
-        result[[index for index, _ in pairs]] = torch.stack([number for _, number in pairs]).cpu()
-    return result

@@ -19,42 +19,36 @@ class WeightWatch:
 
     def __init__(self, task: nn.Module) -> None:
         self.task, self.steps_left = task, WATCHED_STEPS
-        self.parameters: dict[str, list[int]] = {}
-        self.buffers: dict[str, list[int]] = {}
+        self.before: dict[str, list[int]] = {}
 
     def begin_step(self) -> None:
         """Take the marks of all weights."""
-        self.parameters, self.buffers = self._marks_of_parameters(), self._marks_of_buffers()
+        self.before = self._marks()
 
     def end_step(self) -> tuple[list[str], list[str]]:
         """Return the names of the parameters and of the buffers that have changed since the step began."""
-        parameters, buffers = self._marks_of_parameters(), self._marks_of_buffers()
+        changed = [name for name, mark in self._marks().items() if self.before.get(name, mark) != mark]
         # a teacher that changes every n steps is missed; three steps find what is updated in each
         self.steps_left -= 1
-        return (
-            [name for name, mark in parameters.items() if self.parameters.get(name, mark) != mark],
-            [name for name, mark in buffers.items() if self.buffers.get(name, mark) != mark],
-        )
+        parameters = dict(self.task.named_parameters())
+        return [name for name in changed if name in parameters], [name for name in changed if name not in parameters]
 
-    def _marks_of_parameters(self) -> dict[str, list[int]]:
+    def _marks(self) -> dict[str, list[int]]:
+        """Return marks of parameters, and of floating point buffers but those of torch's modules."""
         # cuDNN's recurrent layers put their weights into one block of memory within forward
         recurrent = [module for module in self.task.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for module in recurrent for parameter in module.parameters()}
-        return {
+        marks = {
             name: [0 if id(parameter) in moved else version_of(parameter), *self._values(parameter)]
             for name, parameter in self.task.named_parameters()
         }
-
-    def _marks_of_buffers(self) -> dict[str, list[int]]:
-        """Return marks of floating point buffers, but for running statistics and buffers of torch's modules."""
-        return {
-            f"{path}.{name}".lstrip("."): self._values(buffer)
-            for path, module in self.task.named_modules()
-            # these write buffers in each forward on purpose, and those of the first replica count
-            if not (type(module).__module__.startswith("torch.") or hasattr(module, "running_mean"))
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-        }
+        for path, module in self.task.named_modules():
+            # torch's modules and running statistics are written in each forward on purpose: the first replica's count
+            if not (type(module).__module__.startswith("torch.") or hasattr(module, "running_mean")):
+                for name, buffer in module.named_buffers(path, recurse=False):
+                    if buffer.is_floating_point():
+                        marks[name] = self._values(buffer)
+        return marks
 
     def _values(self, tensor: Tensor) -> list[int]:
         return [int(number) for number in sums_of_bits(tensor)] if self.steps_left == WATCHED_STEPS else []
