@@ -141,26 +141,24 @@ class Preemption:
     def save(self) -> "Path | None":
         """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
         trainer, step = self.trainer, self.trainer.global_step
-        known = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
-        known = known if trainer.run_dir is None else [trainer.run_dir / CHECKPOINTS]
         name = Path(trainer.saver.format.name(step))
+        callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
+        folder: Path | None = next((Path(callback.dirpath) for callback in callbacks), None)
+        if trainer.run_dir is not None:
+            folder = trainer.run_dir / CHECKPOINTS
         if name.is_absolute():
-            known = [name.parent]
+            folder = name.parent
         # at the first step of this start the checkpoint that it came from is the same one
-        if not known or self._replays or trainer.fast_dev_run or step == self.first_step:
+        if folder is None or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
-        folder = known[0]
         path = folder / name.name
-        saved = False
-        for callback in trainer.checkpoint_callbacks:
-            # a callback keeps count of what it saves by itself; weights alone cannot be resumed from
-            if callback.dirpath == folder and not callback.save_weights_only:
-                callback.save(trainer, always=True)
-                trainer.saver.writer.wait()  # a background save is not at its path before
-                # Waits for rank 0: the launcher takes the first exit for the end of all.
-                saved = trainer.broadcast(path.exists())
-                break
-        if not saved:
+        # a callback keeps count of what it saves by itself; weights alone cannot be resumed from
+        callback = next((one for one in callbacks if one.dirpath == folder and not one.save_weights_only), None)
+        if callback is not None:
+            callback.save(trainer, always=True)
+            trainer.saver.writer.wait()  # a background save is not at its path before
+        # waits for rank 0: the launcher takes the first exit for the end of all
+        if callback is None or not trainer.broadcast(path.exists()):
             trainer.save_checkpoint(path)
         return path
 
