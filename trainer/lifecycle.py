@@ -109,9 +109,7 @@ def close(run: Call, errors: Errors) -> None:
         tell_of_error(run, errors)
     if run.datamodule is not None:
         attempt(run.datamodule.teardown, run.stage)
-    for hook in run.hooks.of_callbacks["teardown"]:
-        attempt(hook, run.stage)
-    for hook in run.hooks.of_task["teardown"]:
+    for hook in (*run.hooks.of_callbacks["teardown"], *run.hooks.of_task["teardown"]):
         attempt(hook, run.stage)
     # from here on `trainer.running` is False: loggers that ask for the stage in finalize are told that there is none
     run.loop.open = False

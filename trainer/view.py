@@ -8,8 +8,12 @@ import torch
 from ..base.arguments import TrainerArguments
 from ..base.messages import STDOUT
 from ..base.quantities import first_validation
+from ..callbacks.checkpoint_callback import CheckpointCallback
+from ..callbacks.early_stopping import EarlyStopping
+from ..callbacks.progress_bar import ProgressDisplay
 from ..tasks.optimizers import SchedulerConfig
 from .optimization.optimization import ManualOptimizer
+from .processes.devices import find_devices
 from .processes.gather import gather
 from .state import State
 
@@ -140,8 +144,6 @@ class TrainerView(TrainerArguments):
     @property
     def device_list(self) -> list[torch.device]:
         """The devices of this machine that the run uses."""
-        from .processes.devices import find_devices
-
         return find_devices(self.accelerator, self.devices)
 
     @property
@@ -283,29 +285,21 @@ class TrainerView(TrainerArguments):
     @property
     def checkpoint_callback(self) -> Any:
         """The first callback that saves checkpoints, or None."""
-        from ..callbacks.checkpoint_callback import CheckpointCallback
-
         return self._first(CheckpointCallback)
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """Every callback that saves checkpoints."""
-        from ..callbacks.checkpoint_callback import CheckpointCallback
-
         return [callback for callback in self.callbacks if isinstance(callback, CheckpointCallback)]
 
     @property
     def early_stopping_callback(self) -> Any:
         """The first EarlyStopping callback, or None."""
-        from ..callbacks.early_stopping import EarlyStopping
-
         return self._first(EarlyStopping)
 
     @property
     def progress_bar_callback(self) -> Any:
         """The first callback that shows progress, or None."""
-        from ..callbacks.progress_bar import ProgressDisplay
-
         return self._first(ProgressDisplay)
 
     def _first(self, kind: type[Value]) -> Value | None:

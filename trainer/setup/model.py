@@ -28,9 +28,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     prepare_data(call)
     if call.datamodule is not None:
         call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
-    for hook in call.hooks.of_callbacks["setup"]:
-        hook(stage)
-    for hook in call.hooks.of_task["setup"]:
+    for hook in (*call.hooks.of_callbacks["setup"], *call.hooks.of_task["setup"]):
         hook(stage)
     # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
