@@ -64,6 +64,13 @@ GROUPS = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+GONE = {
+    "tune": "legato tune is gone. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 --metric "
+    "throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
+    "board": "legato board is gone. Look at runs with `tensorboard --logdir runs`.",
+    "schema": "legato schema is gone. Editors read legato/configs/legato.schema.json (docs/how-to/config.md).",
+}
+"""Commands that Legato had, and what to do instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -152,6 +159,8 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"legato {__version__}")
         return 0
     name, *rest = words
+    if name in GONE:
+        raise ConfigError(GONE[name])
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")

@@ -78,6 +78,13 @@ def test_help_of_a_command_has_what_it_takes(name: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == said
 
 
+def test_a_command_that_is_gone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "line.yaml"]) == 2
+    assert "legato sweep" in capsys.readouterr().err
+    assert main(["fit", "line.yaml", "--quite"]) == 2
+    assert "Did you mean '--quiet'?" in capsys.readouterr().err
+
+
 def test_help_of_fit_lists_every_key_with_type_default_and_meaning() -> None:
     done = legato("fit", "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -147,7 +154,7 @@ def test_neither_help_nor_a_misspelt_key_imports_torch(word: str) -> None:
     ("arguments", "words"),
     [
         (["fitt", "line.yaml"], "'fitt' is not a command. Did you mean 'fit'?"),
-        (["fit", "line.yaml", "--quite"], "Did you mean '--quiet'?"),
+        (["tune", "line.yaml"], "legato tune is gone. Try values of a setting with"),
         (["bananas"], "The commands are new, fit, validate"),
         (["fit"], "No config file was given"),
         (["export", "x"], "legato export: the following arguments are required: OUT."),
