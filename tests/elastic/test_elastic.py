@@ -586,8 +586,8 @@ def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypa
 
 
 def test_a_generation_published_before_the_first_point_after_a_recovery_is_noticed_where_each_step_is_logged():
-    agreement = Agreement(SINGLE, 1, 0, 0.0)
-    agreement.restart(1, 5, 0.0)
+    agreement = Agreement(SINGLE, 0, 0.0)
+    agreement.join(SINGLE, 5, 0.0)
     versions, agreed = [], []
     agreement.add(lambda: [3.0], lambda told: versions.append(told[0]) or told[0] > 2)
     for step in range(6, 20):
@@ -602,13 +602,15 @@ def test_a_generation_published_before_the_first_point_after_a_recovery_is_notic
 class Hasty:
     """Another rank that has measured its pace over a microsecond."""
 
+    size = 2
+
     def all_reduce(self, tensor, operation):
         tensor[3] = max(float(tensor[3]), 1e6)
         return tensor
 
 
 def test_a_pace_measured_over_a_moment_does_not_put_off_the_next_look_at_the_roster():
-    agreement, met = Agreement(Hasty(), 2, 0, 0.0), []
+    agreement, met = Agreement(Hasty(), 0, 0.0), []
     for step in range(1, 100):
         if step >= agreement.next_step:
             agreement.agree(step, wants_stop=False)

@@ -37,6 +37,9 @@ def test_a_run_that_logs_saves_and_loses_a_process(tmp_path, monkeypatch):
 class Alike:
     """A group whose ranks all say what this one says."""
 
+    def __init__(self, size):
+        self.size = size
+
     def all_reduce(self, tensor, operation):
         return tensor
 
@@ -46,7 +49,7 @@ def test_agreements_come_rarer_among_many(ranks, seconds, monkeypatch):
     """Of a run of 100 steps a second."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    agreement, met = Agreement(Alike(), ranks, 0, 0.0), []
+    agreement, met = Agreement(Alike(ranks), 0, 0.0), []
     for step in range(1, 10_000):
         now[0] += 0.01
         if step >= agreement.next_step:

@@ -152,7 +152,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     """Set the loop state to the newest member's, with this process's share of the data."""
     trainer, state = run.trainer, run.state
-    run.agreement.restart(place.world_size, state.global_step, newest.elapsed)
+    run.agreement.join(run.strategy.collectives, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop
     run.drift.restart()
     trainer.should_stop |= newest.should_stop

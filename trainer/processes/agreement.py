@@ -22,9 +22,9 @@ class Agreement:
     in the last rounds continues to take part until all are done.
     """
 
-    def __init__(self, ranks: Ranks, processes: int, step: int, elapsed: float) -> None:
+    def __init__(self, ranks: Ranks, step: int, elapsed: float) -> None:
         self.contributions: list[tuple[Read, Tell]] = []
-        self.join(ranks, processes, step, elapsed)
+        self.join(ranks, step, elapsed)
 
     def add(self, read: Read, tell: Tell) -> None:
         """Carry more numbers with each agreement.
@@ -36,14 +36,9 @@ class Agreement:
         """
         self.contributions.append((read, tell))
 
-    def join(self, ranks: Ranks, processes: int, step: int, elapsed: float) -> None:
-        """Agree with these ranks from now on."""
+    def join(self, ranks: Ranks, step: int, elapsed: float) -> None:
+        """Agree with these ranks from `step` on."""
         self.ranks = ranks
-        self.restart(processes, step, elapsed)
-
-    def restart(self, processes: int, step: int, elapsed: float) -> None:
-        """Start again at `step`, possibly with other ranks."""
-        self.processes = processes
         self.stop = False
         """Whether the run stops, as agreed."""
         self.signal = 0
@@ -96,7 +91,7 @@ class Agreement:
 
     def agree_next(self) -> None:
         """Agree after this step or round; only for a single process."""
-        if self.processes == 1:
+        if self.ranks.size == 1:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
@@ -118,7 +113,7 @@ class Agreement:
         return not going_on
 
     def _highest(self, *numbers: float) -> list[float]:
-        if self.processes == 1:
+        if self.ranks.size == 1:
             return list(numbers)
         # float64: the numbers of steps and seconds stay exact beyond 2^24
         highest: list[float] = self.ranks.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
@@ -131,7 +126,7 @@ class Agreement:
         """
         # gloo's ring passes 2 (n - 1) messages one after the other, each about 50 us on a network: at 1,024 processes
         # an agreement takes 0.1 s, and each second would be a tenth of the run
-        seconds = max(SECONDS_BETWEEN, self.processes / 100)
+        seconds = max(SECONDS_BETWEEN, self.ranks.size / 100)
         return max(1, min(int(pace * seconds), 2 * before))
 
 

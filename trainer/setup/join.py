@@ -60,7 +60,7 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank))
-    call.agreement.join(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed)
+    call.agreement.join(strategy.collectives, state.global_step, state.elapsed)
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)

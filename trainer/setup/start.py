@@ -29,7 +29,7 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
     loop = LoopState(DOING_OF_STAGE[request.stage])
     # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
     # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
-    agreement = Agreement(SINGLE, 1, 0, trainer.state.elapsed)
+    agreement = Agreement(SINGLE, 0, trainer.state.elapsed)
     metrics = Metrics(SINGLE, 1, request.task)
     if trainer.strategy.elastic and request.stage == "fit":
         from ..elastic.metrics import SharedMetrics  # only where a config asks for it
