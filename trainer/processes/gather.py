@@ -5,7 +5,7 @@ Only the first dimension may differ: evaluation counts every sample once, so sha
 raises on every rank.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,20 +13,10 @@ from torch import Tensor
 
 from ...base.errors import DisagreementError, TaskError
 from ...base.tensors import map_tensors
-from .place import Place
 from .ranks import Ranks
 
 
-class Spread(Protocol):
-    """Attributes of a strategy that a gather reads."""
-
-    place: Place
-    device: torch.device
-    data_ranks: Ranks
-    collectives: Ranks
-
-
-def gather(strategy: Spread, run: Any, data: Any, group: Any, sync_grads: bool) -> Any:
+def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> Any:
     """Return `data` with every tensor gathered; see `Task.all_gather`. `run`: the newest run, or None."""
     ranks = _ranks_of(strategy, group)
     if run is not None:
@@ -58,9 +48,10 @@ def gather(strategy: Spread, run: Any, data: Any, group: Any, sync_grads: bool) 
     return map_tensors(data, lambda _: next(joined))
 
 
-def _ranks_of(strategy: Spread, group: Any) -> Ranks:
+def _ranks_of(strategy: Any, group: Any) -> Ranks:
+    ranks: Ranks = strategy.data_ranks
     if group is None or strategy.place.world_size == 1:
-        return strategy.data_ranks
+        return ranks
     size = dist.get_world_size(group)
     if size < 1:
         raise TaskError(
@@ -149,7 +140,7 @@ _channels: dict[Any, Any] = {}
 """Process groups for gradients of gathers, so that they do not mix with the collectives of DDP's backward."""
 
 
-def _channel(strategy: Spread, group: Any) -> Any:
+def _channel(strategy: Any, group: Any) -> Any:
     """Return the process group for gradients of gathers; every rank calls it."""
     if group is not None:
         return group
