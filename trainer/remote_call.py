@@ -160,7 +160,7 @@ def _start_workers(trainer: "Trainer", function: Callable[[], RunResult | None],
         return run_workers(function, processes, max_restarts=restarts, nodes=nodes)
     from .elastic.launcher import run_elastic_workers  # only where a config asks for it
 
-    timeout = trainer.strategy.timeouts["step"].total_seconds()
+    timeout = trainer.strategy.timeouts.limits["step"].total_seconds()
     return run_elastic_workers(function, processes, timeout, max_restarts=restarts, nodes=nodes)
 
 

@@ -68,7 +68,7 @@ class ElasticMembership(Membership):
                 "use_distributed_sampler=true."
             )
         self.trainer, self.member = trainer, elastic_worker.member
-        self.timeout = trainer.strategy.timeouts["step"].total_seconds()
+        self.timeout = trainer.strategy.timeouts.limits["step"].total_seconds()
         self.store = MembershipStore(connect_to_store(elastic_worker.port), elastic_worker.attempt)
         self.replicas = elastic_worker.replicas
         self.joins = elastic_worker.joins

@@ -197,9 +197,6 @@ class Timeouts:
         self.limits = {phase: timedelta(seconds=given.get(phase, DEFAULT)) for phase in PHASES}
         self.phase: Phase = "startup"
 
-    def __getitem__(self, phase: Phase) -> timedelta:
-        return self.limits[phase]
-
     def enter(self, phase: Phase) -> None:
         """Set the timeout of `phase` on every process group, from the next collective on."""
         # set on each process group, so only where it changes

@@ -60,14 +60,14 @@ class GroupStrategy(Strategy):
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
         if place.world_size > 1:
-            limit, only = self.timeouts["startup"], self._only_device()
+            limit, only = self.timeouts.limits["startup"], self._only_device()
             self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
             if find_group() is not None:
                 require_backend(self.device, self.process_group_backend)
             # elastic groups come and go with their members; elsewhere the default group is left to the script, so that
             # a collective that the script calls once too often cannot pair with one of ours
             if not self.elastic:
-                group = legatos_group(self.timeouts["startup"])
+                group = legatos_group(self.timeouts.limits["startup"])
             self.timeouts.enter("startup")
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first

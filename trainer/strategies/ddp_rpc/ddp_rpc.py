@@ -119,11 +119,11 @@ class DDPRPCStrategy(DDPStrategy):
 
     def _enter(self, place: Place) -> RpcSession:
         """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
-        trainers, limit = self._trainers(place), self.timeouts["startup"]
+        trainers, limit = self._trainers(place), self.timeouts.limits["startup"]
         name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
         if RpcSession.opened is None:
             _, store = find_store(place, limit, self.init_method)
-            seconds = self.timeouts["step"].total_seconds()
+            seconds = self.timeouts.limits["step"].total_seconds()
             RpcSession.opened = RpcSession(store, place.rank, place.world_size, name, seconds)
         servers = [f"server{index}" for index in range(self.servers)]
         RpcSession.opened.begin_stage(servers, limit, own=name if name in servers else None)
