@@ -50,11 +50,10 @@ def _connected() -> dict[int, Ends]:
     except OSError:  # not Linux
         return found
     for number in numbers:
-        with suppress(OSError):  # closed by now, or not a socket, or not connected
-            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                with _borrowed(number) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        found[number] = connection.getsockname()[:2], connection.getpeername()[:2]
+        # closed by now, or not a socket, or not connected
+        with suppress(OSError), _borrowed(number) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                found[number] = connection.getsockname()[:2], connection.getpeername()[:2]
     return found
 
 

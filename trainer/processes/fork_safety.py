@@ -9,6 +9,7 @@ active exception"; once in 24 exits).
 """
 
 import atexit
+import functools
 import os
 import time
 
@@ -18,16 +19,12 @@ BURST = 0.1
 """Seconds within which several forks (one for each loader worker) share one pause."""
 
 
-_installed = False
 _paused_at = 0.0
 
 
+@functools.cache
 def install() -> None:
     """Register a pause before each fork and at exit, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     atexit.register(time.sleep, PAUSE)
     os.register_at_fork(before=_pause)
 
