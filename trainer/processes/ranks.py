@@ -16,12 +16,6 @@ from . import connections
 
 T = TypeVar("T")
 
-OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
 PIECE = 25 << 20
 """Bytes of the tensors that are broadcast together, as in torch's DDP: their copy is all that is needed beside them."""
 
@@ -104,7 +98,7 @@ class Ranks:
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Reduce `tensor` over ranks in place by "sum", "max", "min" or "product", and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor, OPERATIONS[operation], group=self.group)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()), group=self.group)
         return tensor
 
     def any(self, flag: bool) -> bool:
