@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,6 +222,18 @@ def test_an_answer_for_which_there_is_no_room_is_said_to_be_missing() -> None:
 
     with pytest.raises(WorkerError, match=r"its result of 100,.* bytes cannot be written .*Set TMPDIR"):
         run_workers(answer, 1)
+
+
+@pytest.mark.slow
+def test_an_error_whose_report_cannot_be_written_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        for folder in Path(os.environ["TMPDIR"]).glob("legato-*"):  # as what cleans up old files may do
+            shutil.rmtree(folder)
+        raise ValueError("what went wrong")
+
+    with pytest.raises(WorkerError, match="Rank 0 of 1 ended with exit code 1"):
+        run_workers(work, 1)
+    assert "ValueError: what went wrong" in capfd.readouterr().err
 
 
 @pytest.mark.slow

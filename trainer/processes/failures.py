@@ -45,8 +45,12 @@ def leave(code: int, end: "int | Failure") -> NoReturn:
 
     Nothing is flushed: a thread that hangs may hold the lock of a stream.
     """
-    if _report is not None:
-        write_atomically(_report, pack(end))
+    try:
+        if _report is not None:
+            write_atomically(_report, pack(end))
+    except OSError as error:  # a full disk: the launcher sees the exit code alone
+        text = end.text or end.summary if isinstance(end, Failure) else ""
+        os.write(2, f"{text}\nThe report for the caller cannot be written: {error}\n".encode())
     for child in multiprocessing.active_children():
         child.kill()
     # not sys.exit, which raises in this thread only, and joins threads that may never end
