@@ -103,8 +103,8 @@ class Agreement:
         """Agree after `rounds` rounds of an evaluation, or when `done`; return whether all ranks are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
-        own = float(signal), float(not done), 0.0 if done else pace, 0.0 if done else float(rounds)
-        signal_of_any, going_on, pace, rounds_of_any = self._highest(*own)
+        progress = (0.0, 0.0) if done else (pace, float(rounds))
+        signal_of_any, going_on, pace, rounds_of_any = self._highest(float(signal), float(not done), *progress)
         self.signal = int(signal_of_any)
         if going_on:
             self._rounds_between = self._interval(pace, self._rounds_between)

@@ -44,17 +44,17 @@ def shut_down(*, keep_port: int | None = None) -> None:
 
 def _connected() -> dict[int, Ends]:
     """Return the ends of this process's TCP connections by file number."""
-    found: dict[int, Ends] = {}
+    connections: dict[int, Ends] = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:  # not Linux
-        return found
+        return connections
     for number in numbers:
         # closed by now, or not a socket, or not connected
         with suppress(OSError), _borrowed(number) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                found[number] = connection.getsockname()[:2], connection.getpeername()[:2]
-    return found
+                connections[number] = connection.getsockname()[:2], connection.getpeername()[:2]
+    return connections
 
 
 @contextmanager

@@ -164,10 +164,10 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         sent = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        own, world = context.shape.numel(), len(gradients)
-        received = sent.new_empty(world * own)
-        dist.all_to_all_single(received, sent, [own] * world, context.sizes, group=context.channel)
-        total, *others = received.view(world, own).unbind()
+        size, world = context.shape.numel(), len(gradients)
+        received = sent.new_empty(world * size)
+        dist.all_to_all_single(received, sent, [size] * world, context.sizes, group=context.channel)
+        total, *others = received.view(world, size).unbind()
         # one after the other, not by sum(0), whose order torch chooses: each rank has the same bits
         for other in others:
             total = total + other

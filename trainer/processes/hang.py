@@ -481,7 +481,7 @@ def first_failure(error: BaseException, board: Board) -> BaseException:
         suspect = f"and rank 0, which has the ranks' store, has ended without a word: {KILLED}"
     if not is_communication(error):
         return error
-    for first, text in told.items():  # one, at most
+    for first, text in told.items():  # of one rank, at most
         return WorkerError(
             f"Rank {first} of {board.size} failed first: {text} Its traceback is in its own output; rank {board.rank} "
             f"only lost the connection to it.",

@@ -347,9 +347,11 @@ class WorkerGroup:
         stopped_at = self._stopped_at or float("inf")
         # Errors of their own before broken connections: the rank that failed is often not the first to report, as the
         # others notice within 0.01 s that it is gone.
-        first = min(self._failures, key=lambda one: (one.when > stopped_at, one.communication, one.when), default=None)
-        if first is None:
+        if not self._failures:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
+        first = min(
+            self._failures, key=lambda failure: (failure.when > stopped_at, failure.communication, failure.when)
+        )
         self.failure_summary = first.summary
         for forced in self._failures:
             if forced.is_forced:

@@ -177,8 +177,8 @@ class Timeouts:
 
     def __init__(self, wanted: Timeout) -> None:
         """Raises ConfigError for an unknown phase, and for anything but positive numbers."""
-        given: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
-        for phase, seconds in given.items():
+        limits: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
+        for phase, seconds in limits.items():
             if phase not in PHASES:
                 raise ConfigError(
                     f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
@@ -188,7 +188,7 @@ class Timeouts:
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
                 place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
                 raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")
-        self.limits = {phase: timedelta(seconds=given.get(phase, DEFAULT)) for phase in PHASES}
+        self.limits = {phase: timedelta(seconds=limits.get(phase, DEFAULT)) for phase in PHASES}
         self.phase: Phase = "startup"
 
     def enter(self, phase: Phase) -> None:

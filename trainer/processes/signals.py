@@ -32,10 +32,10 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
     act: the process that forked it ends it by signals.
     """
     before = {}
-    own = os.getpid()
+    process = os.getpid()
 
     def attend(number: int, _: object) -> None:
-        if os.getpid() == own:
+        if os.getpid() == process:
             if watch is not None:  # its thread may not get to run while the main thread holds the interpreter lock
                 watch.record(number)
                 watch.end_if_due()

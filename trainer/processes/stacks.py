@@ -49,17 +49,17 @@ class Frame:
     @property
     def is_backward(self) -> bool:
         """Whether it runs torch's engine: called by torch.autograd, or by the strategy itself."""
-        own = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
-        return own or self.is_in("torch/autograd/")
+        of_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
+        return of_strategy or self.is_in("torch/autograd/")
 
 
 def stack_of(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, innermost frame first."""
-    found, frame = [], sys._current_frames().get(thread)  # noqa: SLF001 (documented)
+    stack, frame = [], sys._current_frames().get(thread)  # noqa: SLF001 (documented)
     while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return found
+    return stack
 
 
 def stack_of_error(error: BaseException) -> list[Frame]:
@@ -152,11 +152,9 @@ def _answers(process: int) -> bool:
 
 def users_frame(dumps: list[str]) -> Frame | None:
     """Return the innermost frame of user code in the stacks of loader workers."""
-    for dump in dumps:
-        for section in dump.split("\n\n"):
-            frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
-            if any(frame.is_in("torch/utils/data/_utils/worker") for frame in frames):
-                found = next((frame for frame in frames if frame.is_users), None)
-                if found is not None:
-                    return found
+    for section in "\n\n".join(dumps).split("\n\n"):
+        frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
+        users = [frame for frame in frames if frame.is_users]
+        if users and any(frame.is_in("torch/utils/data/_utils/worker") for frame in frames):
+            return users[0]
     return None

@@ -161,9 +161,9 @@ def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[A
 
     A loader worker sends batches by plain pickle; they may hold dataclasses of the caller's script.
     """
-    made, found = make(*arguments), _import_or_make(module)
-    if not hasattr(found, name):
-        setattr(found, name, made)
+    made, home = make(*arguments), _import_or_make(module)
+    if not hasattr(home, name):
+        setattr(home, name, made)
     return made
 
 
