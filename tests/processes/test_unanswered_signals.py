@@ -14,7 +14,7 @@ from forked import Forked, run_module, run_script
 from waiting import kill_session, members, wait_until
 
 from legato.trainer.checkpoints import find
-from legato.trainer.processes.signals import RESUME_ME
+from legato.trainer.processes.signals import RESUME_ME, SignalWatch
 
 TWO = {"devices": 2, "strategy": "ddp"}
 
@@ -197,6 +197,20 @@ def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
         os.close(writer)
     assert os.read(reader, 10) == bytes([signal.SIGUSR1])
     os.close(reader)
+
+
+def test_a_process_with_many_open_files_hears_signals():
+    """As one among many ranks: select() takes file numbers below 1024 only."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with SignalWatch() as watch:
+            writer = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(writer)
+            os.write(writer, bytes([signal.SIGTERM]))
+            assert wait_until(lambda: watch.signal_to_answer == signal.SIGTERM, 3)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 @pytest.mark.slow

@@ -2,12 +2,12 @@
 
 import faulthandler
 import os
-import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import connection
 from types import TracebackType
 
 from .failures import end_by_force, touch_alive_file
@@ -166,8 +166,8 @@ class SignalWatch:
     def _watch(self) -> None:
         while True:
             has_signal = bool(self.signal_to_answer or self.presses)
-            ready, _, _ = select.select([self._reader], [], [], _TICK if has_signal else None)
-            if ready:
+            # not select.select, which takes file numbers below 1024 only
+            if connection.wait([self._reader], _TICK if has_signal else None):
                 numbers = os.read(self._reader, 4096)
                 arrived = numbers.replace(bytes([_STOP]), b"")  # a signal may come just before the end
                 if arrived and self._before >= 0:  # forwarded to an event loop's wakeup pipe
