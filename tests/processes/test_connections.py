@@ -81,3 +81,17 @@ def test_connections_to_a_store_stay(connect):
     assert group[1].recv(1) == b""
     client.set("key", "value")
     assert client.get("key") == b"value"
+
+
+def test_a_default_timeout_of_the_script_leaves_connections_as_they_are(connect):
+    """Python makes a socket non-blocking that it looks at under one, and torch's store then loses an answer."""
+    near, _ = connect()
+    near.settimeout(None)
+    socket.setdefaulttimeout(5)
+    try:
+        with connections.noting():
+            pass
+        assert socket.getdefaulttimeout() == 5
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(near.fileno())

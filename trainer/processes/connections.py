@@ -60,7 +60,12 @@ def _connected() -> dict[int, Ends]:
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
     """Look at an open socket of someone else, which stays open. Raises OSError if there is none."""
-    connection = socket.socket(fileno=number)
+    limit = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(None)  # under one of the script's the socket would become non-blocking, for its owner, too
+    try:
+        connection = socket.socket(fileno=number)
+    finally:
+        socket.setdefaulttimeout(limit)
     try:
         yield connection
     finally:
