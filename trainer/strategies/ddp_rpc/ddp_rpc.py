@@ -73,7 +73,6 @@ class DDPRPCStrategy(DDPStrategy):
         """Whether the run has come to its end, for good."""
         self.remotes: dict[str, Remote] = {}
         self.makers: dict[str, Callable[[], nn.Module]] = {}
-        self.remote_optimizer: Any = None
         self.context: tuple[Any, int] | None = None
         """The distributed autograd context of the batch that is under way, and its number; a thread has one at most."""
         self.held: dict[nn.Parameter, Tensor] = {}
@@ -172,11 +171,9 @@ class DDPRPCStrategy(DDPStrategy):
             return prepared
         (optimizer,) = optimizers
         if self.place.rank == 0:
-            for server in servers_of(self.remotes):
-                remote.call(server, remote.make_optimizer, type(optimizer), options_of(optimizer))
+            for one in self.remotes.values():
+                one.call("make_optimizer", type(optimizer), options_of(optimizer))
         self.collectives.barrier()
-        there = [parameter for one in self.remotes.values() for parameter in one.parameters_there()]
-        self.remote_optimizer = remote.collecting_optimizer(there, self.place.rank)
         return prepared
 
     def _refuse(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
@@ -241,10 +238,16 @@ class DDPRPCStrategy(DDPStrategy):
         context = self._open_context()
         with peers_gone("server"):
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
-            self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
+            for waiting in self._ask_servers(remote.collect_gradients, context, self.place.rank):
+                waiting.wait()
         # distributed backward leaves gradients in the context and not in `grad`; DDP's hooks have reduced them there
         self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
         self._close_context()
+
+    def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on every server that has a module; return what to wait for."""
+        servers = sorted({one.server for one in self.remotes.values()})
+        return [rpc.rpc_async(server, function, args=arguments) for server in servers]
 
     def _take(self, gradients: Mapping[Tensor, Tensor], last: bool) -> None:
         """Take the dense gradients of a batch; those of the last one are means over the trainers already."""
@@ -285,8 +288,8 @@ class DDPRPCStrategy(DDPStrategy):
         super().abandon_step()
         self._close_context()
         self.held = {}
-        for server in servers_of(self.remotes):
-            remote.call(server, remote.drop_gradients, self.place.rank)
+        for waiting in self._ask_servers(remote.drop_gradients, self.place.rank):
+            waiting.wait()
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip by value, here and on the servers."""
@@ -301,8 +304,12 @@ class DDPRPCStrategy(DDPStrategy):
             # asynchronously, since a server answers when the last trainer has come, and the dense update can run
             # meanwhile
             waiting = [
-                rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, changed))
-                for server in servers_of(self.remotes)
+                rpc.rpc_async(
+                    one.server,
+                    remote.call_here,
+                    args=(one.name, "finish_step", trainers, scale, self.clip_value, changed),
+                )
+                for one in self.remotes.values()
             ]
             returned = super().optimizer_step(optimizer, closure, **options)
             for one in waiting:
@@ -317,7 +324,7 @@ class DDPRPCStrategy(DDPStrategy):
         if self.task is not None and self.place.rank == 0:
             for name, one in self.remotes.items():
                 module = self.makers[name]()
-                module.load_state_dict(one.fetch())
+                module.load_state_dict(one.call("module.state_dict"))
                 setattr(self.task, name, module)
         self.collectives.barrier()
         self.finished = True
@@ -327,7 +334,7 @@ class DDPRPCStrategy(DDPStrategy):
         super().teardown()
         with suppress(RuntimeError):  # all servers may have gone
             self._close_context()
-        self.held, self.remote_optimizer = {}, None
+        self.held = {}
         if self.session is not None:
             self.session.end_stage(whole=self.finished)
         self.session = None
@@ -361,11 +368,6 @@ def refuse_remote_optimizers(task: nn.Module, optimizers: Sequence[Optimizer]) -
         )
 
 
-def servers_of(remotes: Mapping[str, Remote]) -> list[str]:
-    """Return the names of the servers that hold remote modules."""
-    return sorted({one.server for one in remotes.values()})
-
-
 class RemoteStateDicts(StateDicts):
     """State dicts of a task whose remote modules, and their optimizers' states, are on servers."""
 
@@ -387,45 +389,37 @@ class RemoteStateDicts(StateDicts):
         own = optimizer.state_dict()
         if self.strategy.collectives.rank > 0:
             return own
-        whole: dict[str, Any] = {"state": {}, "param_groups": [dict(own["param_groups"][0])]}
-        servers, count = servers_of(self.strategy.remotes), 0
-        states = {server: remote.call(server, remote.served_optimizer_state) for server in servers}
+        states: dict[Remote | None, Any] = {None: own["state"]}
+        for one in self.strategy.remotes.values():
+            states[one] = one.call("optimizer.state_dict")["state"]
         # renumbered as in one process, where remote modules' parameters lie among the others
-        for position, (server, index) in enumerate(self._places()):
-            state = own if server is None else states[server]
-            if index in state["state"]:
-                whole["state"][position] = state["state"][index]
-            count = position + 1
-        whole["param_groups"][0]["params"] = list(range(count))
-        return whole
+        places = self._places()
+        state = {
+            position: states[module][index]
+            for position, (module, index) in enumerate(places)
+            if index in states[module]
+        }
+        return {"state": state, "param_groups": [{**own["param_groups"][0], "params": list(range(len(places)))}]}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the state dict that one process would have: each part here or on its server."""
-        group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
-        parts: dict[str | None, dict[int, Any]] = {
-            None: {},
-            **{server: {} for server in servers_of(self.strategy.remotes)},
-        }
-        places = self._places()
-        if len(places) != len(state["param_groups"][0]["params"]):
-            raise ValueError(f"it is of {len(state['param_groups'][0]['params'])} parameters, here are {len(places)}")
-        sizes = dict.fromkeys(parts, 0)
-        for position, (server, index) in enumerate(places):
-            sizes[server] += 1
-            if position in state["state"]:
-                parts[server][index] = state["state"][position]
-        for server, part in parts.items():
-            own = {"state": part, "param_groups": [{**group, "params": list(range(sizes[server]))}]}
-            if server is None:
-                optimizer.load_state_dict(own)
-            elif self.strategy.collectives.rank == 0:
-                remote.call(server, remote.load_served_optimizer, own)
+        places, group = self._places(), state["param_groups"][0]
+        if len(places) != len(group["params"]):
+            raise ValueError(f"it is of {len(group['params'])} parameters, here are {len(places)}")
+        for module in (None, *self.strategy.remotes.values()):
+            own = {position: index for position, (one, index) in enumerate(places) if one is module}
+            values = {index: state["state"][position] for position, index in own.items() if position in state["state"]}
+            part = {"state": values, "param_groups": [{**group, "params": list(range(len(own)))}]}
+            if module is None:
+                optimizer.load_state_dict(part)
+            elif module.leads:
+                module.call("optimizer.load_state_dict", part)
         self.strategy.collectives.barrier()
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
         """Return None: parameters on servers have no names here."""
         return None
 
-    def _places(self) -> list[tuple[str | None, int]]:
+    def _places(self) -> list[tuple[Remote | None, int]]:
         assert self.strategy.task is not None
-        return remote.remote_indices(self.strategy.task, self.strategy.remotes)
+        return remote.parameter_places(self.strategy.task)

@@ -7,16 +7,17 @@ https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch
 """
 
 import atexit
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, register_rendezvous_handler, rpc  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -28,140 +29,101 @@ from ..servers import make_module
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch itself still uses its own torch.jit.script
     from torch.distributed.nn.api.remote_module import RemoteModule
-    from torch.distributed.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-Gradients = dict[nn.Parameter, Tensor]
 REFUSED = (*batch_norms(), *dropouts())
 """They compute something else in training than in evaluation; a server serves both at once."""
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
-class ServerState:
-    """State of a server: its modules by name, an optimizer, and the gradients of the current step."""
+class ServedModule:
+    """A module of a server, and its optimizer."""
 
-    def __init__(self) -> None:
-        self.modules: dict[str, nn.Module] = {}
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.optimizer: Optimizer | None = None
-        self.gradients: dict[int, Gradients] = {}
-        """Gradients of each trainer, by its rank."""
         self.done = 0
-        """Number of trainers that have brought all of theirs."""
-        self.lock = threading.Lock()
+        """Number of trainers that have brought all gradients of the step."""
 
+    def names(self) -> tuple[list[str], int]:
+        """Return the names in the module's state_dict, and the number of its parameters."""
+        return list(self.module.state_dict()), len(list(self.module.parameters()))
 
-SERVER_STATE = ServerState()
-"""State of this process, if it is a server: calls from other processes find it by this name alone."""
+    def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
+        """Make the module's optimizer, like the trainers' own."""
+        self.optimizer = kind(self.module.parameters(), **options)
 
+    def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
+        """Note that one of the trainers has brought all its gradients; with the last one, update the weights.
 
-class Collected:
-    """Stand-in optimizer for DistributedOptimizer: it hands a trainer's gradients over and updates nothing yet."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
-        self.parameters, self.rank = parameters, rank
-
-    def step(self) -> None:
-        """Add the gradients of one backward of this trainer to those that it has brought."""
-        with SERVER_STATE.lock:
-            # apart for each trainer, and added up by rank in finish_step: in the order of arrival the sum would vary
-            # from run to run
-            own = SERVER_STATE.gradients.setdefault(self.rank, {})
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    own[parameter] = own[parameter] + parameter.grad if parameter in own else parameter.grad
-                    # DistributedOptimizer has put this context's gradient there; the next trainer's would be added to
-                    # it
-                    parameter.grad = None
-
-
-def served_module(name: str) -> nn.Module:
-    """Return a module of this server."""
-    return SERVER_STATE.modules[name]
-
-
-def make_optimizer(kind: type[Optimizer], options: dict[str, Any]) -> None:
-    """Make this server's optimizer, like the trainers' own."""
-    SERVER_STATE.optimizer, SERVER_STATE.gradients, SERVER_STATE.done = kind(served_parameters(), **options), {}, 0
-
-
-def served_parameters() -> list[nn.Parameter]:
-    """Return the parameters of this server's modules, in their order."""
-    return [parameter for module in SERVER_STATE.modules.values() for parameter in module.parameters()]
-
-
-def finish_step(trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-    """Note that one of the trainers has brought all its gradients; with the last one, update the weights.
-
-    `options` are the optimizer's of now: its learning rate may follow a schedule.
-    """
-    with SERVER_STATE.lock:
-        assert SERVER_STATE.optimizer is not None
+        `options` are the optimizer's of now: its learning rate may follow a schedule.
+        """
+        assert self.optimizer is not None
         if options is not None:
-            for group in SERVER_STATE.optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group.update(options)
-        SERVER_STATE.done += 1
-        if SERVER_STATE.done < trainers:
+        self.done += 1
+        if self.done < trainers:
             return
-        brought, SERVER_STATE.gradients, SERVER_STATE.done = SERVER_STATE.gradients, {}, 0
-        for parameter in served_parameters():
-            found = [brought[rank][parameter] for rank in sorted(brought) if parameter in brought[rank]]
-            parameter.grad = sum(found[1:], found[0]) * scale if found else None
+        self.done = 0
+        for parameter in self.module.parameters():
+            # by rank: in the order of arrival the sum would vary from run to run
+            brought = [BROUGHT[rank].pop(parameter) for rank in sorted(BROUGHT) if parameter in BROUGHT[rank]]
+            parameter.grad = sum(brought[1:], brought[0]) * scale if brought else None
             if clip is not None and parameter.grad is not None:
                 values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
                 values.clamp_(-clip, clip)
-        SERVER_STATE.optimizer.step()
+        self.optimizer.step()
 
 
-def drop_gradients(rank: int) -> None:
-    """Forget what a trainer has brought in a step that it leaves."""
-    with SERVER_STATE.lock:
-        SERVER_STATE.gradients.pop(rank, None)
-
-
-def served_state_dict(name: str) -> dict[str, Tensor]:
-    """Return the weights of a module of this server."""
-    with SERVER_STATE.lock:
-        return {key: tensor.detach().clone() for key, tensor in SERVER_STATE.modules[name].state_dict().items()}
-
-
-def served_keys(name: str) -> list[str]:
-    """Return the names in a module's state_dict."""
-    return list(SERVER_STATE.modules[name].state_dict())
-
-
-def load_served_module(name: str, state: Mapping[str, Tensor]) -> None:
-    """Give a module of this server other weights."""
-    with SERVER_STATE.lock:
-        SERVER_STATE.modules[name].load_state_dict(state)
-
-
-def served_optimizer_state() -> dict[str, Any]:
-    """Return the state of this server's optimizer."""
-    with SERVER_STATE.lock:
-        assert SERVER_STATE.optimizer is not None
-        return SERVER_STATE.optimizer.state_dict()
-
-
-def load_served_optimizer(state: dict[str, Any]) -> None:
-    """Give this server's optimizer another state."""
-    with SERVER_STATE.lock:
-        assert SERVER_STATE.optimizer is not None
-        SERVER_STATE.optimizer.load_state_dict(state)
+SERVED: dict[str, ServedModule] = {}
+"""The modules of this process by name, if it is a server: calls from other processes find them by this name alone."""
+BROUGHT: dict[int, dict[Tensor, Tensor]] = {}
+"""Gradients of the step under way that each trainer has brought, by its rank."""
+LOCK = threading.Lock()
+"""Held by calls from other processes, but for forward and backward."""
 
 
 def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
     """Make this server's modules. Raises ConfigError for those that cannot be served."""
     makers = task.remote_modules()
-    SERVER_STATE.modules = {name: make_module(name, makers[name], seed) for name in names}
-    for name, module in SERVER_STATE.modules.items():
-        for inner in module.modules():
+    SERVED.clear()
+    BROUGHT.clear()
+    SERVED.update({name: ServedModule(make_module(name, makers[name], seed)) for name in names})
+    for name, served in SERVED.items():
+        for inner in served.module.modules():
             if isinstance(inner, REFUSED):
                 raise ConfigError(
                     f"remote_modules: {name!r} has a {type(inner).__name__}, which computes something else in training "
                     f"than in evaluation; a server serves both. Keep it in the task."
                 )
+
+
+def module_named(name: str) -> nn.Module:
+    """Return a module of this server."""
+    return SERVED[name].module
+
+
+def call_here(name: str, method: str, *arguments: Any) -> Any:
+    """Call a method of a served module, or of a part of it: `optimizer.state_dict`."""
+    with LOCK:
+        return attrgetter(method)(SERVED[name])(*arguments)
+
+
+def collect_gradients(context: int, rank: int) -> None:
+    """Take over the gradients that a backward of a trainer has left on this server."""
+    with LOCK:
+        own = BROUGHT.setdefault(rank, {})
+        for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
+            own[parameter] = own[parameter] + gradient if parameter in own else gradient
+
+
+def drop_gradients(rank: int) -> None:
+    """Forget what a trainer has brought in a step that it leaves."""
+    with LOCK:
+        BROUGHT.pop(rank, None)
 
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
@@ -173,10 +135,14 @@ class Remote(nn.Module):
         super().__init__()
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):
-            reference = rpc.remote(server, served_module, args=(name,))
+            reference = rpc.remote(server, module_named, args=(name,))
             # in a list: nn.Module would take it for a part of the task, and RemoteModule refuses what is asked of one
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
-        self.keys: list[str] = call(server, served_keys, name)
+        self.keys, self.count = self.call("names")
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `ServedModule` there."""
+        return call(self.server, call_here, self.name, method, *arguments)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Call the module on its server; tensors go there by the host."""
@@ -186,59 +152,29 @@ class Remote(nn.Module):
             output = self.modules_there[0].forward(*here, **there)
         return output.to(self.device) if isinstance(output, Tensor) else output
 
-    def parameters_there(self) -> list[Any]:
-        """Return references to the parameters on the server."""
-        with peers_gone(self.server):
-            found: list[Any] = self.modules_there[0].remote_parameters()
-        return found
-
-    def fetch(self) -> dict[str, Tensor]:
-        """Return the weights."""
-        found: dict[str, Tensor] = call(self.server, served_state_dict, self.name)
-        return found
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + key: tensor for key, tensor in self.fetch().items()})
+        destination.update({prefix + key: tensor for key, tensor in self.call("module.state_dict").items()})
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing, *_ = rest
         missing += [prefix + key for key in self.keys if prefix + key not in state]
         # every trainer loads a checkpoint, but one message a module is enough
         if self.leads and not missing:
-            call(self.server, load_served_module, self.name, {key: state[prefix + key] for key in self.keys})
+            self.call("module.load_state_dict", {key: state[prefix + key] for key in self.keys})
 
 
-def remote_indices(task: nn.Module, remotes: Mapping[str, Remote]) -> list[tuple[str | None, int]]:
-    """Return, for each parameter in the order that one process has, its server (None: here) and its index there."""
-    ends: dict[str | None, int] = {None: 0}
-    there: dict[str, range] = {}
-    for name in remotes:
-        one = remotes[name]
-        start = ends.get(one.server, 0)
-        ends[one.server] = start + len(one.parameters_there())
-        there[name] = range(start, ends[one.server])
-    found: list[tuple[str | None, int]] = []
-    here: set[int] = set()
+def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
+    """Return, for each parameter in the order that one process has, its module there (None: here) and its index."""
+    places: list[tuple[Remote | None, int]] = []
+    here: dict[nn.Parameter, int] = {}
     for module in task.modules():
         if isinstance(module, Remote):
-            found += [(module.server, index) for index in there[module.name]]
+            places += [(module, index) for index in range(module.count)]
             continue
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in here:
-                found.append((None, len(here)))
-                here.add(id(parameter))
-    return found
-
-
-def collecting_optimizer(parameters: Sequence[Any], rank: int) -> DistributedOptimizer:
-    """Return what takes the gradients of a trainer's contexts to the servers of these parameters."""
-    loud = logging.getLogger("torch.distributed.optim.optimizer")
-    level = loud.level
-    loud.setLevel(logging.ERROR)  # it would say that our class is not compiled by TorchScript
-    try:
-        return DistributedOptimizer(Collected, parameters, rank=rank)
-    finally:
-        loud.setLevel(level)
+            if parameter not in here:
+                places.append((None, here.setdefault(parameter, len(here))))
+    return places
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
