@@ -179,30 +179,26 @@ class DDPRPCStrategy(DDPStrategy):
     def _refuse(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
         from ....tasks.task import Task
 
-        trainer = task.trainer
-        reasons = [
-            (not task.automatic_optimization, "manual optimization: the gradients on servers are no optimizer's here"),
-            (trainer.reproducible == "bitwise", "reproducible: bitwise: sums on a server depend on the trainers"),
-            (trainer.precision not in (32, "32", "32-true", "bf16-mixed"), f"precision={trainer.precision}"),
-            (trainer.nan == "skip", "nan=skip: a step is dropped by looking at all gradients, which no process has"),
-            (
-                trainer.sync_batchnorm,
-                "sync_batchnorm=true: the gradients of its sums would meet in distributed autograd",
+        trainer, groups = task.trainer, optimizers[0].param_groups
+        parameters = [id(parameter) for parameter in task.parameters()]
+        reasons = {
+            "manual optimization: the gradients on servers are no optimizer's here": not task.automatic_optimization,
+            "reproducible: bitwise: sums on a server depend on the trainers": trainer.reproducible == "bitwise",
+            f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
+            "nan=skip: a step is dropped by looking at all gradients, which no process has": trainer.nan == "skip",
+            "sync_batchnorm=true: the gradients of its sums would meet in distributed autograd": trainer.sync_batchnorm,
+            "compile: remote calls are recorded as they are made": bool(trainer.compile),
+            "a backward of the task's own: distributed autograd has its own": type(task).backward is not Task.backward,
+            "gradient_clip_algorithm=norm: no process has all gradients. Clip by value": (
+                trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
             ),
-            (bool(trainer.compile), "compile: remote calls are recorded as they are made"),
-            (
-                type(task).backward is not Task.backward,
-                "a backward of the task's own: distributed autograd has its own",
-            ),
-            (
-                trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value",
-                "gradient_clip_algorithm=norm: no process has all gradients. Clip by value",
-            ),
-        ]
-        for wrong, what in reasons:
-            if wrong:
-                raise ConfigError(f"strategy ddp_rpc does not go with {what}.")
-        refuse_remote_optimizers(task, optimizers)
+            f"{len(optimizers)} optimizers: the servers have one": len(optimizers) > 1,
+            "several groups or a part of the parameters: the servers make theirs by an optimizer of one group with "
+            "self.parameters()": len(groups) > 1 or [id(one) for one in groups[0]["params"]] != parameters,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ConfigError(f"strategy ddp_rpc does not go with {reason}.")
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
@@ -303,14 +299,8 @@ class DDPRPCStrategy(DDPStrategy):
         with peers_gone("server"):
             # asynchronously, since a server answers when the last trainer has come, and the dense update can run
             # meanwhile
-            waiting = [
-                rpc.rpc_async(
-                    one.server,
-                    remote.call_here,
-                    args=(one.name, "finish_step", trainers, scale, self.clip_value, changed),
-                )
-                for one in self.remotes.values()
-            ]
+            step = "finish_step", trainers, scale, self.clip_value, changed
+            waiting = [one.ask(*step) for one in self.remotes.values()]
             returned = super().optimizer_step(optimizer, closure, **options)
             for one in waiting:
                 one.wait()
@@ -354,18 +344,6 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     taken = optimizer.defaults.keys() if any_name else optimizer.defaults.keys() & {one.name for one in known}
     # AdamW has the default decoupled_weight_decay, which it gives to Adam and does not take itself
     return {name: value for name, value in optimizer.param_groups[0].items() if name in taken}
-
-
-def refuse_remote_optimizers(task: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ConfigError for optimizers from whose options the servers could not make theirs."""
-    if len(optimizers) > 1:
-        raise ConfigError(f"strategy ddp_rpc does not go with {len(optimizers)} optimizers: the servers have one.")
-    groups = optimizers[0].param_groups
-    if len(groups) != 1 or [id(one) for one in groups[0]["params"]] != [id(one) for one in task.parameters()]:
-        raise ConfigError(
-            "strategy ddp_rpc needs an optimizer of one group with self.parameters(), to which those on the "
-            "servers belong as well."
-        )
 
 
 class RemoteStateDicts(StateDicts):

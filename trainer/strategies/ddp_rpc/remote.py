@@ -9,7 +9,7 @@ https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch
 import atexit
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
@@ -140,9 +140,14 @@ class Remote(nn.Module):
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
         self.keys, self.count = self.call("names")
 
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `ServedModule` there; return what to wait for."""
+        return rpc.rpc_async(self.server, call_here, args=(self.name, method, *arguments))
+
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `ServedModule` there."""
-        return call(self.server, call_here, self.name, method, *arguments)
+        """Return what a method of the `ServedModule` there returns."""
+        with peers_gone(self.server):
+            return self.ask(method, *arguments).wait()
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Call the module on its server; tensors go there by the host."""
@@ -188,12 +193,6 @@ def peers_gone(server: str) -> Iterator[None]:
         if said.startswith("eof") or any(word in said for word in LOST):
             raise ConnectionError(f"The process {server} of this run does not answer any more: {said[:200]}") from error
         raise
-
-
-def call(server: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of this file on a server, and return what it returns."""
-    with peers_gone(server):
-        return rpc.rpc_sync(server, function, args=arguments)
 
 
 LOST = (
