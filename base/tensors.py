@@ -9,6 +9,9 @@ import torch
 
 from .errors import DataError
 
+BATCH_NORM: Any = torch.nn.SyncBatchNorm.__base__
+"""The class from which all batch norms derive."""
+
 
 def map_tensors(
     batch: Any,

@@ -147,18 +147,6 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
     return copies[module]
 
 
-def intercept_calls(module: Any, call: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Replace a module's call, hooks included, by `call`; return the original call, and an undo function."""
-    # nn.Module.__call__ takes _compiled_call_impl first, before any hook of the module runs
-    compiled = module._compiled_call_impl
-
-    def undo() -> None:
-        module._compiled_call_impl = compiled
-
-    module._compiled_call_impl = call
-    return compiled or module._call_impl, undo
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
@@ -178,16 +166,6 @@ def compile_call(module: nn.Module, **options: Any) -> None:
 
 def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
     return module._call_impl(*arguments, **options)
-
-
-def batch_norms() -> tuple[type[nn.Module], ...]:
-    """Return the classes from which all batch norms derive."""
-    return (nn.modules.batchnorm._BatchNorm,)
-
-
-def dropouts() -> tuple[type[nn.Module], ...]:
-    """Return the classes from which all dropouts derive."""
-    return (nn.modules.dropout._DropoutNd,)
 
 
 # --- optimizers and backward ------------------------------------------------------------------------------------------

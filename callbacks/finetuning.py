@@ -62,10 +62,10 @@ class BaseFinetuning(Callback):
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
         """Yield the parameters that are trained, or those that are not; without `train_bn` none of batch norms."""
-        from ..base.torch_private import batch_norms
+        from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(module, batch_norms()):
+            if train_bn or not isinstance(module, BATCH_NORM):
                 yield from (one for one in module.parameters(recurse=False) if one.requires_grad == requires_grad)
 
     @staticmethod
@@ -82,16 +82,16 @@ class BaseFinetuning(Callback):
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
         """Freeze all parameters but, with `train_bn`, those of batch norms."""
-        from ..base.torch_private import batch_norms
+        from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
-            BaseFinetuning._set(module, train_bn and isinstance(module, batch_norms()))
+            BaseFinetuning._set(module, train_bn and isinstance(module, BATCH_NORM))
 
     @staticmethod
     def _set(module: "nn.Module", trained: bool) -> None:
-        from ..base.torch_private import batch_norms
+        from ..base.tensors import BATCH_NORM
 
-        if isinstance(module, batch_norms()):
+        if isinstance(module, BATCH_NORM):
             norm: Any = module
             # its running statistics stay as they are; in training mode it still normalises by those of its batch
             norm.track_running_stats = trained
@@ -138,7 +138,7 @@ class BaseFinetuning(Callback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Train what the saved run had trained."""
-        from ..base.torch_private import batch_norms
+        from ..base.tensors import BATCH_NORM
 
         # not when it is loaded: configure_optimizers may give its optimizer the parameters that are trained at first
         trained, self._trained = self._trained, []
@@ -146,7 +146,7 @@ class BaseFinetuning(Callback):
             for name, parameter in module.named_parameters(module_name, recurse=False):
                 parameter.requires_grad = name in trained
             norm: Any = module
-            if isinstance(module, batch_norms()) and norm.weight is not None and norm.running_mean is not None:
+            if isinstance(module, BATCH_NORM) and norm.weight is not None and norm.running_mean is not None:
                 norm.track_running_stats = norm.weight.requires_grad
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:

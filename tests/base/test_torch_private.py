@@ -150,26 +150,6 @@ def test_a_copy_shares_what_is_no_tensor_and_has_the_tensors_given():
     assert module.inner.weight_ih_l0.grad is not None
 
 
-def test_calls_are_intercepted_before_hooks_and_no_longer():
-    module, seen = nn.Linear(2, 2), []
-    module.register_forward_pre_hook(lambda *_: seen.append("hook"))
-    inputs = torch.ones(1, 2)
-    expected = module(inputs)
-    original, undo = torch_private.intercept_calls(module, lambda *_: "instead")
-    assert module(inputs) == "instead"
-    assert torch.equal(original(inputs), expected)
-    assert seen == ["hook", "hook"]
-    undo()
-    assert torch.equal(module(inputs), expected)
-
-
-def test_classes_of_layers():
-    norms, dropouts = torch_private.batch_norms(), torch_private.dropouts()
-    assert all(isinstance(layer, norms) for layer in (nn.BatchNorm1d(1), nn.BatchNorm3d(1), nn.SyncBatchNorm(1)))
-    assert all(isinstance(layer, dropouts) for layer in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()))
-    assert not isinstance(nn.Linear(1, 1), (*norms, *dropouts))
-
-
 def test_lists_of_tensors():
     tensors = [torch.full((2,), float(number)) for number in range(3)]
     torch_private.add_to_each(tensors, [torch.ones(2)] * 3)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.torch_private import batch_norms
+from ...base.tensors import BATCH_NORM
 
 
 class _Sum(torch.autograd.Function):
@@ -38,11 +38,8 @@ def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     return total
 
 
-# The class of all batch norms, by a public way. Not SyncBatchNorm itself, which DDP refuses on the CPU.
-NORM_BASE: Any = nn.SyncBatchNorm.__base__
-
-
-class Synced(NORM_BASE):  # type: ignore[misc]
+# not SyncBatchNorm itself, which DDP refuses on the CPU
+class Synced(BATCH_NORM):  # type: ignore[misc]
     """Batch norm with statistics over all ranks in training mode."""
 
     process_group: dist.ProcessGroup
@@ -91,7 +88,7 @@ def synced(kind: Any, base: Any = Synced) -> Any:
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
     """Compute the statistics of every batch norm in the task over the ranks of `group`; return what undoes it."""
-    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, batch_norms())]
+    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, BATCH_NORM)]
     found = [(module, kind) for module, kind in found if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm
     for module, kind in found:

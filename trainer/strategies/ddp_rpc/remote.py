@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, register_rendezvous_handler, r
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
-from ....base.torch_private import batch_norms, dropouts
+from ....base.tensors import BATCH_NORM
 from ..servers import make_module
 
 with warnings.catch_warnings():
@@ -33,7 +33,7 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-REFUSED = (*batch_norms(), *dropouts())
+REFUSED: tuple[Any, ...] = (BATCH_NORM, nn.Dropout.__base__)
 """They compute something else in training than in evaluation; a server serves both at once."""
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ....base.errors import TaskError
-from ....base.torch_private import intercept_calls
 from ..model_parallel.parts import PartBlock
 
 BlockRelay = Callable[[int, Tensor | None], Tensor]
@@ -41,21 +40,16 @@ class BlockInterceptor:
         self.token: Any = None
         """The placeholder that the block before has returned, where this process has no value."""
         self.next = 0
-        self.output: Any = None
-        self.own: list[Callable[..., Any]] = []
+        self.kinds = [type(block.module) for block in self.blocks]
+        self.own = [partial(kind.__call__, block.module) for kind, block in zip(self.kinds, self.blocks, strict=True)]
         """The original call of each block."""
-        self.undo: list[Callable[[], None]] = []
         for index, block in enumerate(self.blocks):
-            # before any hook: where a block does not compute, its hooks must not run
-            own, undo = intercept_calls(block.module, partial(self._enter, index))
-            self.own.append(own)
-            self.undo.append(undo)
+            block.module.__class__ = intercepted(self.kinds[index], partial(self._enter, index))
 
     def close(self) -> None:
         """Restore the blocks."""
-        for undo in self.undo:
-            undo()
-        self.undo = []
+        for block, kind in zip(self.blocks, self.kinds, strict=True):
+            block.module.__class__ = kind
 
     # --- what a call does -------------------------------------------------------------------------------------------
     @contextmanager
@@ -91,12 +85,8 @@ class BlockInterceptor:
 
     def finish(self, step: Callable[[], Any], output: Any) -> Any:
         """Return what `step` returns where the blocks turn its input into `output`."""
-        self.output = output
-        try:
-            with self._calling(self._handed_through):
-                result = step()
-        finally:
-            self.output = None
+        with self._calling(partial(self._handed_through, output)):
+            result = step()
         if self.next != len(self.blocks):
             raise TaskError(
                 f"A pipeline's training_step calls each of the task's blocks once; it went on after "
@@ -123,12 +113,12 @@ class BlockInterceptor:
             raise self._out_of_order(index)
         raise _Reached(args, kwargs)
 
-    def _handed_through(self, index: int, args: Any, kwargs: Any) -> Any:
+    def _handed_through(self, output: Any, index: int, args: Any, kwargs: Any) -> Any:
         self._require_chain(index, args, kwargs)
         self.next = index + 1
         # a new object for each block, compared by identity: the same values through another operation are noticed
         self.token = torch.empty(0)
-        return self.output if self.next == len(self.blocks) else self.token
+        return output if self.next == len(self.blocks) else self.token
 
     def _relayed(self, index: int, args: Any, kwargs: Any) -> Any:
         stage = self.stage_of[index]
@@ -173,6 +163,12 @@ class BlockInterceptor:
             f"A pipeline's blocks are called in the order of configure_blocks; {self.blocks[index].name!r} came where "
             f"{self.blocks[min(self.next, len(self.blocks) - 1)].name!r} was due."
         )
+
+
+def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
+    """Return the class `kind` whose call is `enter`; not its forward, as hooks must not run where nothing computes."""
+    members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
 
 
 class _Reached(BaseException):
