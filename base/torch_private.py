@@ -59,6 +59,7 @@ def default_store() -> Any:
 # --- parameters that are sharded --------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
     """Remove the mark that `fully_shard` was applied to a module, so that it can be applied again."""
+    # torch has no way back: without this, a second run of a task fails, as its state has been garbage collected
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
@@ -72,6 +73,8 @@ def reduction_check(module: Any) -> Callable[[], object]:
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
+# One call for many small tensors. A loop over torch's public methods takes 242 instead of 141 us to add up 150 tensors
+# of 256 numbers on a CPU, 555 instead of 76 us to copy them, and a kernel for each of them on a GPU.
 add_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 """Add each of the second list to its partner in the first, in place: one kernel for many small tensors."""
 multiply_each: Callable[[list[Tensor], float], None] = torch._foreach_mul_
@@ -84,6 +87,7 @@ copy_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy
 
 def is_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another one."""
+    # no public way to know; to copy every block's output instead would cost its activations once more
     return tensor._base is not None
 
 
@@ -95,6 +99,7 @@ def version_of(tensor: Tensor) -> int:
 @contextmanager
 def faking_tensors() -> Iterator[str]:
     """Make tensors without memory within this context, on the device that it yields."""
+    # on torch's device "meta" autocast would cast nothing, and all activations would count in full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -352,6 +357,7 @@ def newest_value_of(metric: Any) -> Any:
 
 def set_synced(metric: Any, wanted: bool) -> bool:
     """Choose whether a metric's `compute` merges the states of all ranks first; return the former choice."""
+    # its public sync_on_compute is read when it is made, and after each forward
     before: bool = metric._to_sync
     metric._to_sync = wanted
     return before

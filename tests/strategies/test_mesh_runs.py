@@ -328,7 +328,7 @@ def test_arguments_that_no_processes_can_take():
         read_sizes({"data": "auto", "shard": "auto", "tensor": 1, "pipeline": 1})
     with pytest.raises(ConfigError, match=r"= 4, but there are 6 processes \(3 machines x 2\)"):
         fit_sizes({"data": 2, "shard": 2, "tensor": 1, "pipeline": 1}, 6, machines=3)
-    assert fit_sizes({"data": "auto", "shard": 4, "tensor": 2, "pipeline": 1}, 16) == (2, 4, 2, 1)
+    assert fit_sizes({"data": "auto", "shard": 4, "tensor": 2, "pipeline": 1}, 16) == (1, 2, 4, 2)
 
 
 class Diverges(CNN):

@@ -98,17 +98,16 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
     ones that each rank has whole, count once each. The gradients must not be partial sums.
     """
-    # With cpu_offload gradients lie on several devices. Squares are added in float64: float32 loses small parameters
-    # beside large ones, and then the result would depend on how many ranks the sum is spread over.
-    shares: dict[torch.device, list[Tensor]] = {}
+    squares = []
     for gradient in gradients:
         local = local_part(gradient)
         # half precision would overflow while squaring, at gradients of 256 in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
-        shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
-    total = torch.zeros((), dtype=torch.float64, device=device)  # with no gradient here, too: others may have some
-    for own in shares.values():
-        total += torch.stack(own).sum().to(device)
+        # Squares are added in float64: float32 loses small parameters beside large ones, and then the result would
+        # depend on how many ranks the sum is spread over.
+        squares.append(norm.double().square().to(device) * (parts(gradient) / ranks))
+    # with no gradient here, too: others may have some
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     # on the default group, which has every rank of the mesh: one collective, whatever meshes the parameters have
     dist.all_reduce(total)
     return total.sqrt().float()

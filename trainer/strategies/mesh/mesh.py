@@ -27,7 +27,7 @@ from ..tree import ReplicaTree
 from . import dtensors, weight_broadcast
 from .shard_tree import ShardTree
 from .sharding import Sharding, drop_unsent_gradients, sharded
-from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
+from .sizes import Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
 from .tensor_gradients import TensorGradients
 from .tensor_plan import apply_plan
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
 def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
     """Return the mesh of all processes, its axes named; every rank calls it."""
-    shape = tuple(getattr(sizes, axis) for axis in PLACES)
     with connections.noting(more=True):
-        return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=Sizes._fields)
 
 
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
@@ -190,11 +189,9 @@ class MeshStrategy(GroupStrategy):
 
     def ranks_along(self, axis: str) -> Ranks:
         """Return the processes that differ from this one on an axis alone."""
-        return (
-            SINGLE
-            if self.mesh is None
-            else Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
-        )
+        if self.mesh is None:
+            return SINGLE
+        return Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
@@ -266,8 +263,6 @@ class MeshStrategy(GroupStrategy):
             if one_order:
                 self._refuse_bitwise(task, optimizers)
             refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1 or self.sizes.pipeline > 1)
-            if task.trainer.compile:
-                refuse_compile(self.name, task.trainer.compile, self.sizes)
             dtensors.step_one_by_one(optimizers)
         prepared = super().prepare(task, optimizers, layout, one_order)
         self.flat_sum = None  # gradients meet in backward

@@ -11,19 +11,15 @@ from typing import Literal, NamedTuple
 from ....base.errors import ConfigError
 
 Size = int | Literal["auto"]
-AXES = ("data", "shard", "tensor", "pipeline")
-"""Names of the axes, in the order of messages."""
-PLACES = ("pipeline", "data", "shard", "tensor")
-"""The axes in the order of the mesh's dimensions."""
 
 
 class Sizes(NamedTuple):
-    """Number of processes along each axis."""
+    """Number of processes along each axis, in the order of the mesh's dimensions."""
 
+    pipeline: int
     data: int
     shard: int
     tensor: int
-    pipeline: int
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
