@@ -3,7 +3,6 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,9 @@ from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing
 from ..trainer.hooks import count_arguments
 from ..trainer.optimization.kernels import recompute, restore_classes
+from ..trainer.optimization.precision import Precision
 from ..trainer.setup.data import dealt_out
-from ..trainer.strategies.mesh.dtensors import replace, tensor_slots
+from ..trainer.strategies.mesh.dtensors import replace
 from .config.check import load_config
 from .unstarted import UnstartedRun
 
@@ -131,23 +131,36 @@ def parse_memory(text: str) -> int:
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
-def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mixed: bool) -> int:
+def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
     """Return the bytes that autograd keeps of a forward of the real task, and of its batch.
 
     Weights and batch are fake: they have shapes and types, and no memory.
 
     Args:
-        task: on the meta device.
+        task: on the meta device; its weights are fake from then on.
         batch: any batch of the run's shapes.
         recomputed: classes of blocks of which only the inputs are kept, since backward computes them again.
-        mixed: in 16 bits, where autocast takes them.
 
     Raises ConfigError where training_step needs values, or a run.
     """
-    with _fake_step(task, batch, mixed) as (step, tensors):
+    of_batch: list[Tensor] = []
+    batch = precision.convert_batch(batch)
+    # log() needs a run with loops and results, which there is none of
+    task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
+    with faking_tensors() as device, torch.enable_grad():
+
+        def fake(tensor: Tensor) -> Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        def fake_in_batch(tensor: Tensor) -> Tensor:
+            of_batch.append(fake(tensor))
+            return of_batch[-1]
+
+        replace(task, fake)
+        arguments = (map_tensors(batch, fake_in_batch), 0)[: count_arguments(task, "training_step")]
         # storages are kept alive, so that their ids stay unique; those of weights and batch are no activations
-        seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *tensors])}
-        kept = [storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)]
+        seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *of_batch])}
+        kept = [storage.nbytes() for storage in map(Tensor.untyped_storage, of_batch)]
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -158,43 +171,14 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mix
 
         before = recompute(task, tuple(recomputed))
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = step()
-            del output
+            with precision.forward_context(), saved_tensors_hooks(pack, lambda tensor: tensor):
+                task.training_step(*arguments)
         except Exception as error:  # it may need values, or a run
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
         finally:
             restore_classes(before)
         return sum(kept)
-
-
-@contextmanager
-def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
-    """Give a task fake parameters and no log within this context; yield its step on a fake batch, and the latter."""
-    fake_tensors: list[Tensor] = []
-    # the batch has the type of the weights, as under precision: bf16-true
-    width = next((one.dtype for one in task.parameters() if one.is_floating_point()), torch.float32)
-    with faking_tensors() as device:
-
-        def fake(tensor: Tensor) -> Tensor:
-            dtype = width if tensor.is_floating_point() else tensor.dtype
-            fake_tensors.append(torch.empty(tensor.shape, dtype=dtype, device=device))
-            return fake_tensors[-1]
-
-        arguments = (map_tensors(batch, fake), 0)[: count_arguments(task, "training_step")]
-        before = list(tensor_slots(task))
-        replace(task, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-        # log() needs a run with loops and results, which there is none of
-        task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
-        try:
-            with torch.enable_grad(), torch.autocast(device, torch.bfloat16, enabled=mixed):
-                yield lambda: task.training_step(*arguments), fake_tensors
-        finally:
-            del task.__dict__["log"], task.__dict__["log_dict"]
-            # the task is used further: its weights stay those on the device meta
-            for module, name, tensor in before:
-                setattr(module, name, tensor)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -278,14 +262,14 @@ class Plan:
 
     def measure_activations(self) -> int | str:
         """Return the bytes of a batch's activations, or the reason why they are unknown."""
-        loader, precision = self.loader, self.run.precision
+        loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
             return "the loader's batches are kept whole"
         # one sample repeated has the shapes of a batch, and reads one file instead of many
         batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
         recomputed = self.values["activation_checkpointing"] or ()
         try:
-            return measure_activations(self.run.task, batch, recomputed, precision.endswith(("mixed", "bf16", "16")))
+            return measure_activations(self.run.task, batch, recomputed, self.run.precision)
         except ConfigError as error:
             return str(error)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError, LegatoError
+from ..trainer.optimization.precision import Precision
 from ..trainer.processes.devices import find_devices
 from ..trainer.processes.place import Place
 from ..trainer.strategies.servers import build_remote_modules
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from .config.check import Config
 
 AUTOMATIC = ("auto", -1, "-1")
-WIDTHS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.bfloat16, "bf16-true": torch.bfloat16}
-"""Types of weights, where not float32."""
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
@@ -54,8 +53,8 @@ class UnstartedRun:
         self.processes, self.parts = processes_of(config)
         self.nodes: int = asked["num_nodes"]
         self.seed: int = config.values["seed"]
-        self.precision = str(asked["precision"])
-        # any machine can build it so, whatever the run wants
+        # any machine can build it on a CPU, whatever the run wants
+        self.precision = Precision(asked["precision"], "cpu")
         alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
         self.config = config.changed({**alone, "cluster": "off", "fast_dev_run": False}, loggers={})
 
@@ -90,7 +89,8 @@ class UnstartedRun:
                 if device == "cpu":
                     raise
         task = run.task.to("meta")
-        return task.to(WIDTHS[self.precision]) if self.precision in WIDTHS else task
+        self.precision.place(task)
+        return task
 
     def load_loader(self, epoch: int = 0) -> Any:
         """Return the training loader of the data module, or else of the task, as the run gets it in an epoch.

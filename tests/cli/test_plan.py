@@ -14,6 +14,7 @@ from legato.base.quantities import format_bytes
 from legato.cli.config.check import load_config
 from legato.cli.main import main
 from legato.cli.plan import Plan, measure_activations, measure_state, parse_memory
+from legato.trainer.optimization.precision import Precision
 
 CONFIG = """\
 task: {_target_: checked_task.Line}
@@ -181,9 +182,9 @@ class Block(torch.nn.Module):
 
 def test_activations_are_what_autograd_keeps() -> None:
     row = 64 * 4 * 32  # bytes of a batch of 32 at a block's border
-    plain = measure_activations(Deep(), torch.zeros(32, 64), (), False)
+    plain = measure_activations(Deep(), torch.zeros(32, 64), (), Precision(32, "cpu"))
     assert plain == 4 * row + 4 * 4 * row  # borders with the batch itself, and the output of each ReLU
-    recomputed = measure_activations(Deep(), torch.zeros(32, 64), ("Block",), False)
+    recomputed = measure_activations(Deep(), torch.zeros(32, 64), ("Block",), Precision(32, "cpu"))
     assert recomputed == 4 * row  # borders: what a block keeps inside is computed again
 
 
