@@ -168,6 +168,8 @@ class Trial:
     value: float | None = None
     step: int | None = None
     process: "subprocess.Popen[bytes] | None" = None
+    devices: str = ""
+    """CUDA_VISIBLE_DEVICES of its process; "" leaves it as is."""
 
     def read(self, metric: str, mode: str) -> str:
         """Take the result from the run directory; return the state of the run, "" if it has not begun."""
@@ -187,9 +189,9 @@ class Trial:
         return state
 
     def start(self, words: Sequence[str], devices: str) -> None:
-        """Start it, or let it go on from its newest checkpoint. `devices`: CUDA_VISIBLE_DEVICES; "" leaves it as is."""
+        """Start it, or let it go on from its newest checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.state = self.error = ""
+        self.state, self.error, self.devices = "", "", devices
         values = [f"{key}={text}" for key, text in self.values.items()]
         place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
         # the module and not the script `legato`, which may be another installation's
@@ -253,11 +255,11 @@ class Sweep:
         else:
             listed = list_values(self.axes, options.random, seed)
             self.count, self.values = len(listed), iter(listed)
-        self.devices = devices_of_jobs(self.base, options.jobs) if options.jobs > 1 else []
-        self.jobs = len(self.devices) or options.jobs
+        # the devices that each trial at a time may use, while none does
+        self.free = (devices_of_jobs(self.base, options.jobs) if options.jobs > 1 else []) or [""] * options.jobs
         kind = "optuna" if options.optuna else "random" if options.random else "grid"
         self.folder = self.open(kind)
-        self.signal = 0
+        self.signals: list[int] = []
 
     def open(self, kind: str) -> Path:
         """Return the folder of this sweep, which an earlier start of the same command has made, or make one."""
@@ -279,31 +281,26 @@ class Sweep:
     def run(self) -> None:
         """Run what is not done, a few trials at a time."""
         tell(f"{self.count} trials in {self.folder}")
-        running: dict[int, Trial] = {}
+        running: list[Trial] = []
         with handling_end_signals(self._end):
             while True:
-                while not self.is_ending() and len(running) < self.jobs and (trial := self.next_trial()) is not None:
-                    slot = next(number for number in range(self.jobs) if number not in running)
-                    trial.start(self.fixed, self.devices[slot] if self.devices else "")
-                    running[slot] = trial
+                while not self.signals and self.free and (trial := self.next_trial()) is not None:
+                    trial.start(self.fixed, self.free.pop(0))
+                    running.append(trial)
                     tell(f"{trial.folder.name} started")
-                    if self.is_ending():  # the signal came in between
-                        self._end(self.signal)
+                    if self.signals:  # one came in between
+                        self._end(0)
                 if not running:
                     return
                 # trials take minutes; waiting for one of them by os.wait would also take processes of libraries
                 time.sleep(0.05)
-                for slot, trial in list(running.items()):
-                    if trial.process is not None and trial.process.poll() is not None:
-                        del running[slot]
-                        trial.end(self.metric, self.mode)
-                        done = f"{self.metric}={trial.value:.6g}" if trial.state == "done" else trial.state
-                        tell(f"{trial.folder.name} {done or 'interrupted'}{trial.error and ': '}{trial.error}")
-                        self.write()
-
-    def is_ending(self) -> bool:
-        """Return whether a signal has come."""
-        return self.signal != 0
+                for trial in [one for one in running if one.process is None or one.process.poll() is not None]:
+                    running.remove(trial)
+                    self.free.append(trial.devices)
+                    trial.end(self.metric, self.mode)
+                    done = f"{self.metric}={trial.value:.6g}" if trial.state == "done" else trial.state
+                    tell(f"{trial.folder.name} {done or 'interrupted'}{trial.error and ': '}{trial.error}")
+                    self.write()
 
     def next_trial(self) -> Trial | None:
         """Return the next trial to start; None where there is none, or none yet."""
@@ -319,7 +316,7 @@ class Sweep:
             name = f"{len(self.trials):03d}-" + re.sub(r"[^\w.+=,@-]+", "-", text)
             trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
             self.trials.append(trial)
-            while trial.read(self.metric, self.mode) == "running" and not self.is_ending():
+            while trial.read(self.metric, self.mode) == "running" and not self.signals:
                 time.sleep(0.1)  # an earlier start was killed, and this trial still saves
             # a failed trial is tried again, but with Optuna, who has chosen later ones by its failure
             if trial.state != "done" and not (trial.state == "failed" and self.optuna):
@@ -348,16 +345,17 @@ class Sweep:
         failed = sum(trial.state == "failed" for trial in self.trials)
         if left:
             print(f"{left} trials are left: the same command again goes on.", file=STDOUT, flush=True)
-        if self.signal:
-            raise_for_signal(self.signal)
+        if self.signals:
+            raise_for_signal(self.signals[0])
         if left:
             sys.exit(RESUME_ME)
         if failed:
             raise WorkerError(f"{failed} of {self.count} trials failed: see log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Ask all trials to save and end; at a second Ctrl-C, end them."""
-        again, self.signal = self.signal == number == signal.SIGINT, self.signal or number
+        """Ask all trials to save and end; at a second Ctrl-C, end them. 0: for the signals that have come."""
+        self.signals += [number] if number else []
+        again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:
             if trial.process is not None and trial.process.poll() is None:
                 if again:

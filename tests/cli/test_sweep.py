@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from forked import Forked, run_module
 
 from legato.base.errors import ConfigError
 from legato.cli.main import main
-from legato.cli.sweep import AHEAD, Axis, guided_values, list_values, read_axis, share_devices
+from legato.cli.sweep import AHEAD, Axis, Sweep, Trial, guided_values, list_values, read_axis, share_devices
 
 SLOW = (
     TASK
@@ -266,6 +267,33 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
     ]
     rows = rows_of(Path("runs/default/sweep_0"))
     assert float(rows[0]["val_loss"]) == min(value for value in plain if value is not None)
+
+
+class Signalled(Trial):
+    """A trial in whose start Ctrl-C comes."""
+
+    def start(self, words: Any, devices: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.devices = devices
+        self.process = self.started = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+
+class OneTrial(Sweep):
+    """A sweep of a trial that is signalled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.metric, self.mode, self.axes = folder, "loss", "min", []
+        self.trials: list[Any] = [Signalled(folder / "000", {})]
+        self.fixed, self.count, self.signals, self.free = [], 1, [], [""]
+
+    def next_trial(self) -> Trial:
+        return self.trials[0]
+
+
+def test_a_trial_that_was_being_started_at_ctrl_c_may_save(folder: Path) -> None:
+    sweep = OneTrial(folder)
+    sweep.run()
+    assert sweep.trials[0].started.returncode == -signal.SIGTERM
 
 
 # --- devices --------------------------------------------------------------------------------------------------------
