@@ -15,10 +15,9 @@ from ..base.tensors import local_part
 from ..callbacks.callback import MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten
-from ..trainer.optimization.optimizers import optimizer_parameters
 from .history import CheckpointRecord, RunHistory
 from .replay import Make, read_lines, replay_steps
-from .watchers import StopAfterStep
+from .watchers import StopAfterStep, gradients_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -43,10 +42,7 @@ class TensorDigests(MonitoringCallback):
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
         """Take the digests of the gradients."""
-        stepped = set(map(id, optimizer_parameters(optimizer)))
-        for name, parameter in task.named_parameters():
-            if id(parameter) in stepped and parameter.grad is not None:
-                self._gradients[name] = digest_of(parameter.grad)
+        self._gradients |= {name: digest_of(gradient) for name, gradient in gradients_of(task, optimizer)}
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Write the digests of a step."""

@@ -2,7 +2,7 @@
 
 import json
 import pdb
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +48,10 @@ class StepReport(MonitoringCallback):
         """Keep the norms of the gradients, and the rates."""
         if not self._is_asked(trainer):
             return
-        # with several optimizers each reports its own parameters, once
-        stepped = set(map(id, optimizer_parameters(optimizer)))
-        for name, parameter in task.named_parameters():
-            if id(parameter) in stepped and parameter.grad is not None:
-                # in float32: the sum of squares of bfloat16 values overflows or rounds off
-                norm = torch.linalg.vector_norm(local_part(parameter.grad).detach().float())
-                self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
+        for name, gradient in gradients_of(task, optimizer):
+            # in float32: the sum of squares of bfloat16 values overflows or rounds off
+            norm = torch.linalg.vector_norm(local_part(gradient).detach().float())
+            self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -71,6 +68,15 @@ class StepReport(MonitoringCallback):
             with (trainer.run_dir / STEPS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         self._losses, self._gradients, self._rates = [], {}, []
+
+
+def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the gradients of the parameters that an optimizer steps, by the task's names."""
+    # with several optimizers each reports its own parameters, once
+    stepped = set(map(id, optimizer_parameters(optimizer)))
+    for name, parameter in task.named_parameters():
+        if id(parameter) in stepped and parameter.grad is not None:
+            yield name, parameter.grad
 
 
 class StopAfterStep(MonitoringCallback):
