@@ -47,7 +47,7 @@ def run_clean(arguments: Namespace) -> None:
         for one in listed:
             print(f"  {one.path}  {format_bytes(one.size)}{one.note}")
         if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {len(listed)}, {total}?")):
-            print(f"{counted(delete(listed), 'folder')} deleted")
+            print(f"{counted(sum(map(delete_locked, listed)), 'folder')} deleted")
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:
@@ -93,13 +93,10 @@ def confirmed(question: str) -> bool:
         return False
 
 
-def delete(listed: Sequence[Deletion]) -> int:
-    """Delete folders, each under its run's lock, so that no run can begin there meanwhile; return how many are gone."""
-    return sum(delete_locked(deletion) for deletion in listed)
-
-
 def delete_locked(deletion: Deletion) -> bool:
-    """Delete a run or a checkpoint under its run's lock, or say why it is left; return whether it is gone."""
+    """Delete a run or a checkpoint under its run's lock, so that no run can begin there meanwhile, or say why it is
+    left; return whether it is gone.
+    """
     run, path = deletion.run.path, deletion.path
     lock = RunLock(run, "clean")
     try:
