@@ -405,3 +405,33 @@ def test_a_hook_computes_metrics_though_a_rank_had_no_batch(trainer):
     expected = trainer().validate(Computes(), make_loader(4))
     (values,) = trainer(strategy="ddp", devices=2).validate(Computes(), make_loader(4))
     assert values == pytest.approx(expected[0])
+
+
+# --- where a metric comes from ----------------------------------------------------------------------------------------
+class Late(Tiny):
+    """Logs a metric that a hook makes, or one that is no module of the task."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = [torchmetrics.MeanMetric()] if hidden else []
+
+    def on_train_start(self):
+        self.late = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        metric = self.hidden[0] if self.hidden else self.late
+        metric.update(batch[0])
+        self.log("mean", metric, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_metric_that_a_hook_made_counts_all_replicas(play, replicas, reproducible):
+    made = play(Late(hidden=False), replicas=replicas, reproducible=reproducible)
+    assert made.callback_metrics["mean"].item() == pytest.approx(make_data(18).tensors[0].mean().item())
+
+
+def test_a_metric_that_is_no_module_of_the_task_is_refused(play):
+    with pytest.raises(TaskError, match=r"log\('mean'\): the MeanMetric is no module of the task.*self.metric ="):
+        play(Late(hidden=True))

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..metrics.log import Metrics, Sums, as_lists
 from ..metrics.reduce import Reduced, Row, Series, sort_out, total
-from ..metrics.torchmetrics import COUNT, MetricStates, States
+from ..metrics.torchmetrics import COUNT, MetricStates, States, on_host
 
 # Replica number of a value that a hook logs once per process. Only the first process counts it, since the number of
 # processes may change.
@@ -28,10 +28,8 @@ class SharedStates(MetricStates):
 
     def own_states(self) -> dict[str, dict[int, States]]:
         """Return the states of this process's replicas for every metric that has or had updates."""
-        if not self.swaps_states:
-            return {}
-        self._copy_loaded()
-        own = {path: self._own(path) for path in self.kept}
+        self.save()
+        own = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
         # also when it has none any more: other ranks must hear of a reset
         self.sent |= {path for path, parts in own.items() if any(states[COUNT] for states in parts.values())}
         return {path: parts for path, parts in own.items() if path in self.sent}
@@ -43,13 +41,9 @@ class SharedStates(MetricStates):
 
     def all(self) -> dict[str, dict[int, States]]:
         """Return the states of all replicas that have updates, by path and replica."""
-        self._copy_loaded()
-        return {path: dict(kept) for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values())}
-
-    def _copy_loaded(self) -> None:
-        replica = self.replica
-        self.store_replica()
-        self.replica = replica
+        self.save()
+        updated = (path for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values()))
+        return {path: {r: on_host(states) for r, states in self.kept[path].items()} for path in updated}
 
 
 class SharedMetrics(Metrics):
@@ -132,9 +126,10 @@ class SharedMetrics(Metrics):
         if names:
             self.compare([self._logged_in_step(rows) for rows in ranks], [bool(of_rank[1]) for of_rank in extras])
         states_of_all = self.collectives.gather_objects(states) if any(of_rank[0] for of_rank in extras) else []
+        descriptions = self.exchange.descriptions
         for number, replica, value, weight, step in (row for rows in ranks for row in rows):
             if replica != ONCE_PER_PROCESS:
-                series = self.find_series(trained, self.exchange.descriptions[number])
+                series = self.find_series(trained, descriptions[number])
                 self.count(series, replica, value, weight, step)
         for remote in states_of_all:
             self.states.add_remote(remote)
@@ -165,13 +160,17 @@ class SharedMetrics(Metrics):
     def _totals_of_step(self) -> list[tuple[Series, float]]:
         return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
 
-    def gather_epoch(self) -> list[tuple[Series, Sums]]:
+    def gather_epoch(self) -> dict[Series, Sums]:
         """Return every series of the epoch with its sums over all replicas. Collective."""
-        if self.stage != "train":
-            return super().gather_epoch()
-        self._share(())
-        # all ranks have all sums, but a rank without a batch has not logged each metric object
-        return self.gather_sums(lambda series: series.alone or series.kind != "metric" or not self.states.by_path)
+        if self.stage == "train":
+            self._share(())
+        return super().gather_epoch()
+
+    def is_complete(self, series: Series) -> bool:
+        """Return whether this rank has the values of all ranks, so that they are not exchanged."""
+        # all ranks have all sums of training, but a rank without a batch has not logged each metric object
+        shared = self.stage == "train" and (series.kind != "metric" or not self.states.by_path)
+        return series.alone or shared
 
     # --- checkpoints: without a collective, as of the last exchange -------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

@@ -39,8 +39,6 @@ class MetricSnapshot:
         # of the first batch only: an interrupted step is repeated from its beginning
         if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
-            if self.trainer.metrics.states.swaps_states:
-                self.trainer.metrics.states.open_replica(self.trainer.metrics.replica)
 
     def _take(self, in_validation: bool) -> None:
         self.saved, self.step = self.trainer.metrics.states.snapshot(), self.trainer.state.global_step

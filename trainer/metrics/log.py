@@ -37,8 +37,8 @@ from .torchmetrics import (
     is_metric,
     load_states,
     merged_in_order,
-    read_values,
     updates_within,
+    value_of,
 )
 
 log = logging.getLogger("legato")
@@ -127,8 +127,7 @@ class Metrics:
         # Not within a training step: if the step is dropped or repeated, its values must not be in the sums yet.
         if len(self.pending) >= PENDING_LIMIT and (self.batches_of_step == 1 or not trains):
             self.flush()
-        if self.states.swaps_states:
-            self.states.open_replica(replica)
+        self.states.open_replica(replica)
 
     def leave_batches(self, samples: int) -> None:
         """Attribute the following values to this process and no batch, as in hooks called once per step or epoch."""
@@ -186,8 +185,9 @@ class Metrics:
         assert self.series is not None
         if not isinstance(name, str) or not name:
             raise TaskError(f"log() needs a name first, and then the value, as in log('loss', loss); got {name!r:.60}.")
+        path = None
         if is_metric(value):
-            kind = "metric"
+            kind, path = "metric", self._path_of(name, value)
             self.logged.update(self.states.paths_of([value]))
             self._warn_of_shared(name, value)
         elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
@@ -206,7 +206,6 @@ class Metrics:
             on_epoch = bool(on_epoch) or not on_step
         else:  # in evaluations, and between training steps, there is a value per epoch in any case
             on_step, on_epoch = bool(on_step) and self.in_step and on_epoch is not False, True
-        path = self.states.path_of(value) if kind == "metric" else None
         series = Series(
             name + self.suffix if add_suffix else name,
             kind,
@@ -222,6 +221,19 @@ class Metrics:
         )
         self.series[series.name, self.in_step] = series
         return series
+
+    def _path_of(self, name: str, metric: Any) -> str:
+        """Return the path of a metric in the task."""
+        if self.states.path_of(metric) is None:
+            self.states.find_metrics()
+        path = self.states.path_of(metric)
+        if path is None:
+            raise TaskError(
+                f"log({name!r}): the {type(metric).__name__} is no module of the task, so nobody would move it to a "
+                f"device, save it or add it up over processes. Assign it in the task's __init__, as in self.metric = "
+                f"metric; several in a torch.nn.ModuleDict."
+            )
+        return path
 
     def _warn_of_shared(self, name: str, metric: Any) -> None:
         """Warn of a metric object logged in two open stages: it mixes their samples."""
@@ -327,16 +339,9 @@ class Metrics:
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
         """Return the values of the newest step over all replicas, and the maxima of `extra`. Collective."""
         self.flush()
-        own = self.with_values_of_step()
-        rows = [
-            Row(series, replica, value, weight, series.step_at)
-            for series in own
-            for replica, (value, weight) in series.step.items()
-            if not series.alone
-        ]
-        gathered, maxima = self._gather(rows, self.batches_of_step == 0, extra)
-        values = [(series, total(series.kind, sums)) for series, sums in gathered]
-        return values + [(series, total(series.kind, series.step)) for series in own if series.alone], maxima
+        own = {series: series.step for series in self.with_values_of_step()}
+        gathered, maxima = self._gather(own, self.batches_of_step == 0, extra)
+        return [(series, total(series.kind, sums)) for series, sums in gathered.items()], maxima
 
     def with_values_of_step(self) -> list[Series]:
         """Return the series with values of the newest step."""
@@ -347,29 +352,29 @@ class Metrics:
         """Return the current stage's values over the whole epoch; close the stage unless `keep` is set. Collective."""
         assert self.series is not None
         gathered = self.gather_epoch()
-        self._read_metrics([series for series, _ in gathered if series.kind == "metric"], keep)
+        self._read_metrics([series for series in gathered if series.kind == "metric"], keep)
         if not keep:
-            for series in self.series.values():
-                if series.metric is not None:
-                    series.metric.reset()
+            self.states.forget(series.metric for series in self.series.values() if series.metric is not None)
             self.stages[self.stage], self.series = {}, None
             self.batches[self.stage] = 0
             self.batches_left_out *= self.stage != "train"
-        values = (series.value if series.kind == "metric" else total(series.kind, sums) for series, sums in gathered)
-        return sort_out(zip((series for series, _ in gathered), values, strict=True), "_epoch")
+        values = [
+            (series, series.value if series.kind == "metric" else total(series.kind, sums))
+            for series, sums in gathered.items()
+        ]
+        return sort_out(values, "_epoch")
 
-    def gather_epoch(self) -> list[tuple[Series, Sums]]:
+    def gather_epoch(self) -> dict[Series, Sums]:
         """Return every series of the epoch with its sums over all replicas. Collective."""
         self.flush()
-        return self.gather_sums(lambda series: series.alone)
-
-    def gather_sums(self, is_complete: Callable[[Series], bool]) -> list[tuple[Series, Sums]]:
-        """Return every series of the epoch with its sums; those that are complete on each rank are not sent."""
-        open_series = (self.series or {}).values()
-        own = [series for series in open_series if series.on_epoch and (series.sums or series.metric is not None)]
+        reduced = (series for series in (self.series or {}).values() if series.on_epoch)
+        own = {series: series.sums for series in reduced if series.sums or series.metric is not None}
         absent = self.batches[self.stage] == 0 or len(self.loaders_seen) < self.loaders
-        gathered = self._gather(rows_of(series for series in own if not is_complete(series)), absent, ())[0]
-        return [(series, series.sums) for series in own if is_complete(series)] + gathered
+        return self._gather(own, absent)[0]
+
+    def is_complete(self, series: Series) -> bool:
+        """Return whether this rank has the values of all ranks, so that they are not exchanged."""
+        return series.alone
 
     def _read_metrics(self, others: list[Series], keep: bool) -> None:
         """Compute torchmetrics objects over all ranks, skipping those without an update since the last time.
@@ -380,42 +385,46 @@ class Metrics:
         if self.processes > 1 and others:  # reading is collective: all ranks read a metric that any has updated
             self.collectives.all_reduce(stale, "max")
         unread = [series for series, is_stale in zip(others, stale.tolist(), strict=True) if is_stale]
-        metrics, swapped = [series.metric for series in unread], self.states.swaps_states
-        if swapped:
-            self.states.merge(metrics, self.collectives)
-        values = read_values(metrics, self.collectives, is_merged=swapped or self.processes == 1, keep=keep)
+        states = self.states
+        if unread:
+            states.merge([series.metric for series in unread], self.collectives)
+        values = [value_of(series.metric) for series in unread]
+        if not states.swaps_states:  # a hook's compute() merges what this rank holds
+            states.open_replica(states.replica)
+        elif keep:
+            states.merge(states.with_states.values(), self.collectives)
         for series, value in zip(unread, values, strict=True):
             series.value, series.read_at = value, updates_within(series.metric)
-        if swapped and keep:
-            self.states.load_merged(self.collectives)
-        elif swapped:
-            self.states.forget(series.metric for series in others)
 
     def _gather(
-        self, rows: Sequence[Row], absent: bool, extra: Sequence[float]
-    ) -> tuple[list[tuple[Series, Sums]], list[float]]:
+        self, own: dict[Series, Sums], absent: bool, extra: Sequence[float] = ()
+    ) -> tuple[dict[Series, Sums], list[float]]:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
+        own: the series of this rank with the sums of its replicas.
         absent: this rank had no batch and may have logged fewer names; series that only other ranks have are created
         here.
 
         Raises DisagreementError, naming ranks and names, when ranks that had batches logged different names.
         """
-        sums: dict[Series, Sums] = {}
         if self.processes == 1:
-            for series, replica, value, weight, _ in rows:
-                sums.setdefault(series, {}).update({} if replica == NAME_ONLY else {replica: [value, weight]})
-            return list(sums.items()), list(extra)
+            return own, list(extra)
+        rows = [
+            Row(series, replica, value, weight, series.step_at)
+            for series, sums in own.items()
+            if not self.is_complete(series)
+            for replica, (value, weight) in (sums or {NAME_ONLY: [0.0, 0.0]}).items()
+        ]
         ranks, extras = self.exchange.gather(rows, [float(absent), *extra])
         self.compare([[row[0] for row in rank] for rank in ranks], [bool(of_rank[0]) for of_rank in extras])
+        gathered: dict[Series, Sums] = {}
+        descriptions, open_series = self.exchange.descriptions, {} if self.series is None else self.series
         for number, replica, value, weight, _ in (row for rank in ranks for row in rank):
-            description = self.exchange.descriptions[number]
-            of_replicas = sums.setdefault(self.find_series({} if self.series is None else self.series, description), {})
-            if replica != NAME_ONLY:
-                of_replicas[replica] = [value, weight]
-        for series, of_ranks in sums.items():
+            series = self.find_series(open_series, descriptions[number])
+            gathered.setdefault(series, {}).update({} if replica == NAME_ONLY else {replica: [value, weight]})
+        for series, of_ranks in gathered.items():
             self._require_equal(series, [value for value, _ in of_ranks.values()])
-        return list(sums.items()), [max(column) for column in zip(*extras, strict=True)][1:]
+        return own | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
         """Raise DisagreementError for a sum that counts once and of which the ranks logged different values."""
@@ -453,8 +462,10 @@ class Metrics:
         """Return the series with a description; create an empty one if there is none."""
         key = description[0], description[-1]
         if key not in among:
-            among[key] = Series(*description)
-            among[key].metric = self.states.by_path.get(among[key].path or "")
+            among[key] = series = Series(*description)
+            if series.path is not None and series.path not in self.states.by_path:
+                self.states.find_metrics()  # one that another rank has made and logged
+            series.metric = self.states.by_path.get(series.path or "")
         return among[key]
 
     def share(self) -> None:
@@ -476,10 +487,7 @@ class Metrics:
 
     def forget_epoch(self) -> None:
         """Drop all sums of the training epoch, because it has ended or starts over."""
-        metrics = [series.metric for series in self.stages["train"].values() if series.metric is not None]
-        self.states.forget(metrics)
-        for metric in metrics:
-            metric.reset()
+        self.states.forget(series.metric for series in self.stages["train"].values() if series.metric is not None)
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
@@ -514,14 +522,18 @@ class Metrics:
             return self.state_at_end
         self.flush()
         saved = self.stages.setdefault("train", {})
-        own = [series for series in saved.values() if series.in_step and series.on_epoch and not series.alone]
+        kept = (series for series in saved.values() if series.in_step and series.on_epoch)
+        own = {series: series.sums for series in kept if not series.alone}
         # `_gather` looks up other ranks' series in self.series, which is validation's if that saves
         stage, self.series = self.series, saved
-        gathered, _ = self._gather(rows_of(own), absent=not own, extra=())
+        gathered, _ = self._gather(own, absent=not own)
         self.series = stage
-        metrics = [series.metric for series, _ in gathered if series.metric is not None]
+        metrics = [series.metric for series in gathered if series.metric is not None]
         return {
-            "series": [{"description": list(one.description[:-1]), "sums": as_lists(sums)} for one, sums in gathered],
+            "series": [
+                {"description": list(series.description[:-1]), "sums": as_lists(sums)}
+                for series, sums in gathered.items()
+            ],
             "states": self.gather_states(metrics),
         }
 
@@ -561,7 +573,7 @@ class Metrics:
         Returns the names of those that were updated but not computed.
         """
         states = self.states
-        if not states.by_path or (self.processes == 1 and not states.swaps_states):
+        if not states.by_path or self.processes == len(states.replicas) == 1:
             return []
         computed = {path for path, metric in states.with_states.items() if is_computed(metric)}
         # a rank without a batch has logged nothing, and all must gather the same
@@ -582,15 +594,6 @@ class Metrics:
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
         """Return the states of metrics over all ranks, by path and replica. Collective."""
         return self.states.gather(metrics, self.collectives)
-
-
-def rows_of(chosen: Iterable[Series]) -> list[Row]:
-    """Return one row per series and replica with the epoch's sums; a NAME_ONLY row for a series without sums."""
-    return [
-        Row(series, replica, value, weight, 0)
-        for series in chosen
-        for replica, (value, weight) in (series.sums or {NAME_ONLY: [0.0, 0.0]}).items()
-    ]
 
 
 def as_lists(sums: Sums) -> list[list[float]]:

@@ -197,56 +197,53 @@ class Row(NamedTuple):
 
 
 class Exchange:
-    """Gathers rows of all ranks in one all_gather; new series and overflows take a second, pickled one.
+    """Gathers rows of all ranks in one all_gather, in which a number stands for each series.
 
-    Every rank calls it at the same points. An error leaves its state unchanged.
+    Before new series, or more rows than fit, the ranks agree on their numbers by pickle. Every rank calls it at the
+    same points.
     """
 
     def __init__(self, collectives: Ranks) -> None:
         self.collectives = collectives
-        self.descriptions: list[Description] = []
         self.numbers: dict[Description, int] = {}
         self.rows = ROWS
 
     def reset(self) -> None:
         """Forget the agreed series numbers, because the set of ranks has changed."""
         # a rank that joins knows none of the numbers, so all agree on them anew
-        self.descriptions, self.numbers, self.rows = [], {}, ROWS
+        self.numbers, self.rows = {}, ROWS
+
+    @property
+    def descriptions(self) -> list[Description]:
+        """The description of the series with each number."""
+        return list(self.numbers)
 
     def gather(
         self, rows: Sequence[Row], extra: Sequence[float]
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
         """Return every rank's rows, with agreed series numbers, and every rank's `extra` (same length on each)."""
-        numbers = [self.numbers.get(row[0].description, -1) for row in rows]
-        new = -1 in numbers
-        # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row
-        # everything as float64, in which the numbers of series and steps are exact up to 2^53
-        sent = [float(len(rows)), float(new), *extra]
-        if not new and len(rows) <= self.rows:
-            for number, row in zip(numbers, rows, strict=True):
+        start = _HEADER + len(extra)
+        while True:
+            numbers = [self.numbers.get(row.series.description, -1) for row in rows]
+            # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row
+            # everything as float64, in which the numbers of series and steps are exact up to 2^53
+            sent = [float(len(rows)), float(-1 in numbers), *extra]
+            for number, row in zip(numbers[: self.rows], rows, strict=False):
                 sent += (number, *row[1:])
-        start, length = _HEADER + len(extra), _HEADER + len(extra) + _WIDTH * self.rows
-        sent += [0.0] * (length - len(sent))
-        ranks = self.collectives.all_gather(torch.tensor(sent, dtype=torch.float64)).tolist()
-        extras = [rank[_HEADER:start] for rank in ranks]
-        most = int(max(rank[0] for rank in ranks))
-        if most <= self.rows and not any(rank[1] for rank in ranks):
-            return [_unpack_values(rank, start) for rank in ranks], extras
-        # every rank takes this way together, so that all assign the same numbers to new descriptions
-        own = [(row[0].description, *row[1:]) for row in rows]
-        gathered = self.collectives.gather_objects(own)
-        for description in (row[0] for rank in gathered for row in rank):
-            if description not in self.numbers:
-                self.numbers[description] = len(self.descriptions)
-                self.descriptions.append(description)
-        if most > self.rows:
+            sent += [0.0] * (start + _WIDTH * self.rows - len(sent))
+            ranks = self.collectives.all_gather(torch.tensor(sent, dtype=torch.float64)).tolist()
+            most = int(max(rank[0] for rank in ranks))
+            if most <= self.rows and not any(rank[1] for rank in ranks):
+                return [_unpack_values(rank, start) for rank in ranks], [rank[_HEADER:start] for rank in ranks]
+            # every rank takes this way together, so that all assign the same numbers to new descriptions
+            for descriptions in self.collectives.gather_objects([row.series.description for row in rows]):
+                for description in descriptions:
+                    self.numbers.setdefault(description, len(self.numbers))
             # twice, so that a run that logs ever more names needs few of these exchanges
-            self.rows = 2 * most
-        return [[(self.numbers[row[0]], *row[1:]) for row in rank] for rank in gathered], extras
+            self.rows = 2 * most if most > self.rows else self.rows
 
 
 def _unpack_values(sent: list[float], start: int) -> list[tuple[int, int, float, float, int]]:
-    stop = start + _WIDTH * int(sent[0])
-    columns = [sent[start + column : stop : _WIDTH] for column in range(_WIDTH)]
-    numbers, replicas, values, weights, steps = columns
-    return list(zip(map(int, numbers), map(int, replicas), values, weights, map(int, steps), strict=True))
+    values = iter(sent[start : start + _WIDTH * int(sent[0])])
+    rows = zip(*[values] * _WIDTH, strict=True)  # of one iterator, so that each row takes the next values
+    return [(int(number), int(replica), value, weight, int(step)) for number, replica, value, weight, step in rows]

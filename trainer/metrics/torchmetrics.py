@@ -1,17 +1,16 @@
 """States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
 
 States that are summed, concatenated or taken the maximum or minimum of can be merged at any time, so a process holds
-one for all of its replicas. Others (dist_reduce_fx "mean", None or a function) can only be combined by a metric's
-`compute`. A task with such a metric, and any task under `reproducible: bitwise`, has states per replica, which are
-swapped into the metric objects in turn and merged in replica order.
+one for all of its replicas, under the first of them. Others (dist_reduce_fx "mean", None or a function) can only be
+combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has states per
+replica, which are swapped into the metric objects in turn and merged in replica order.
 
 States reduced by "mean" are weighted by their number of updates, as torchmetrics' own `forward` does; that equals the
 single-process value when updates have equal sizes. States without an update are ignored.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import TaskError
+from ...base.tensors import map_tensors
 from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..processes.ranks import Ranks
 
@@ -50,7 +50,7 @@ def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class MetricStates:
-    """The metrics of a task and their states, for each replica of this process where they cannot be merged early."""
+    """The metrics of a task, and the states of those of this process's replicas that the metrics do not hold."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         """Collect the metrics in `task`.
@@ -58,22 +58,30 @@ class MetricStates:
         replicas: those of this process.
         by_replica: give each replica its own states also where they could be merged early.
         """
-        self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
-        for metric in self.by_path.values():
-            metric.dist_sync_fn = metric.dist_sync_fn or gather_state
-        self.replicas = list(replicas)
-        # swapping copies states between batches, so it is left out where every state can be merged early
-        self.swaps_states = bool(self.by_path) and (by_replica or any(map(must_stay_apart, self.by_path.values())))
-        # States of the replicas that are not loaded into the metrics, by path
-        self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
-        self.replica: int | None = None
-        # While metrics hold the merged states of all replicas: their numbers of updates, by path
-        self.merged_updates: dict[str, int] = {}
+        self.task, self.replicas, self.by_replica = task, list(replicas), by_replica
+        self.by_path: dict[str, Any] = {}
+        # Those that own states; a composition such as a sum of two metrics has none
+        self.with_states: dict[str, Any] = {}
+        # Whether each replica has its own: swapping costs time between batches, and is left out where it may be
+        self.swaps_states = False
+        # States of all replicas but the one that the metrics hold, whose entries are from before, by path
+        self.kept: dict[str, dict[int, States]] = {}
+        # The replica whose states the metrics hold
+        self.replica = self.replicas[0]
+        # The numbers of updates of those that hold merged states of all replicas instead, by path
+        self.merged: dict[str, int] = {}
+        self.find_metrics()
 
-    @cached_property
-    def with_states(self) -> dict[str, Any]:
-        """The metrics that own states; a composition such as a sum of two metrics has none."""
-        return {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
+    def find_metrics(self) -> None:
+        """Look for the metrics of the task: hooks may have made some since the last time."""
+        self.by_path = {path: module for path, module in self.task.named_modules() if is_metric(module)}
+        self.with_states = {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
+        self.swaps_states |= bool(self.by_path) and (
+            self.by_replica or any(map(must_stay_apart, self.by_path.values()))
+        )
+        for path, metric in self.by_path.items():
+            metric.dist_sync_fn = metric.dist_sync_fn or gather_state
+            self.kept.setdefault(path, {})
 
     def path_of(self, metric: Any) -> str | None:
         """Return the module path of a metric in the task, or None."""
@@ -84,98 +92,77 @@ class MetricStates:
         return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
-        """Store the loaded states and load those of `replica` into the metrics."""
-        if replica == self.replica:
-            return
-        self.store_replica()
-        with torch.inference_mode(False):  # evaluation runs in inference mode, but training metrics need normal tensors
-            for path, metric in self.with_states.items():
-                if replica not in self.kept[path]:
-                    metric.reset()  # before any is loaded: reset may recurse into nested metrics
-            for path, metric in self.with_states.items():
-                if replica in self.kept[path]:
-                    load_states(metric, self.kept[path][replica])
-        self.replica = replica
+        """Let the metrics hold the states of a replica, and keep those that they held before."""
+        replica = replica if self.swaps_states else self.replicas[0]
+        if replica != self.replica or self.merged:
+            self.save()
+            paths = [*self.merged] if replica == self.replica else [*self.with_states]
+            self.replica = replica
+            self._load(paths)
 
-    def store_replica(self) -> None:
-        """Move the states of the loaded replica out of the metrics."""
-        self._leave_merged()
-        if self.replica is not None:
-            with torch.inference_mode(False):
-                for path, metric in self.with_states.items():
-                    self.kept[path][self.replica] = states_of(metric)
-        self.replica = None
+    def _load(self, paths: Sequence[str]) -> None:
+        """Load the states of the opened replica."""
+        with torch.inference_mode(False):  # evaluation runs in inference mode, but training metrics need normal tensors
+            for path in paths:
+                if self.replica not in self.kept[path]:
+                    self.by_path[path].reset()  # before any is loaded: reset may recurse into nested metrics
+            for path in paths:
+                metric = self.by_path[path]
+                if self.replica in self.kept[path]:
+                    load_states(metric, self.kept[path][self.replica])
+                if self.merged.pop(path, None):
+                    # back to what the metric was made with, which a program may have switched off
+                    set_synced(metric, metric.sync_on_compute)
+
+    def save(self) -> None:
+        """Keep the states that the metrics hold; of merged ones what a hook has reset or updated in the meantime."""
+        for path, metric in self.with_states.items():
+            count = self.merged.get(path)
+            if count is None:
+                self.kept[path][self.replica] = held_by(metric)
+            elif count and not metric.update_count:
+                self.kept[path] = {}
+            elif metric.update_count and not count:
+                self.kept[path] = {self.replicas[0]: held_by(metric)}
 
     def snapshot(self) -> dict[str, dict[int, States]]:
         """Return copies of all states of this process by path and replica, for `restore`."""
-        if self.swaps_states:
-            self.store_replica()
-            return {path: {r: copied(states) for r, states in self._own(path).items()} for path in self.kept}
-        return {
-            path: {0: copied({**_tensors_of(metric), COUNT: metric.update_count})}
-            for path, metric in self.with_states.items()
-        }
+        self.save()
+        return {path: {r: copied(states) for r, states in self._own(path).items()} for path in self.kept}
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
         """Restore states from a `snapshot`."""
-        if self.swaps_states:
-            self._leave_merged()
-            for path, own in snapshot.items():
-                others = {
-                    replica: states for replica, states in self.kept[path].items() if replica not in self.replicas
-                }
-                self.kept[path] = {**others, **own}
-            self.replica = None
-            return
-        for path, metric in self.with_states.items():
-            load_states(metric, snapshot[path][0])
+        for path, own in snapshot.items():
+            others = {replica: states for replica, states in self.kept[path].items() if replica not in self.replicas}
+            self.kept[path] = {**others, **own}
+        self._load([*self.with_states])
 
     def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
-        """Load the states of all replicas of all ranks, merged in order, into these metrics. Collective."""
+        """Let these metrics hold the states of all replicas of all ranks until the next batch. Collective."""
+        if collectives.size == len(self.replicas) == 1:
+            return  # the metrics hold all there is
         for path, parts in self.gather(metrics, collectives).items():
+            metric = self.by_path[path]
             if any(states[COUNT] for states in parts.values()):
-                load_states(self.by_path[path], merged_in_order(self.by_path[path], parts))
+                load_states(metric, merged_in_order(metric, parts))
             elif parts:
-                self.by_path[path].reset()  # no batch updated it; drop states from before
-
-    def load_merged(self, collectives: Ranks) -> None:
-        """Load merged states into every metric until the next batch, so that hooks can compute them. Collective."""
-        self.merge(self.with_states.values(), collectives)
-        for path, metric in self.with_states.items():
-            self.merged_updates[path] = metric.update_count
+                metric.reset()  # no batch updated it; drop states from before
+            self.merged[path] = metric.update_count
             if metric.update_count:
                 set_synced(metric, False)  # merged already: torchmetrics' own sync would count it once per rank
 
-    def _leave_merged(self) -> None:
-        """Return to states per replica; keep what a hook has reset or updated in the meantime."""
-        for path, count in self.merged_updates.items():
-            metric = self.by_path[path]
-            # back to what the metric was made with, which a program may have switched off
-            set_synced(metric, metric.sync_on_compute)
-            if count and not metric.update_count:
-                self.kept[path] = {}
-            elif metric.update_count and not count:
-                with torch.inference_mode(False):
-                    self.kept[path] = {self.replicas[0]: states_of(metric)}
-        self.merged_updates = {}
-
     def forget(self, metrics: Iterable[Any]) -> None:
         """Reset these metrics for every replica."""
-        for path in self.paths_of(metrics):
-            self.kept[path] = {}
+        for metric in metrics_within(metrics):
+            metric.reset()
+            if (path := self.path_of(metric)) is not None:
+                self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: Ranks) -> dict[str, dict[int, States]]:
-        """Return the states of these metrics over all ranks, by path and replica. Collective.
-
-        Without states per replica, a rank's states are those of its first replica.
-        """
+        """Return the states of these metrics over all ranks, by path and replica. Collective."""
         paths = [path for path in self.paths_of(metrics) if path in self.with_states]
-        if self.swaps_states:
-            self.store_replica()
-            own = {path: self._own(path) for path in paths}
-        else:
-            # one state for all replicas of the process goes under the first of them, which no other process has
-            own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
+        self.save()
+        own = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in paths}
         # by pickle: list states differ in length from rank to rank
         ranks = collectives.gather_objects(own)
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
@@ -189,15 +176,14 @@ class MetricStates:
 
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
         """Load this process's part of what `gather` returned, on any number of processes."""
+        self.save()
         for path, states_of_all in saved.items():
-            metric = self.by_path[path]
             own = {replica: states for replica, states in states_of_all.items() if self.keeps(replica)}
-            if self.swaps_states:
-                self.kept[path] = own
-            elif own:
-                load_states(metric, merged_in_order(metric, own))
-            else:
-                metric.reset()
+            if own and not self.swaps_states:
+                own = {self.replicas[0]: merged_in_order(self.by_path[path], own)}
+            self.kept[path] = own
+        self.replica = self.replicas[0]
+        self._load([*self.with_states])
 
 
 def must_stay_apart(metric: Any) -> bool:
@@ -225,8 +211,13 @@ def updates_within(metric: Any) -> int:
     return sum(inner.update_count for inner in metrics_within([metric]))
 
 
-def _tensors_of(metric: Any) -> States:
-    return {name: getattr(metric, name) for name in reductions_of(metric)}
+def held_by(metric: Any) -> States:
+    """Return the states that a metric holds; a list is copied, since `reset` empties it in place."""
+    held = {name: getattr(metric, name) for name in reductions_of(metric)}
+    return {
+        **{name: list(state) if isinstance(state, list) else state for name, state in held.items()},
+        COUNT: metric.update_count,
+    }
 
 
 def copied(states: States) -> States:
@@ -237,9 +228,15 @@ def copied(states: States) -> States:
     }
 
 
+def on_host(states: States) -> States:
+    """Copy states to the host, lists and all."""
+    copies: States = map_tensors(states, lambda tensor: tensor.detach().cpu().clone())
+    return copies
+
+
 def states_of(metric: Any) -> States:
     """Return a copy of a metric's states, on the CPU."""
-    return {**{name: _on_host(state) for name, state in _tensors_of(metric).items()}, COUNT: metric.update_count}
+    return on_host(held_by(metric))
 
 
 def load_states(metric: Any, states: States) -> None:
@@ -282,34 +279,9 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     return stacked if reduction is None else reduction(stacked)
 
 
-def read_values(metrics: list[Any], collectives: Ranks, is_merged: bool, keep: bool = False) -> list[float]:
-    """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
-
-    is_merged: the metrics hold the states of all ranks.
-    """
-    parts = metrics_within(metrics)
-    before = [states_of(part) for part in parts] if keep else []
-    if not is_merged:
-        of_ranks = collectives.gather_objects([states_of(part) for part in parts])
-        for part, *states in zip(parts, *of_ranks, strict=True):
-            if any(one[COUNT] for one in states):
-                load_states(part, merged_in_order(part, dict(enumerate(states))))
-    values = [_compute(metric) for metric in metrics]
-    for part in parts:
-        part.reset()
-    for part, states_before in zip(parts, before, strict=bool(before)):
-        load_states(part, states_before)
-    return values
-
-
-def _on_host(state: Any) -> Any:
-    if isinstance(state, list):
-        return [tensor.detach().cpu().clone() for tensor in state]
-    return state.detach().cpu().clone()
-
-
-def _compute(metric: Any) -> float:
-    # States are already reduced over ranks: disable torchmetrics' sync, and its warning on ranks without an update.
+def value_of(metric: Any) -> float:
+    """Compute a metric from the states that it holds, which are those of all ranks."""
+    # disable torchmetrics' sync, and its warning on ranks without an update
     parts = metrics_within([metric])
     before = [(set_synced(part, False), part.update_count) for part in parts]
     for part in parts:
