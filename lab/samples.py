@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -130,12 +131,7 @@ def steps_of(data: TrainingData, epoch: int) -> int | None:
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
     """Return a step of an epoch without loading its data: each `batch` is None."""
-    order, deal = data.order_and_deal(epoch)
-    items = [
-        ReplicaBatch(replica, round, None, order.samples(start, stop), place=(order, start, stop))
-        for replica, round, start, stop in deal.spans(step, data.dealing.replicas)
-    ]
-    return StepInput(items, order.samples(*deal.step_positions(step)), len(deal.rounds_of(step)))
+    return next(data.steps(*data.order_and_deal(epoch), step, repeat(None)))
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:

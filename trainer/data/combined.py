@@ -17,7 +17,6 @@ from ...base.tensors import require_samples
 from .loaders import MapLoader, is_dealable, length_of, read_loader, require_iterable
 from .sampling import CHUNK, Deal, EpochOrder, Integers, KeyedIndices, keyed_batches, mix
 from .steps import Dealing
-from .workers import prepared_workers
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 _END = object()
@@ -64,7 +63,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             yield from ((batch, index, 0) for index, batch in enumerate(self.batches()))
             return
         for number, loader in enumerate(self.flattened):
-            yield from ((batch, index, number) for index, batch in enumerate(_opened(loader)))
+            yield from ((batch, index, number) for index, batch in enumerate(read_loader(loader)))
 
     def __len__(self) -> int:
         """Return the number of combined batches. Raises TypeError when a loader has no length."""
@@ -100,7 +99,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     def _rows(self) -> Iterator[list[Any]]:
         # all at once, so that the workers of each loader start while the first batch is awaited
-        iterators = [_opened(loader) for loader in self.flattened]
+        iterators = [read_loader(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
             row: list[Any] = []
@@ -113,7 +112,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                         return
                     piece = None
                     if self.mode == "max_size_cycle":
-                        iterators[number] = _opened(loader)
+                        iterators[number] = read_loader(loader)
                         piece = next(iterators[number], _END)
                     if piece is _END:
                         raise DataError(f"The combined loader {self.names[number]!r} yields no batch.")
@@ -159,13 +158,13 @@ def loaders_in(loader: Any) -> list[Any]:
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
-def batches_at_most(loader: Any) -> int | None:
+def most_batches(loader: Any) -> int | None:
     """Return how many batches a loader may yield in an epoch; None if it has no length.
 
     Each worker of a DataLoader ends an iterable dataset with a short batch of its own, which torch's length leaves out.
     """
     if isinstance(loader, CombinedLoader):
-        lengths = [batches_at_most(part) for part in loader.flattened]
+        lengths = [most_batches(part) for part in loader.flattened]
         return None if None in lengths else loader.combine_lengths([length for length in lengths if length is not None])
     length = length_of(loader)
     is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
@@ -198,11 +197,6 @@ def _is_batch(part: Any) -> bool:
     # `to` moves a batch to a device: one of a class of its own too, such as graphs, which can be iterated
     kind = type(part)
     return isinstance(part, (Tensor, np.ndarray, tuple, Mapping)) or hasattr(kind, "to") or is_dataclass(kind)
-
-
-def _opened(loader: Any) -> Iterator[Any]:
-    with prepared_workers(loader):
-        return read_loader(loader)
 
 
 def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -244,10 +238,8 @@ PART_STREAM = 0x7061727473
 class CombinedPart(MapLoader):
     """One loader of a combination, dealt out by whole batches: position p is batch p % count of its pass p // count."""
 
-    def __init__(
-        self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, keyed: bool, padded_for: int
-    ) -> None:
-        super().__init__(loader, seed, in_order, keyed)
+    def __init__(self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, padded_for: int) -> None:
+        super().__init__(loader, seed, in_order)
         self.name, positions = name, self.positions(0) or 0
         # to one replica: its batches are numbered here, and dealt out to replicas by the combination
         self.deal = Deal(positions, self.batch_size, padded_for, 1, self.drop_last, padded=True)
@@ -301,16 +293,14 @@ class CombinedSource:
 
     batch_size, own_batches = 1, True
 
-    def __init__(
-        self, loader: CombinedLoader, seed: int, in_order: bool = False, keyed: bool = True, padded_for: int = 1
-    ) -> None:
+    def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
         """Build the parts; the first loader has the order and random numbers that it would have alone.
 
         padded_for: each loader repeats samples, so that it has a batch of one size for each of so many replicas.
         """
         self.loader = loader
         self.parts = [
-            CombinedPart(name, own, mix(PART_STREAM, seed, number) if number else seed, in_order, keyed, padded_for)
+            CombinedPart(name, own, mix(PART_STREAM, seed, number) if number else seed, in_order, padded_for)
             for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True))
         ]
         self.length = loader.combine_lengths([part.count for part in self.parts])

@@ -10,7 +10,7 @@ import torch
 
 from ...base.errors import ConfigError, DataError
 from ..processes.ranks import SINGLE, Ranks
-from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
+from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
 from .sampling import Deal, EpochOrder, Layout
 from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
@@ -41,13 +41,13 @@ class DealtData:
     ) -> None:
         """Wrap a loader for which `can_deal` is True; `ranks` compare what their samplers draw for an epoch."""
         self.loader = loader
-        given = loader, dealing.seed, in_order, dealing.keyed
-        # padded for the replicas here, as each loader must repeat its own first samples
-        self.source: MapLoader | CombinedSource = (
-            MapLoader(*given)
-            if is_dealable(loader)
-            else CombinedSource(*given, dealing.layout.replicas if dealing.padded else 1)
-        )
+        self.source: MapLoader | CombinedSource
+        if is_dealable(loader):
+            self.source = MapLoader(loader, dealing.seed, in_order)
+        else:  # padded for the replicas here, as each loader must repeat its own first samples
+            self.source = CombinedSource(
+                loader, dealing.seed, in_order, dealing.layout.replicas if dealing.padded else 1
+            )
         self.dealing, self.limit, self.ranks = dealing, limit, ranks
         self.warned = False
 
@@ -71,8 +71,19 @@ class DealtData:
             # a sampler may draw from a generator that is not seeded alike on all ranks
             drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
-        replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
+        for number, step in enumerate(self.steps(order, deal, start_step, batches), start_step + 1):
+            if self.dealing.whole_rounds and step.samples and not step.whole:
+                raise DataError(
+                    f"trainer.leave_out_samples leaves a replica without a batch in step {number} of epoch {epoch}, "
+                    f"but manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch "
+                    f"size or one replica."
+                )
+            yield step
+
+    def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
+        """Yield the steps of an epoch from `start_step` on, with the next of `batches` for each batch."""
+        replicas, leaders = self.dealing.replicas, self.dealing.leaders
         for step in range(start_step, deal.steps):
             found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
@@ -80,16 +91,8 @@ class DealtData:
                 masks, place = replica not in replicas, (order, start, stop)
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
-            rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            whole = deal.is_whole(step)
-            samples_of_step = order.samples(*deal.step_positions(step))
-            if self.dealing.whole_rounds and samples_of_step and not whole:
-                raise DataError(
-                    f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of epoch {epoch}, "
-                    f"but manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch "
-                    f"size or one replica."
-                )
-            yield StepInput(found, samples_of_step, rounds, whole, masked)
+            samples = order.samples(*deal.step_positions(step))
+            yield StepInput(found, samples, len(deal.rounds_of(step)), deal.is_whole(step), masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""
@@ -195,7 +198,9 @@ class EvaluationData:
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
-            limits = limit, self._batches_at_most(index)
+            # a stream knows itself where it ends, which may be beyond its length
+            is_whole = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
+            limits = limit, None if is_whole else self.count(index)
             most = min((count for count in limits if count is not None), default=None)
             first_replica = self.dealing.replicas.start if index in self.shares else 0
             for step in source.epoch(epoch, batches_at_most=most):
@@ -254,12 +259,6 @@ class EvaluationData:
         if length is None:
             return self.limit if isinstance(self.limit, int) else None
         return apply_limit(self.limit, length)
-
-    def _batches_at_most(self, index: int) -> int | None:
-        """Return the number of batches after which an evaluation of a loader ends, also of an endless one."""
-        is_whole = isinstance(self.limit, float) and self.limit == 1.0
-        is_stream = isinstance(self.sources[index], StreamData)
-        return batches_at_most(self.loaders[index]) if is_whole and is_stream else self.count(index)
 
     def rounds(self) -> list[int | float]:
         """Return the most batches of every loader that one replica has; infinity if unknown."""

@@ -27,7 +27,7 @@ from ...base.torch_private import end_loader_workers, is_profiling, read_on, rea
 from .randomness import KeyedDataset, seed_generators
 from .sampling import CHUNK, Deal, DealtBatches, EpochOrder, SampledOrder, epoch_key, mix, permutation
 from .steps import Dealing
-from .workers import WorkerSetup
+from .workers import WorkerSetup, prepared_workers
 
 log = logging.getLogger("legato")
 
@@ -84,13 +84,15 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 
 
 def read_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over the batches of a loader.
+    """Return an iterator over the batches of a loader, whose workers leave signals to the trainer.
 
     One with a `__len__` of the user's own ends there, since it may be endless; torch's warns of one that is too small.
     """
+    with prepared_workers(loader):
+        batches = open_loader(loader)
     if isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__:
-        return iterate_loader(open_loader(loader), loader, len(loader) if _has_exact_length(loader) else 0)
-    return islice(iterate_loader(open_loader(loader)), length_of(loader))
+        return iterate_loader(batches, loader, len(loader) if _has_exact_length(loader) else 0)
+    return islice(iterate_loader(batches), length_of(loader))
 
 
 def _has_exact_length(loader: "DataLoader[Any]") -> bool:
@@ -110,14 +112,14 @@ SAMPLER_STREAM = 0x73616D706C6572
 class MapLoader:
     """A DataLoader over a map-style dataset, dealt out by position."""
 
-    def __init__(self, loader: "DataLoader[Any]", seed: int, in_order: bool = False, keyed: bool = True) -> None:
+    def __init__(self, loader: "DataLoader[Any]", seed: int, in_order: bool = False) -> None:
         """Wrap `loader`.
 
         in_order: disable shuffling, and give every epoch the order that a custom sampler draws for the first.
-        keyed: load each batch under its own random numbers.
         """
-        self.loader, self.seed, self.in_order, self.keyed = loader, seed, in_order, keyed
-        self.own_batches = is_own_batch_sampler(loader.batch_sampler)
+        self.loader, self.seed, self.in_order = loader, seed, in_order
+        # Whether its batch sampler is the user's own, whose batches must be kept whole
+        self.own_batches = type(loader.batch_sampler) is not BatchSampler
         self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
         # Whether it yields the share of one process, so that a DistributedSampler must be kept
@@ -183,7 +185,7 @@ class MapLoader:
         batches = DealtBatches(deal, dealing.replicas, order, start_step, epoch, dealing.leaders, self.chunk)
         if self.sibling is None or self.batches is None:
             self.batches = batches
-            dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None, self.tells_epoch)
+            dataset = KeyedDataset(self.loader.dataset, self.seed if dealing.keyed else None, self.tells_epoch)
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
         # made once: persistent workers belong to this loader, and would otherwise start again in each epoch
         vars(self.batches).update(vars(batches))
@@ -198,11 +200,6 @@ def is_dealable(loader: Any) -> bool:
         and not isinstance(loader.dataset, IterableDataset)
         and loader.batch_sampler is not None
     )
-
-
-def is_own_batch_sampler(batch_sampler: Any) -> bool:
-    """Return whether a batch sampler is custom, so that its batches must be kept whole."""
-    return type(batch_sampler) is not BatchSampler
 
 
 def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:

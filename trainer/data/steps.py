@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...base.errors import ConfigError
 from .sampling import Layout
 
 
@@ -94,8 +93,4 @@ class Dealing:
 def apply_limit(limit: int | float, count: int) -> int:
     """Return how many of `count` batches remain under a limit given as a count (int) or a fraction (float)."""
     # 1 is one batch, 1.0 is all of them
-    if isinstance(limit, float):
-        if not 0.0 <= limit <= 1.0:
-            raise ConfigError(f"A limit on batches is a count (int) or a fraction from 0.0 to 1.0, got {limit}.")
-        return int(count * limit)
-    return min(limit, count)
+    return int(count * limit) if isinstance(limit, float) else min(limit, count)

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import chain, count, islice
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -10,13 +11,12 @@ import torch
 
 from ...base.errors import DataError
 from ..processes.ranks import SINGLE, Ranks
-from .combined import CombinedLoader, batches_at_most, loaders_in, sample_counter
+from .combined import CombinedLoader, loaders_in, most_batches, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import generator_states, seed_generators, set_generators
 from .sampling import Layout, mix
 from .shares import Sample, hashes_of, require_different, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
-from .workers import prepared_workers
 
 log = logging.getLogger("legato")
 
@@ -68,11 +68,6 @@ class StreamData:
         return apply_limit(self.limit, -(-length // self.dealing.layout.replicas))
 
     @property
-    def most_batches(self) -> int | None:
-        """Batches after which an epoch ends, over all replicas, also of an endless stream; None without a length."""
-        return batches_at_most(self.loader)
-
-    @property
     def is_whole(self) -> bool | None:
         """None: a stream's length does not tell whether every replica has a batch in each round."""
         return None
@@ -88,49 +83,46 @@ class StreamData:
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
-        dealing, end = self.dealing, batches_at_most
-        replicas, own, keyed = dealing.layout.replicas, dealing.replicas, dealing.keyed
-        # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
-        arranged = by_replica if dealing.accumulate > 1 else list
+        dealing, replicas = self.dealing, self.dealing.layout.replicas
+        batches = self._read(epoch, start_step, batches_at_most)
+        while items := list(islice(batches, dealing.accumulate * replicas)):
+            rounds, rest = divmod(len(items), replicas)
+            if rest and dealing.whole_rounds:
+                return
+            # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
+            found = sorted((item for item in items if item.replica in dealing.replicas), key=attrgetter("replica"))
+            theirs = [item for item in items if item.masked and item.batch is not _END]
+            masked = theirs[: max(0, len(theirs) - len(found))]
+            yield StepInput(found, sum(item.samples for item in items), rounds + bool(rest), rest == 0, masked)
+
+    def _read(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[ReplicaBatch]:
+        """Yield the batches of all replicas; those that this process runs for nobody have `_END` for their data."""
+        dealing, keyed, key, self.amount_read = self.dealing, self.dealing.keyed, self.key(epoch), ""
+        replicas, own, leaders = dealing.layout.replicas, dealing.replicas, next(iter(dealing.leaders), range(0))
         is_limited = isinstance(self.limit, int) or self.limit != 1.0
         # a stream that goes on beyond its length ends there: it may be endless
-        limit = (self.share or 0) * replicas if is_limited else self.most_batches
-        if limit is not None:
-            end = limit if end is None else min(limit, end)
-        batches, key = self.open(epoch, start_step), self.key(epoch)
-        batches_of_step, leaders = dealing.accumulate * replicas, next(iter(dealing.leaders), range(0))
-        position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
-        compares = self.ranks.size > 1
-        while end is None or position < end:
+        limit = (self.share or 0) * replicas if is_limited else most_batches(self.loader)
+        end = min(inf if most is None else most for most in (limit, batches_at_most))
+        batches, first, samples = self.open(epoch, start_step), start_step * dealing.accumulate * replicas, 0
+        position = first
+        while position < end:
             # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
                 seed_generators(key + position)
             batch = _END if self.ended else next(batches, _END)
-            if compares:
-                compares = False
+            if position == first and self.ranks.size > 1:
                 require_same(batch, self.ranks, f"epoch {epoch} of {type(self.loader).__name__}")
-            round, replica = divmod(position, replicas)
             if batch is _END:
                 self.ended = True
                 break
             size = self.count_samples(batch)
             samples += size
-            read += size
-            if replica in own:
-                found.append(ReplicaBatch(replica, round, batch, size))
-            elif replica in leaders:
-                theirs.append(ReplicaBatch(replica, round, batch, size, masked=True))
+            round, replica = divmod(position, replicas)
+            is_run = replica in own or replica in leaders
+            yield ReplicaBatch(replica, round, batch if is_run else _END, size, masked=replica not in own)
             position += 1
-            if position % batches_of_step == 0:
-                masked = theirs[: max(0, len(theirs) - len(found))]
-                yield StepInput(arranged(found), samples, dealing.accumulate, masked=masked)
-                found, theirs, samples = [], [], 0
-        self.amount_read = f"{position} batches, {read} samples read"
+        self.amount_read = f"{position} batches, {samples} samples read"
         self.ended |= batches_at_most is None and not is_limited
-        rest = position % batches_of_step
-        if rest and not (dealing.whole_rounds and rest % replicas):
-            masked = theirs[: max(0, len(theirs) - len(found))]
-            yield StepInput(arranged(found), samples, -(-rest // replicas), rest % replicas == 0, masked)
 
     def key(self, epoch: int) -> int:
         """Return the generator key of an epoch's first batch; batch k uses key + k."""
@@ -160,9 +152,8 @@ class StreamData:
         if early is not None and early[0] == epoch:
             batches: Iterator[Any] = chain(() if early[1] is _END else early[1:2], early[2])
         else:
-            with prepared_workers(self.loader):
-                combined = isinstance(self.loader, CombinedLoader)
-                batches = self.loader.batches() if combined else read_loader(self.loader)
+            combined = isinstance(self.loader, CombinedLoader)
+            batches = self.loader.batches() if combined else read_loader(self.loader)
         if skipped:
             log.warning(
                 "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
@@ -288,8 +279,3 @@ def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = Non
     if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
         shares.first_read = getattr(data, "first_read", None)
     return shares
-
-
-def by_replica(batches: list[ReplicaBatch]) -> list[ReplicaBatch]:
-    """Sort the batches of a step by replica, keeping the order of the data within each."""
-    return sorted(batches, key=attrgetter("replica"))

@@ -1,8 +1,7 @@
 """Loaders of a stage: found, checked, and dealt out to processes and replicas."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -60,13 +59,18 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
     """Get the loaders of this stage and deal them out; `begun`: the samples of the run's fingerprint at a resume."""
     trainer = call.trainer
     if call.loop.doing == "train":
-        # both loaders: a loader hook that reads current_epoch must find the epoch of the uninterrupted run
-        with epoch_of_loaders(call):
+        state, every = call.state, trainer.reload_dataloaders_every_n_epochs
+        epoch = state.epoch
+        # for both loaders: a loader hook that reads current_epoch must find the epoch of the uninterrupted run
+        state.epoch = epoch - epoch % every if every else 0
+        try:
             make_training_data(call, begun)
             # as in Lightning, overfit_batches limits validation too
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
             if limit and overrides(call.task, Task, "validation_step"):
                 make_evaluation_data(call, "validation", limit)
+        finally:
+            state.epoch = epoch
         require_same_lengths(call)
         plan_validation(call)
         return
@@ -122,18 +126,6 @@ def require_same_lengths(call: Call) -> None:
             )
 
 
-@contextmanager
-def epoch_of_loaders(call: Call) -> Iterator[None]:
-    """Set `current_epoch` to the epoch in which an uninterrupted run asks for the loaders of this one."""
-    state, every = call.state, call.trainer.reload_dataloaders_every_n_epochs
-    epoch = state.epoch
-    state.epoch = epoch - epoch % every if every else 0
-    try:
-        yield
-    finally:
-        state.epoch = epoch
-
-
 def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
     """Get the training loader and deal it out; `begun`: see `make_loaders`."""
     trainer, given = call.trainer, find_loader(call, "train")
@@ -152,7 +144,6 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
-        samples_left_out(trainer.leave_out_samples, loader, is_share=True)
         # a DistributedSampler's repeated samples would count twice
         if not (whole or even):
             call.undo.enter_context(unpadded(loader))
@@ -191,14 +182,14 @@ def dealt_out(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ran
     return training_data(loader, dealing, limit, bool(trainer.overfit_batches), ranks, counter_of(task))
 
 
-def samples_left_out(wanted: list[int] | None, loader: Any, is_share: bool = False) -> frozenset[int]:
+def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
     """Return the dataset indices to leave out. Raises ConfigError where the samples of the loader have none."""
     if not wanted:
         return frozenset()
-    if is_share or not is_dealable(loader):
+    if not is_dealable(loader):
         raise ConfigError(
             f"trainer.leave_out_samples names indices of one training dataset, but {type(loader).__name__} is a "
-            f"stream, several loaders, or one process's share of the data: leave the samples out in the dataset."
+            f"stream or several loaders: leave the samples out in the dataset."
         )
     length = length_of(loader.dataset)
     if length is not None and max(wanted) >= length:
@@ -307,6 +298,7 @@ def require_shares_fit(call: Call, origin: str) -> None:
     # a share belongs to its process, so whatever changes the processes changes the samples of a step
     reasons = {
         "which an elastic run cannot deal to others when the process is gone": call.members_change,
+        "which has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
         "but reproducible='bitwise' is the same on any number of processes": call.bitwise,
         f"that of one replica, but there are {replicas} replicas on {processes} processes. {ways}": replicas
         != processes,
