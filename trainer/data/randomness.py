@@ -7,10 +7,10 @@ the global one. The update of the weights, and hooks that every rank calls alike
 """
 
 import logging
-import operator
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -44,23 +44,15 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Raises ConfigError for an invalid seed.
     """
-    chosen = secrets.randbelow(SEED_LIMIT) if seed is None else _check_seed(seed)
-    random.seed(chosen)
+    chosen: Any = secrets.randbelow(SEED_LIMIT) if seed is None else seed
+    if not isinstance(chosen, (int, np.integer)) or not 0 <= chosen < SEED_LIMIT:
+        raise ConfigError(f"expected a seed from 0 to {SEED_LIMIT - 1}, got {seed!r}: choose an integer in that range")
+    random.seed(int(chosen))  # not NumPy's integers, which it hashes
     np.random.seed(chosen)
     torch.manual_seed(chosen)
     if verbose:
         logger.info("Seed set to %d", chosen)
-    return chosen
-
-
-def _check_seed(seed: int) -> int:
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    if not 0 <= number < SEED_LIMIT:
-        raise ConfigError(f"expected a seed from 0 to {SEED_LIMIT - 1}, got {seed!r}: choose an integer in that range")
-    return number
+    return int(chosen)
 
 
 def generator_states() -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
@@ -102,40 +94,39 @@ def hook_key(seed: int, hook: str, *place: int) -> int:
     return mix(seed, crc32(hook.encode()), *place)
 
 
-class KeyedGenerators:
-    """Context in which the generators start from a key; on exit they continue where they were on entry.
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Let the generators continue after this context where they were before it."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        set_generators(states)
 
-    Costs about 170 us for Python's, NumPy's and torch's together, so it is used only within a replica's step.
+
+@contextmanager
+def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Let the generators start from a key in this context, and continue after it where they were before.
+
+    Yields a function that calls another one as outside of the context, with the generators as they were on entry. Costs
+    about 170 us for Python's, NumPy's and torch's together, so it is used only within a replica's step.
     """
+    states = generator_states()
 
-    def __init__(self, key: int) -> None:
-        self.key = key
-        # States on entry
-        self.states: Any = None
-
-    def __enter__(self) -> "KeyedGenerators":
-        self.states = generator_states()
-        seed_generators(self.key)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        set_generators(self.states)
-
-    def outside(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-        """Return a closure that continues with the generators as they were on entry, for use within the context."""
-        if closure is None:
-            return None
-
-        def call_outside() -> Any:
-            inside = generator_states()
-            set_generators(self.states)
+    def call_outside(function: Callable[[], Any]) -> Any:
+        nonlocal states
+        with kept_generators():
+            set_generators(states)
             try:
-                return closure()
+                return function()
             finally:
-                self.states = generator_states()
-                set_generators(inside)
+                states = generator_states()
 
-        return call_outside
+    seed_generators(key)
+    try:
+        yield call_outside
+    finally:
+        set_generators(states)
 
 
 class KeyedDataset(Dataset[Any]):

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from ...base.errors import DataError
 from ..processes.ranks import Ranks
 from .loaders import copy_loader, is_dealable, iterate_loader, length_of, open_loader, samplers_in
-from .randomness import KeyedDataset, generator_states, set_generators
+from .randomness import KeyedDataset, kept_generators
 from .sampling import KeyedIndices
 
 log = logging.getLogger("legato")
@@ -81,17 +81,15 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
     # one worker reads all the samples: a look must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
-    states = generator_states()
     try:
         batches = [KeyedIndices(indices, 0)] * READINGS
         probe = copy_loader(loader, KeyedDataset(loader.dataset, 0), batches, options)
         # without a generator, as an iterator over a loader draws its base seed from it
         probe.collate_fn, probe.generator = _hashes_of_each, None
-        readings = list(iterate_loader(open_loader(probe))) if indices else []
+        with kept_generators():
+            readings = list(iterate_loader(open_loader(probe))) if indices else []
     except Exception:  # its sampler may have other indices; and what is wrong with a sample is told when it is needed
         return []
-    finally:
-        set_generators(states)
     return [_repeated(several) for several in zip(*readings, strict=True)]
 
 

@@ -13,7 +13,7 @@ from ...base.errors import DataError
 from ..processes.ranks import SINGLE, Ranks
 from .combined import CombinedLoader, loaders_in, most_batches, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
-from .randomness import generator_states, seed_generators, set_generators
+from .randomness import kept_generators, seed_generators
 from .sampling import Layout, mix
 from .shares import Sample, hashes_of, require_different, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
@@ -168,13 +168,12 @@ class StreamData:
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of the first batch of an epoch, by the name of its loader; the epoch begins with it."""
-        states = generator_states()
-        batches = self.open(epoch, 0)
-        if self.dealing.keyed:
-            seed_generators(self.key(epoch))
-        batch = next(batches, _END)
+        with kept_generators():
+            batches = self.open(epoch, 0)
+            if self.dealing.keyed:
+                seed_generators(self.key(epoch))
+            batch = next(batches, _END)
         self.first_read = epoch, batch, batches
-        set_generators(states)
         if not isinstance(self.loader, CombinedLoader) or self.loader.mode == "sequential":
             return {"": [hashes_of(batch)]}
         names = self.loader.names

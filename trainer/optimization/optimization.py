@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
 from ...base.torch_private import count_graphs, mark_stepped
 from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
-from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
+from ..data.randomness import UPDATE, hook_key, keyed_generators, mix, seed_generators
 from ..data.steps import StepInput
 from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
@@ -293,7 +294,7 @@ class Optimization:
         self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[object]:
         """Return the context of hooks within a replica's step, whose generators are put back."""
-        return KeyedGenerators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
+        return keyed_generators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
 
     @property
     def _call_of_step(self) -> int:
@@ -379,8 +380,9 @@ class Optimization:
         if closure is not None and strategy.data_ranks.size > 1:
             closure = self._averaged(optimizer, closure)
         if self.draws_in_updates:
-            with KeyedGenerators(self._update_key(optimizer)) as generators:
-                returned = strategy.optimizer_step(optimizer, generators.outside(closure), **options)
+            with keyed_generators(self._update_key(optimizer)) as outside:
+                closure = None if closure is None else partial(outside, closure)
+                returned = strategy.optimizer_step(optimizer, closure, **options)
         else:
             returned = strategy.optimizer_step(optimizer, closure, **options)
         self.updates = self.state.global_step, self._call_of_step + 1
