@@ -39,7 +39,7 @@ class DealtData:
         in_order: bool = False,
         ranks: Ranks = SINGLE,
     ) -> None:
-        """Wrap a loader for which `can_deal` is True; `ranks` compare what their samplers draw for an epoch."""
+        """Wrap a loader that can be dealt out by position; `ranks` compare what their samplers draw for an epoch."""
         self.loader = loader
         self.source: MapLoader | CombinedSource
         if is_dealable(loader):
@@ -121,7 +121,7 @@ class DealtData:
         deal = Deal(positions, size, replicas, dealing.accumulate, drop_last, padded=dealing.padded)
         rounds = deal.rounds
         # a collective in the step (SyncBatchNorm, manual optimization) would hang where a replica has no batch
-        if dealing.whole_rounds and rounds and not deal.span(rounds - 1, replicas - 1):
+        if dealing.whole_rounds and not deal.is_whole(deal.steps - 1):
             rounds -= 1
             self._warn_of_rest(len(range(rounds * replicas * size, positions)))
         return replace(deal, limit_rounds=apply_limit(self.limit, rounds))
@@ -141,11 +141,6 @@ class DealtData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing; see `state_dict`."""
-
-
-def can_deal(loader: Any) -> bool:
-    """Return whether `loader` can be dealt out by position."""
-    return is_dealable(loader) or is_dealable_by_batch(loader)
 
 
 TrainingData = DealtData | StreamData
@@ -283,6 +278,6 @@ def training_data(
     ranks: those that compare in each epoch whether they read the same.
     count: counts the samples of a stream's batch.
     """
-    if can_deal(loader):
+    if is_dealable(loader) or is_dealable_by_batch(loader):
         return DealtData(loader, dealing, limit, in_order, ranks)
     return StreamData(loader, dealing, limit, ranks, count)

@@ -22,10 +22,8 @@ from ...base.tensors import map_tensors
 from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..processes.ranks import Ranks
 
-REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
-
-# Reductions whose merged state can be updated further with the same result
-MERGED_EARLY = ("sum", "max", "min")
+# torchmetrics' functions for the words of dist_reduce_fx whose merged state can be updated further with the same result
+MERGED_EARLY = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")
 
 # The states of one metric by name, and its number of updates
 States = dict[str, Any]
@@ -189,14 +187,9 @@ class MetricStates:
 def must_stay_apart(metric: Any) -> bool:
     """Return whether a metric has a state that, once merged over replicas, cannot be updated further."""
     return any(
-        isinstance(getattr(metric, name), Tensor) and operation_of(reduction) not in MERGED_EARLY
+        isinstance(getattr(metric, name), Tensor) and getattr(reduction, "__name__", "") not in MERGED_EARLY
         for name, reduction in reductions_of(metric).items()
     )
-
-
-def operation_of(reduction: Any) -> str | None:
-    """Return the word for a state's reduction; None for a function of the user's own, and for no reduction."""
-    return REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
 
 
 def metrics_within(metrics: Iterable[Any]) -> list[Any]:
@@ -268,11 +261,11 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]
-    operation = operation_of(reduction)
-    if operation == "sum":
+    operation = getattr(reduction, "__name__", "")
+    if operation == "dim_zero_sum":
         return sum(values[1:], values[0].clone())  # one after the other: float addition is not associative
     updated = [(value, count) for value, count in zip(values, counts, strict=True) if count]
-    if operation == "mean" and updated:
+    if operation == "dim_zero_mean" and updated:
         weighted = [value.double() * count for value, count in updated]
         return (sum(weighted[1:], weighted[0]) / sum(counts)).to(values[0].dtype)
     stacked = torch.stack([value for value, _ in updated] or values)

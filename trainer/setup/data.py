@@ -30,18 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 
-LOADERS = {
-    "train": "train_dataloader",
-    "validation": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-
-LIMIT_OF = {
-    "validation": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
+# A stage, and what names of hooks and arguments call it
+SHORT = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+LOADERS = {word: f"{short}_dataloader" for word, short in SHORT.items()}
+LIMIT_OF = {word: f"limit_{short}_batches" for word, short in SHORT.items()}
 
 
 def prepare_data(call: Call) -> None:
