@@ -57,16 +57,14 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
         state.epoch = epoch - epoch % every if every else 0
         try:
             make_training_data(call, begun)
-            # as in Lightning, overfit_batches limits validation too
-            limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
-            if limit and overrides(call.task, Task, "validation_step"):
-                make_evaluation_data(call, "validation", limit)
+            if overrides(call.task, Task, "validation_step"):
+                make_evaluation_data(call, "validation")
         finally:
             state.epoch = epoch
         require_same_lengths(call)
         plan_validation(call)
         return
-    make_evaluation_data(call, call.loop.doing, getattr(trainer, LIMIT_OF[call.loop.doing]), required=True)
+    make_evaluation_data(call, call.loop.doing)
     require_same_lengths(call)
 
 
@@ -147,16 +145,15 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
             f"say true, which deals its batches out."
         )
     call.data.loaders["train"] = given
-    call.data.training = data
-    call.trainer.lengths["train"] = call.data.training.rounds
+    call.data.training, trainer.lengths["train"] = data, data.rounds
     # 10 us a batch are saved where loading has just seeded the generators by the same key
-    call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
+    call.data.keys_forward = call.keyed and not data.forward_is_keyed
     call.data.samples = fingerprint.samples_of(
-        trainer, loader, call.data.training.rounds, trainer.use_distributed_sampler and not origin
+        trainer, loader, data.rounds, trainer.use_distributed_sampler and not origin
     )
     if trainer.is_global_zero:
-        log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
-    if call.data.training.rounds == 0 and limit:
+        log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, data.rounds)
+    if data.rounds == 0 and limit:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
@@ -189,42 +186,41 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
     return frozenset(wanted)
 
 
-def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:
+def make_evaluation_data(call: Call, word: str) -> None:
     """Get the loaders of an evaluation and deal them out."""
-    overfit = word == "validation" and bool(call.trainer.overfit_batches)
-    given = call.data.loaders
+    trainer, trains = call.trainer, call.loop.doing == "train"
+    # as in Lightning, overfit_batches limits the validation of a fit too
+    limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[word]
+    limit: int | float = getattr(trainer, limit_name)
+    if trains and not limit:
+        return
     found = find_loader(call, word)
-    if found is None and required:
+    if found is None and not trains:
         raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
         name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
         require_iterable(loader, name, refuses_empty=False)
-        require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
-    given[word] = found
-    if loaders:
-        shares = shares_of_evaluation(call, loaders)
-        data = EvaluationData(
-            loaders,
-            dealing(call),
-            limit,
-            shares,
-            ranks=SINGLE if call.members_change else call.strategy.collectives,
-            expects_shares=not (call.members_change or call.trainer.use_distributed_sampler),
-            count=counter_of(call.task),
-        )
-        require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
-        call.trainer.lengths[word] = data.rounds()
-        # without a batch there is no evaluation, and no hook of one is called
-        if any(call.trainer.lengths[word]):
-            call.data.evaluations[word] = data
-
-
-def require_batches(data: EvaluationData, name: str) -> None:
-    """Raise ConfigError for a limit that leaves none of a loader's batches, though it is not 0."""
+        require_length(loader, limit_name, limit)
+    call.data.loaders[word] = found
+    if not loaders:
+        return
+    data = EvaluationData(
+        loaders,
+        dealing(call),
+        limit,
+        shares_of_evaluation(call, loaders),
+        ranks=SINGLE if call.members_change else call.strategy.collectives,
+        expects_shares=not (call.members_change or trainer.use_distributed_sampler),
+        count=counter_of(call.task),
+    )
     for index, length in enumerate(data.lengths):
-        if length and data.limit and data.count(index) == 0:
-            raise ConfigError(f"{name}={data.limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
+        if length and limit and data.count(index) == 0:
+            raise ConfigError(f"{limit_name}={limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
+    trainer.lengths[word] = data.rounds()
+    # without a batch there is no evaluation, and no hook of one is called
+    if any(trainer.lengths[word]):
+        call.data.evaluations[word] = data
 
 
 def find_loader(call: Call, word: str) -> Any:
