@@ -318,6 +318,6 @@ def test_a_distributed_sampler_deals_out_an_evaluation_that_brings_its_own_share
     dealing = Dealing(Layout(2, 2), process)
     data = EvaluationData([DataLoader(samples, 2, sampler=sampler)], dealing, shares={0})
     assert [item.batch.tolist() for item in data.batches(0)] == [[process, process + 2], [process + 4, process + 6]]
-    assert data.count(0) == 2
+    assert data.counts == [2]
     dealt = EvaluationData([DataLoader(samples, 2, sampler=sampler)], dealing).batches(0)
     assert [item.batch.tolist() for item in dealt] == [[start, start + 1] for start in (2 * process, 4 + 2 * process)]

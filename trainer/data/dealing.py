@@ -58,11 +58,13 @@ class DealtData:
         return None if positions is None else self._deal(positions).rounds
 
     @property
-    def is_whole(self) -> bool | None:
-        """Whether every replica has a batch in each round of an epoch; None if unknown before the order is drawn."""
+    def is_even(self) -> bool:
+        """Whether every replica has a batch in each round of an epoch; True if unknown before the order is drawn."""
         positions = self.source.positions(0)
-        deal = None if positions is None else self._deal(positions)
-        return None if deal is None else deal.is_whole(deal.steps - 1) and not self.dealing.left_out
+        if positions is None:
+            return True
+        deal = self._deal(positions)
+        return deal.is_whole(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
@@ -177,10 +179,12 @@ class EvaluationData:
                 self._take_share(index)
         # Whether each replica had a batch in the newest round
         self.whole = True
+        # Batches of each loader, and those to evaluate, over all replicas; None if unknown
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
         ]
+        self.counts = [apply_limit(limit, length) for length in self.lengths]
         for source in self.sources:
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
@@ -195,7 +199,7 @@ class EvaluationData:
                 self._compare(index, source, epoch)
             # a stream knows itself where it ends, which may be beyond its length
             is_whole = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
-            limits = limit, None if is_whole else self.count(index)
+            limits = limit, None if is_whole else self.counts[index]
             most = min((count for count in limits if count is not None), default=None)
             first_replica = self.dealing.replicas.start if index in self.shares else 0
             for step in source.epoch(epoch, batches_at_most=most):
@@ -242,27 +246,17 @@ class EvaluationData:
             source.source.is_share = True
 
     @property
-    def is_whole(self) -> bool | None:
-        """Whether every replica has a batch in each round of each loader; None if a length is unknown."""
-        counts = [self.count(index) for index in range(len(self.loaders))]
-        known = [count % self._replicas(index) == 0 for index, count in enumerate(counts) if count is not None]
-        return False if not all(known) else None if len(known) < len(counts) else True
-
-    def count(self, index: int) -> int | None:
-        """Return the number of batches to evaluate of a loader, over all replicas; None if unknown."""
-        length = self.lengths[index]
-        if length is None:
-            return self.limit if isinstance(self.limit, int) else None
-        return apply_limit(self.limit, length)
+    def is_even(self) -> bool:
+        """Whether every replica has a batch in each round of each loader, as far as lengths are known."""
+        return all(count is None or count % replicas == 0 for count, replicas in self._dealt())
 
     def rounds(self) -> list[int | float]:
         """Return the most batches of every loader that one replica has; infinity if unknown."""
-        counts = [self.count(index) for index in range(len(self.loaders))]
-        return [inf if n is None else -(-n // self._replicas(index)) for index, n in enumerate(counts)]
+        return [inf if count is None else -(-count // replicas) for count, replicas in self._dealt()]
 
-    def _replicas(self, index: int) -> int:
-        """Return the replicas that a loader is dealt out to."""
-        return self.sources[index].dealing.layout.replicas
+    def _dealt(self) -> Iterator[tuple[int | None, int]]:
+        """Yield the batches of each loader, and the replicas that it is dealt out to."""
+        return zip(self.counts, (source.dealing.layout.replicas for source in self.sources), strict=True)
 
 
 def training_data(

@@ -90,7 +90,12 @@ class Dealing:
         return [self.layout.owned(process) for process in processes if process != self.process]
 
 
-def apply_limit(limit: int | float, count: int) -> int:
-    """Return how many of `count` batches remain under a limit given as a count (int) or a fraction (float)."""
+def apply_limit(limit: int | float, count: int | None) -> int | None:
+    """Return how many of `count` batches remain under a limit given as a count (int) or a fraction (float).
+
+    None is a count that is not known.
+    """
     # 1 is one batch, 1.0 is all of them
-    return int(count * limit) if isinstance(limit, float) else min(limit, count)
+    if isinstance(limit, float):
+        return None if count is None else int(count * limit)
+    return limit if count is None else min(limit, count)

@@ -31,6 +31,9 @@ class StreamData:
     Every process reads the whole stream and keeps its own batches.
     """
 
+    is_even = True
+    """True: a stream's length does not tell whether every replica has a batch in each round."""
+
     def __init__(
         self,
         loader: Any,
@@ -63,14 +66,7 @@ class StreamData:
     def share(self) -> int | None:
         """Batches that this loader has for each replica; None if it has no length."""
         length = length_of(self.loader)
-        if length is None:
-            return self.limit if isinstance(self.limit, int) else None
-        return apply_limit(self.limit, -(-length // self.dealing.layout.replicas))
-
-    @property
-    def is_whole(self) -> bool | None:
-        """None: a stream's length does not tell whether every replica has a batch in each round."""
-        return None
+        return apply_limit(self.limit, None if length is None else -(-length // self.dealing.layout.replicas))
 
     @property
     def forward_is_keyed(self) -> bool:

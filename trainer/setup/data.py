@@ -214,8 +214,8 @@ def make_evaluation_data(call: Call, word: str) -> None:
         expects_shares=not (call.members_change or trainer.use_distributed_sampler),
         count=counter_of(call.task),
     )
-    for index, length in enumerate(data.lengths):
-        if length and limit and data.count(index) == 0:
+    for length, count in zip(data.lengths, data.counts, strict=True):
+        if length and limit and count == 0:
             raise ConfigError(f"{limit_name}={limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
     trainer.lengths[word] = data.rounds()
     # without a batch there is no evaluation, and no hook of one is called
