@@ -3,9 +3,9 @@ loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import groupby
-from operator import itemgetter
+from operator import getitem, itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -43,12 +43,13 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                 f"CombinedLoader(mode={mode!r}): expected one of {get_args(Mode)}.{did_you_mean(mode, get_args(Mode))}"
             )
         self.iterables, self.mode = iterables, mode
-        named = list(_leaves(iterables, ""))
-        self.names = [name or "loader" for name, _ in named]
+        leaves = list(_leaves(iterables))
+        self.names = [name for name, *_ in leaves]
         """The path of each loader in the nesting, such as "text.0"."""
-        self.flattened = [loader for _, loader in named]
+        self.flattened = [loader for *_, loader in leaves]
         """The loaders, in nesting order."""
-        if not named:
+        self._keys = [keys for _, keys, _ in leaves]
+        if not leaves:
             raise DataError("A CombinedLoader needs at least one loader, got none.")
         for name, loader in zip(self.names, self.flattened, strict=True):
             if isinstance(loader, CombinedLoader):
@@ -95,7 +96,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     def pieces(self, batch: Any) -> list[Any]:
         """Return the pieces of a combined batch, one of each loader in mode other than "sequential"."""
-        return [batch] if self.mode == "sequential" else list(_pieces(self.iterables, batch))
+        return [batch] if self.mode == "sequential" else [reduce(getitem, keys, batch) for keys in self._keys]
 
     def _rows(self) -> Iterator[list[Any]]:
         # all at once, so that the workers of each loader start while the first batch is awaited
@@ -199,14 +200,15 @@ def _is_batch(part: Any) -> bool:
     return isinstance(part, (Tensor, np.ndarray, tuple, Mapping)) or hasattr(kind, "to") or is_dataclass(kind)
 
 
-def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the loader of each leaf in the nesting."""
+def _leaves(loaders: Any, names: tuple[str, ...] = (), keys: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the keys and the loader of each leaf in the nesting."""
     if not isinstance(loaders, (Mapping, list, tuple)):
-        yield name, loaders
+        yield ".".join(names) or "loader", keys, loaders
         return
-    keys = loaders if isinstance(loaders, Mapping) else getattr(loaders, "_fields", range(len(loaders)))
-    for key, part in zip(keys, loaders.values() if isinstance(loaders, Mapping) else loaders, strict=True):
-        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+    parts = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+    fields = getattr(loaders, "_fields", None)
+    for key, part in parts:
+        yield from _leaves(part, (*names, str(fields[key] if fields else key)), (*keys, key))
 
 
 def _fill(loaders: Any, pieces: Iterator[Any]) -> Any:
@@ -218,17 +220,6 @@ def _fill(loaders: Any, pieces: Iterator[Any]) -> Any:
     if isinstance(loaders, (list, tuple)):
         return type(loaders)(_fill(part, pieces) for part in loaders)
     return next(pieces)
-
-
-def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
-    if isinstance(loaders, Mapping):
-        for key, part in loaders.items():
-            yield from _pieces(part, batch[key])
-    elif isinstance(loaders, (list, tuple)):
-        for part, piece in zip(loaders, batch, strict=True):
-            yield from _pieces(part, piece)
-    else:
-        yield batch
 
 
 # Stream constant mixed into the seeds of all loaders but the first, so that their orders differ
