@@ -492,14 +492,15 @@ class Metrics:
 
     def join(self, collectives: Ranks, replicas: range) -> None:
         """Reduce values with the other ranks from now on; `replicas` are those of this process."""
-        self.collectives, self.exchange = collectives, Exchange(collectives)
+        self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 
     def set_layout(self, processes: int, replicas: range) -> None:
         """Set the number of processes and the replicas of this process."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
-        self.exchange.reset()
+        # a rank that joins knows none of the numbers of series, so all agree on them anew
+        self.exchange = Exchange(self.collectives)
 
     def take_states(self, by_replica: bool) -> None:
         """Find the metric objects of the task, which hold what they held before the run on the first rank alone."""

@@ -208,11 +208,6 @@ class Exchange:
         self.numbers: dict[Description, int] = {}
         self.rows = ROWS
 
-    def reset(self) -> None:
-        """Forget the agreed series numbers, because the set of ranks has changed."""
-        # a rank that joins knows none of the numbers, so all agree on them anew
-        self.numbers, self.rows = {}, ROWS
-
     @property
     def descriptions(self) -> list[Description]:
         """The description of the series with each number."""
