@@ -221,8 +221,6 @@ class Checkpoint(CheckpointCallback):
             log.warning("%s", problem)
         if self.dirpath is not None and self._given_dirpath is not None and not trainer.fast_dev_run:
             trainer.saver.hold_for_all(self.dirpath)
-            if trainer.global_step == 0:
-                self._refuse_foreign(trainer)
         self._agree_on_index(trainer)
         self._seen_step, self._begun_step = trainer.global_step, -1
         self._due_step, self._is_cut_off = -1, False
@@ -403,17 +401,6 @@ class Checkpoint(CheckpointCallback):
             return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
-
-    def _refuse_foreign(self, trainer: "Trainer") -> None:
-        from ..base.environment import restart_count
-
-        is_first = trainer.is_global_zero and restart_count() == 0
-        # on all ranks: if rank 0 alone raised, the others would wait for it in their next collective
-        if trainer.broadcast(is_first and trainer.saver.holds_foreign(Path(self.dirpath or ""))):
-            raise ConfigError(
-                f"Checkpoint: dirpath {str(self.dirpath)!r} has checkpoints of another run, which would be "
-                f"overwritten. Resume from one, choose another folder, or omit dirpath to use the run directory."
-            )
 
     def _prune(self, trainer: "Trainer", changed: bool = False) -> None:
         """Delete what need not be kept; `changed`: the index is to be written in any case."""

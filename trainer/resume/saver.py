@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.checkpoint_index import INDEX, CheckpointIndex
+from ...base.environment import restart_count
 from ...base.errors import CheckpointError, ConfigError, LegatoError
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
 from ..checkpoints import find, storage
@@ -81,7 +82,11 @@ class Saver:
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Path, patient: bool = False) -> None:
-        """Lock one more folder on rank 0, which may be another process than before; every rank calls it."""
+        """Lock a folder of checkpoints on rank 0; every rank calls it.
+
+        `patient`: rank 0 is another process than before. Raises ConfigError, on every rank, if another run holds the
+        folder, or if a new run would overwrite another's checkpoints there.
+        """
 
         def hold() -> None:
             try:
@@ -89,7 +94,13 @@ class Saver:
                 self.hold(folder, "fit", patient)
             except OSError as error:
                 raise ConfigError(str(error)) from error
+            if is_new and any(not is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
+                raise ConfigError(
+                    f"Checkpoint: dirpath {str(folder)!r} has checkpoints of another run, which would be overwritten. "
+                    f"Resume from one, choose another folder, or omit dirpath to use the run directory."
+                )
 
+        is_new = self.trainer.global_step == 0 and not patient and restart_count() == 0
         if not self.trainer.is_global_zero:
             self.release(folder)
         self.trainer.strategy.collectives.from_first(hold)
@@ -229,10 +240,6 @@ class Saver:
         """Return the steps of this run's checkpoints in a folder, by name."""
         paths = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
         return {path.name: find.checkpoint_step(path) for path in paths}
-
-    def holds_foreign(self, folder: Path) -> bool:
-        """Return whether a folder has checkpoints of another run."""
-        return any(not is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder))
 
     def write_index(self, folder: Path, index: CheckpointIndex) -> None:
         """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
