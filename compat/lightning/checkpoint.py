@@ -290,15 +290,15 @@ class LightningFile:
         """Return the path of what a run saves when it is told to end, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, owner: Any) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, run: str) -> None:
         """Write a file on rank 0, which gets all shards."""
-        run = self.trainer.current_run
+        current = self.trainer.current_run
         # Lightning knows no shards: rank 0 gathers them, tensor by tensor
         gathered = in_one_piece(dict(contents), ranks)
 
         def write_all() -> None:
-            hyperparameters = with_hyperparameters(gathered, {"": run.task, "datamodule_": run.datamodule})
-            write(path, to_file({**hyperparameters, "run_id": owner.run}, run.datamodule))
+            hyperparameters = with_hyperparameters(gathered, {"": current.task, "datamodule_": current.datamodule})
+            write(path, to_file({**hyperparameters, "run_id": run}, current.datamodule))
 
         ranks.from_first(write_all)
 

@@ -32,7 +32,7 @@ SCENARIOS = {  # calls into the file system that each makes, at least
     "next, in parts, background": 28,
     "sweep": 13,
     "save after a death": 36,
-    "overwrite after a death": 44,
+    "overwrite after a death": 40,
 }
 
 

@@ -19,7 +19,6 @@ from legato.base.run_names import RUN_FILE
 from legato.cli.main import main
 from legato.cli.runs.differences import short_names
 from legato.trainer.checkpoints import commit, find
-from legato.trainer.checkpoints.commit import Owner
 from legato.trainer.runs.directory import RunDirectory
 from legato.trainer.runs.lock import RunLock
 from legato.trainer.runs.run_file import flat_config
@@ -325,7 +324,7 @@ def make_saved_run(name, *, steps=(5, 10), run="abc", best=5, **options):
     path = make_run(name, steps=(), **{"best": 0.4, **options})
     for step in steps:
         contents = {"state_dict": {"weight": torch.ones(2)}, "global_step": step}
-        commit.write(path / "checkpoints" / find.directory_name(step), contents, owner=Owner(run))
+        commit.write(path / "checkpoints" / find.directory_name(step), contents, run=run)
     write_index(path, steps, best)
     return path
 
@@ -431,7 +430,7 @@ def test_clean_deletes_only_checkpoints_that_this_run_wrote(capsys):
     (inside / "v1").mkdir()
     (inside / "v1/manifest.json").write_text("{}")  # of another program
     (inside / "v1/state.json").write_text("{}")
-    commit.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, owner=Owner("def"))  # of another run
+    commit.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, run="def")  # of another run
     (inside / "step-00000010/notes.txt").write_text("mine")
     left = [inside / "v1", *(inside / f"step-000000{step}" for step in (10, 12, 20))]
     kept = files_below(*left) | {inside / "index.json": (inside / "index.json").read_bytes()}

@@ -22,9 +22,9 @@ class TorchFile:
     def name(self, step: int) -> str:
         return f"{step}.pt" if self.folder is None else str(self.folder / f"{step}.pt")
 
-    def write(self, path: Path, contents: Any, ranks: Any, owner: Any) -> None:
+    def write(self, path: Path, contents: Any, ranks: Any, run: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({**contents, "run": owner.run}, path)
+        torch.save({**contents, "run": run}, path)
 
     def read(self, path: Path, ranks: Any, names: Any, in_parts: Any) -> dict[str, Any]:
         contents: dict[str, Any] = torch.load(path, weights_only=False)

@@ -162,3 +162,17 @@ def test_relative_folders_are_those_of_when_the_trainer_was_made(
     assert trainer.global_step == (8 if devices == 1 else 4)
     assert trainer.run_dir == tmp_path / "runs" / "default" / "version_0"
     assert names_in(tmp_path / "own") == ["checkpoints", "metrics.jsonl"]
+
+
+def test_the_next_start_sweeps_what_killed_saves_have_left(trainer, tmp_path):
+    def fit(epochs):
+        callbacks = [Checkpoint(), Checkpoint(dirpath=tmp_path / "own")]
+        made = trainer(enable_checkpointing=True, callbacks=callbacks, max_epochs=epochs)
+        made.fit(Tiny(), make_loader(), resume="auto")
+        return [Path(callback.dirpath) for callback in made.checkpoint_callbacks]
+
+    rests = [folder / ".step-00000099.partial" for folder in fit(1)]
+    for rest in rests:
+        rest.mkdir()
+    fit(2)
+    assert not [rest for rest in rests if rest.exists()]

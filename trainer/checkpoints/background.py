@@ -15,7 +15,7 @@ from ..accelerators import has_streams
 from ..processes.ranks import SINGLE, Ranks
 from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
-from .commit import NO_OWNER, Owner, commit
+from .commit import commit
 
 
 class Writer:
@@ -38,7 +38,7 @@ class Writer:
         contents: Mapping[str, Any],
         *,
         ranks: Ranks = SINGLE,
-        owner: Owner = NO_OWNER,
+        run: str = "",
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
 
@@ -50,7 +50,7 @@ class Writer:
         flat.assign_writers(ranks)
         self._snapshot(flat)
         self._directory = Path(os.path.abspath(directory))
-        self._thread = threading.Thread(target=self._write, args=(flat, ranks, owner))
+        self._thread = threading.Thread(target=self._write, args=(flat, ranks, run))
         self._thread.name = "legato-checkpoint"
         self._thread.start()
 
@@ -71,10 +71,10 @@ class Writer:
         self.join()
         self.check()
 
-    def _write(self, flat: FlatState, ranks: Ranks, owner: Owner) -> None:
+    def _write(self, flat: FlatState, ranks: Ranks, run: str) -> None:
         try:
             with SAVES.save():
-                commit(self._directory, flat, ranks, owner)
+                commit(self._directory, flat, ranks, run)
         except BaseException as error:  # raised by `check`, where it can end the run
             self._error = error
 

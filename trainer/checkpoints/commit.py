@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,33 +20,20 @@ from .tensors import write_tensors
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Run for which a checkpoint is written."""
-
-    run: str = ""
-    """Id of the run for the manifest; "": none."""
-    sweeps: bool = True
-    """Whether this run alone writes to the folder, so that leftovers of interrupted saves may be deleted."""
-
-
-NO_OWNER = Owner()
-
-
-def write(directory: Path, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, owner: Owner = NO_OWNER) -> None:
+def write(directory: Path, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint, replacing an existing one of this name atomically.
 
     Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
-    Raises CheckpointError if a value cannot be stored, the disk is too full or writing fails; nothing is left behind
-    then.
+    `run`: id of the run for the manifest; "": none. Raises CheckpointError if a value cannot be stored, the disk is too
+    full or writing fails; nothing is left behind then.
     """
     require_local(directory, "The checkpoint to write")
     flat = flatten(contents)
     flat.assign_writers(ranks)
-    commit(directory, flat, ranks, owner)
+    commit(directory, flat, ranks, run)
 
 
-def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner = NO_OWNER) -> None:
+def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint whose writers are assigned; see `write`.
 
     Raises CheckpointError, on every rank, if that fails; an existing checkpoint is kept then.
@@ -62,7 +48,7 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner
         if is_first:
             folder.require_free_name(name)
             begun = True
-            folder.open_stage(name, needed, owner.sweeps)
+            folder.open_stage(name, needed)
 
     # Each of the three ends with a gather of errors: no rank goes on to the next while another has failed, and the
     # checkpoint is published only when every rank's files are synced.
@@ -70,7 +56,7 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, owner: Owner
         on_all_ranks(ranks, begin)
         sums = on_all_ranks(ranks, lambda: _write_files(folder, name, flat, ranks.rank))
         files = {file: entry for written in sums for file, entry in written.items()}
-        on_all_ranks(ranks, lambda: folder.publish(name, files, owner.run) if is_first else None)
+        on_all_ranks(ranks, lambda: folder.publish(name, files, run) if is_first else None)
     except BaseException as error:  # Ctrl-C too: a torn stage would take its space until the next save
         if begun:
             folder.discard(name)

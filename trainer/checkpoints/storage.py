@@ -3,7 +3,7 @@
 `step-00001200` is written as `.step-00001200.partial` beside it, every file synced, the manifest last, and renamed. An
 existing one is first renamed to `.step-00001200.replaced` and deleted last; one that is removed is first renamed to
 `.partial`. So at every moment the old or the new one is complete, under its own name or as `.replaced`, and leftovers
-of an interrupted process have fixed names, which the next save cleans up.
+of an interrupted process have fixed names, which the next start cleans up.
 """
 
 import os
@@ -55,15 +55,10 @@ class Folder:
         if not is_folder or not ((path / manifest.MANIFEST).exists() or manifest.are_file_names(os.listdir(path))):
             raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced. Choose another name.")
 
-    def open_stage(self, name: str, needed: int, sweeps: bool) -> None:
-        """Make the place where a checkpoint of about `needed` bytes is written.
-
-        `sweeps`: clean up after all interrupted saves in this folder, to which nobody else writes.
-        """
+    def open_stage(self, name: str, needed: int) -> None:
+        """Make the place where a checkpoint of about `needed` bytes is written."""
         make_folder(self.path)
         self._clean_up(name)
-        if sweeps and STEP_NAME.fullmatch(name):
-            self.sweep()
         free_space_check(self.path, needed)
         os.mkdir(temporary_path(self.path / name, PARTIAL))
 
@@ -99,7 +94,7 @@ class Folder:
 
     # --- cleaning up ------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
-        """Clean up after interrupted saves and removals; no save may be under way."""
+        """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
         entries = os.listdir(self.path) if self.path.is_dir() else []
         for name in sorted({leftover[1] for entry in entries if (leftover := _LEFTOVER.fullmatch(entry))}):
             with _naming(self.path / name):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ..checkpoints import commit, find, storage
-from ..checkpoints.commit import Owner
 from ..checkpoints.foreign import read_contents
 from ..checkpoints.reading import read_checkpoint
 from ..processes.ranks import Ranks
@@ -24,14 +23,14 @@ class CheckpointFormat(Protocol):
         """Return the name of the checkpoint of a step that nobody named; an absolute path puts it elsewhere."""
         ...
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
         """Write a checkpoint, completely or not at all, in place of an older one of this name.
 
         Args:
             path: the checkpoint to write; its folder may be missing.
             contents: the state of the run.
             ranks: those that call this together: all where states are sharded, else rank 0 alone.
-            owner: `owner.run` is the id of the run, which `remove` is given later.
+            run: the id of the run, which `remove` is given later.
 
         Raises CheckpointError, on every rank, if a value cannot be stored or writing fails.
         """
@@ -64,9 +63,9 @@ class DirectoryFormat:
         """Return `step-00001200`."""
         return find.directory_name(step)
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, owner: Owner) -> None:
+    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
         """Write the shards of each of `ranks`, and the manifest last."""
-        commit.write(path, contents, ranks=ranks, owner=owner)
+        commit.write(path, contents, ranks=ranks, run=run)
 
     def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""

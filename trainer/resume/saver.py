@@ -15,7 +15,6 @@ from ...base.errors import CheckpointError, ConfigError, LegatoError
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
 from ..checkpoints import find, storage
 from ..checkpoints.background import Writer
-from ..checkpoints.commit import Owner
 from ..checkpoints.manifest import is_checkpoint_of
 from ..checkpoints.storage import make_folder
 from ..optimization.diagnosis import require_finite
@@ -76,6 +75,9 @@ class Saver:
             lock = RunLock(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
+            if stage == "fit":  # which may have died in a save; from now on nobody else writes here
+                for checkpoints in (folder, folder / CHECKPOINTS):
+                    storage.Folder(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
         """Remember which folder the run directory is, by which a later one of its name is told from it."""
@@ -206,7 +208,7 @@ class Saver:
         return True
 
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
-        ranks, owner = self.trainer.strategy.state_dicts.writers, Owner(self.run_id, self._owns(path.parent))
+        ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
         # a process that stood still for long on a shared file system may have lost its folder to a run on another
@@ -215,13 +217,15 @@ class Saver:
             lock.check()
         # the background writer copies and writes directories: another format is written at once
         if asynchronous and type(self.format) is DirectoryFormat:
-            self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the save before, and raises its error
+            self.writer.save(
+                path, found, ranks=ranks, run=self.run_id
+            )  # waits for the save before, and raises its error
             return
         # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
         # it
         self.writer.join()
         try:
-            self.format.write(path, found, ranks, owner)
+            self.format.write(path, found, ranks, self.run_id)
         except CheckpointError as error:
             try:
                 self.writer.check()
@@ -229,12 +233,6 @@ class Saver:
                 raise CheckpointError(f"{error} The save before it had failed too. {earlier}") from error
             raise
         self.writer.check()
-
-    def _owns(self, folder: Path) -> bool:
-        """Return whether only this run writes to a folder: true of its own, and those of Checkpoint callbacks."""
-        known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
-        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / CHECKPOINTS)
-        return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
 
     def own_in(self, folder: Path) -> dict[str, int]:
         """Return the steps of this run's checkpoints in a folder, by name."""
