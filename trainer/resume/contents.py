@@ -4,13 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
-from ...base.environment import numeric_variables
 from ...base.errors import ConfigError, TaskError
 from ...tasks.hyperparameters import built_hyperparameters
 from ..checkpoints import reading
-from ..optimization import kernels
 from ..runs import places
 from .fingerprint import below
 from .left_out import BUILT, LEFT_OUT, split_hyperparameters
@@ -19,7 +16,6 @@ from .parameter_names import named
 if TYPE_CHECKING:
     from ...base.contracts import Callback, Trainer
     from ...tasks.hyperparameters import Hyperparameters
-    from ..strategies.strategy import Strategy
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
@@ -104,12 +100,6 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     if left:
         found[LEFT_OUT] = left
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
-
-
-def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled: object) -> dict[str, Any]:
-    """Return the settings, besides config, data and seed, on which the bits of a run depend."""
-    found = kernels.numerics(optimizers, strategy.precision.name, strategy.device, bool(compiled))
-    return {**found, "micro_batches": strategy.micro_batches, **numeric_variables()}
 
 
 class CallbackStates:

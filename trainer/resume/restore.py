@@ -301,15 +301,9 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         # Else a learning rate scheduler warns if the resumed run begins with the end of an epoch.
         mark_stepped(optimizer, trainer.global_step > 0)
     log_changes(trainer, changes, load_schedulers(trainer, saved, before, replays))
-    if resumes:  # the saved settings count from here on, also for the next resume
-        kept = {name for name in run.fingerprint if name.startswith("optimizers.") and name in before}
-        run.fingerprint.update(
-            {name: before[name] for name in kept if not fingerprint.follows_schedule(name, rescheduled)}
-        )
-    else:
-        run.fingerprint.clear()
-        mine = ("samples.", "numerics.")
-        run.fingerprint.update({name: value for name, value in before.items() if not name.startswith(mine)})
+    # the saved settings count from here on, also for the next resume
+    kept = {name for name in run.fingerprint if name.startswith("optimizers.") and name in before}
+    run.fingerprint.update({name: before[name] for name in kept if not fingerprint.follows_schedule(name, rescheduled)})
     for name, part in run.parts().items():
         if name in saved:
             part.load_state_dict(saved[name])

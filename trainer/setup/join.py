@@ -61,8 +61,6 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank))
     call.agreement.join(strategy.collectives, state.global_step, state.elapsed)
-    # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
-    # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir and run_file.identity_of(trainer.run_dir):
         run_file.create(trainer.run_dir, trainer.saver.run_id, "fit")

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from ...base.environment import numeric_variables
 from ...base.errors import ConfigError
 from ...base.torch_private import spare_compiler
 from ..closure import use_closures
@@ -10,7 +11,7 @@ from ..hooks import count_arguments
 from ..optimization import kernels
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.optimization import Optimization
-from ..resume import contents, fingerprint, restore
+from ..resume import fingerprint, restore
 from ..resume.rebuild import averaged_weights
 from ..run import Call, Run
 from ..schedule import Schedule
@@ -73,9 +74,11 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
     """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
-    numerics = contents.numerics_of(call.strategy, optimization.optimizers, call.trainer.compile)
+    strategy, compiles = call.strategy, bool(call.trainer.compile)
+    numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, compiles)
+    numerics |= {"micro_batches": strategy.micro_batches, **numeric_variables()}
     if call.bitwise:
-        kernels.require_same_ranks(call.strategy.collectives.gather_objects(numerics))
+        kernels.require_same_ranks(strategy.collectives.gather_objects(numerics))
     return numerics
 
 
