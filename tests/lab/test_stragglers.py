@@ -70,7 +70,7 @@ def test_limits_that_are_none(wanted, message):
 
 def test_a_phase_that_is_not_named_has_torchs_limit():
     found = Timeouts({"step": 30})
-    assert [found[phase].total_seconds() for phase in ("startup", "step", "checkpoint")] == [1800, 30, 1800]
+    assert [found.limits[phase].total_seconds() for phase in ("startup", "step", "checkpoint")] == [1800, 30, 1800]
 
 
 # --- the monitor ------------------------------------------------------------------------------------------------------
