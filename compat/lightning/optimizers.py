@@ -28,18 +28,8 @@ class LightningOptimizer(ManualOptimizer):
     _on_before_step: Callable[[], Any] = staticmethod(do_nothing_closure)  # both are private in Lightning
     _on_after_step: Callable[[], Any] = staticmethod(do_nothing_closure)
 
-    def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> "LightningOptimizer":
-        """Make an object of a class with the optimizer's name."""
-        return super().__new__(type(f"Lightning{type(optimizer).__name__}", (cls,), {}))
-
     def __init__(self, optimizer: Optimizer, optimization: Any = None) -> None:
         super().__init__(optimizer, optimization)
-        name = type(self).__name__
-        self._shown_class = type(name, (LightningOptimizer, type(optimizer)), {})
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return self._shown_class
 
     @property
     def _optimizer(self) -> Optimizer:  # private in Lightning, and read by programs

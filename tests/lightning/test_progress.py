@@ -190,6 +190,11 @@ def test_an_optimizer_has_lightnings_class_and_torchs():
         plain = kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
         found[-1].append((type(plain).__name__, isinstance(plain, torch.optim.SGD)))
     assert found[0] == found[1]
+    ours = room.core.optimizer.LightningOptimizer
+    kinds = ours.__mro__[:-1]
+    assert not any("__class__" in vars(kind) for kind in kinds)  # a class of its own, not one that is shown
+    scheduler = torch.optim.lr_scheduler.StepLR(ours(plain.optimizer), 1)
+    assert scheduler.optimizer.optimizer is plain.optimizer
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,5 +1,7 @@
 """Manual optimization is the plain loop that it looks like."""
 
+import copy
+
 import pytest
 import torch
 from tiny import Tiny, Two, assert_same_bits, make_data, make_loader, train_by_hand, weights
@@ -248,9 +250,18 @@ def test_wrappers_behave_as_the_optimizer_itself(trainer):
             assert wrapped.optimizer is plain
             assert wrapped.param_groups is plain.param_groups
             assert wrapped.state_dict() == plain.state_dict()
+            assert isinstance(wrapped, SGD)
+            assert type(wrapped) is wrapped.__class__
+            assert type(wrapped) is type(self.optimizers())
+            assert copy.copy(wrapped).optimizer is plain
             assert self.lr_schedulers() is None
             with pytest.raises(AttributeError):
                 _ = wrapped.nothing
+            wrapped.load_state_dict(plain.state_dict())
+            wrapped.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            assert len(plain.param_groups) == 2
+            assert not vars(wrapped).keys() & {"state", "param_groups"}
+            plain.param_groups.pop()
 
     trainer().fit(Looks(), make_loader())
 

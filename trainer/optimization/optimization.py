@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -422,16 +422,36 @@ class Optimization:
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
 
 
+def forwarding(name: str) -> Callable[..., Any]:
+    """Return a method that calls the method `name` of the wrapped optimizer."""
+
+    def call(self: "ManualOptimizer", *arguments: Any, **options: Any) -> Any:
+        return getattr(self.optimizer, name)(*arguments, **options)
+
+    return call
+
+
+@cache
+def wrapper_class(wrapper: Any, kind: Any) -> Any:
+    """Return a subclass of a wrapper and of the optimizer's class, whose methods are called on the optimizer."""
+    methods = {name for name in dir(kind) if not name.startswith("__") and callable(getattr(kind, name))}
+    return type(
+        wrapper.__name__.removesuffix("Optimizer") + kind.__name__,
+        (wrapper, kind),
+        {name: forwarding(name) for name in methods.difference(dir(wrapper))},
+    )
+
+
 class ManualOptimizer:
     """Optimizer as returned by `Task.optimizers()`; `step` goes through the strategy to reduce and unscale gradients.
 
-    All other attributes are the optimizer's own, its class too: schedulers ask for an instance of `Optimizer`.
+    All other attributes are the optimizer's own. An object is an instance of the optimizer's class, too.
     """
 
-    @property  # type: ignore[misc]
-    # isinstance reads it, and torch's schedulers refuse what is no Optimizer
-    def __class__(self) -> Any:
-        return type(self.optimizer)
+    def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> Any:
+        """Make an object of a class that is the optimizer's, too."""
+        # torch's schedulers refuse what is no instance of Optimizer
+        return super().__new__(wrapper_class(cls, type(optimizer)))  # type: ignore[arg-type]  # a class has a hash
 
     def __init__(self, optimizer: Optimizer, optimization: Optimization) -> None:
         self.optimizer = optimizer
@@ -454,7 +474,9 @@ class ManualOptimizer:
         yield
         self._optimization.task.untoggle_optimizer(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied as a wrapper of the same optimizer: its class has no name in a module."""
+        return type(self).__mro__[1], (self.optimizer, self._optimization)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # copy and pickle look it up before __init__ runs
-            raise AttributeError(name)
         return getattr(self.optimizer, name)
