@@ -82,11 +82,6 @@ class Hyperparameters:
         """Return what loggers are given of this object when a run begins, in plain dicts and lists; None: nothing."""
         return plain_hyperparameters(self) if self.__dict__.get("_log_hyperparams", True) else None
 
-    @classmethod
-    def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
-        """Build an object from saved hyperparameters in another way than by calling the class; None: call the class."""
-        return None
-
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
         """Return the arguments of all running `__init__` of this object (the outermost wins).
 

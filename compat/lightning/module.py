@@ -158,23 +158,6 @@ class InitialHyperparameters:
                 )
         return values  # type: ignore[no-any-return]
 
-    @classmethod
-    def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
-        """Build an object of what a LightningCLI has saved; None for other hyperparameters.
-
-        Raises ValueError for a class that was not imported: a checkpoint imports nothing.
-        """
-        if values.get("_instantiator") != INSTANTIATOR:
-            return None
-        module, _, name = str(values.get("_class_path", "")).rpartition(".")
-        named = getattr(sys.modules.get(module), name, None) if "_class_path" in values else cls
-        if not (isinstance(named, type) and issubclass(named, cls)):
-            raise ValueError(
-                f"The class {values['_class_path']!r} that the checkpoint names is no imported subclass of "
-                f"{cls.__name__}: import the module that defines it before loading."
-            )
-        return instantiate_module(cls, {name: value for name, value in values.items() if name != "_instantiator"})
-
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Forget hyperparameters by name."""
         this: Any = self
@@ -456,7 +439,30 @@ class LightningModule(InitialHyperparameters, Task):
             require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
         kwargs = with_config(cls, saved, kwargs)
-        return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
+        kind: type[Self] = builder(cls, saved.get("hyper_parameters") or {})
+        return rebuild_task(kind, saved, map_location, hparams_file, strict, kwargs)
+
+
+def builder(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return what makes an object of hyperparameters: the class, or a function for those that a LightningCLI has saved.
+
+    Raises ValueError for a class that was not imported: a checkpoint imports nothing.
+    """
+    if values.get("_instantiator") != INSTANTIATOR:
+        return kind
+    module, _, name = str(values.get("_class_path", "")).rpartition(".")
+    named = getattr(sys.modules.get(module), name, None) if "_class_path" in values else kind
+    if not (isinstance(named, type) and issubclass(named, kind)):
+        raise ValueError(
+            f"The class {values['_class_path']!r} that the checkpoint names is no imported subclass of "
+            f"{kind.__name__}: import the module that defines it before loading."
+        )
+
+    def build(_instantiator: str, **arguments: Any) -> Any:
+        return instantiate_module(kind, arguments)
+
+    build.__name__ = kind.__name__
+    return build
 
 
 def with_config(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -531,7 +537,8 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu", weights_only)
         contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # where Lightning has its state
-        return rebuild_data_module(cls, contents, hparams_file, with_config(cls, contents, kwargs))
+        kind: type[DataSelf] = builder(cls, contents.get("datamodule_hyper_parameters") or {})
+        return rebuild_data_module(kind, contents, hparams_file, with_config(cls, contents, kwargs))
 
 
 def _sizes(make_loaders: Any) -> str:

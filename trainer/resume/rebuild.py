@@ -84,9 +84,6 @@ def _build_from_checkpoint(
         if name not in replaced and name in values:
             values[name] = rebuild_targets(values[name], kind, name)
     require_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or (), replaced)
-    made: Built | None = kind.from_hyperparameters({**values, **replaced})
-    if made is not None:
-        return made
     # save_hyperparameters("config") keeps what a single argument has held
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
