@@ -102,13 +102,11 @@ def is_of_this_package(call: Callable[..., Any]) -> bool:
 def overrides(instance: object, base: type, name: str) -> bool:
     """Return whether `instance` overrides the method `name` of `base`.
 
-    None does not count, as in Lightning, nor does a copy of that method, whose attribute `copy_of` it is.
+    None does not count, as in Lightning.
     """
     # on the instance first: programs assign methods to a task (`task.validation_step = None`)
     own = vars(instance)[name] if name in vars(instance) else getattr(type(instance), name, None)
-    # a wrapper (functools.wraps) takes over the attributes of what it wraps, and is an override all the same
-    method = own if hasattr(own, "__wrapped__") else getattr(own, "copy_of", own)
-    return own is not None and (name in vars(instance) or method is not getattr(base, name))
+    return own is not None and (name in vars(instance) or own is not getattr(base, name))
 
 
 def check_names(owner: Task | DataModule | Callback) -> None:

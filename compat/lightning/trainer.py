@@ -29,6 +29,7 @@ from .arguments import (
 )
 from .attributes import TrainerAttributes
 from .callbacks.callback import Callback as CallbackOfLightning
+from .callbacks.callback import without_empty
 from .callbacks.defaults import make_callbacks
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
@@ -78,6 +79,8 @@ class FitAsLightning(Callback):
         """Add the hooks to those of the run."""
         trainer.callbacks.remove(self)  # programs look for theirs in the list
         hooks = trainer.current_run.hooks
+        for group in (hooks.of_callbacks, hooks.late, hooks):
+            group.update({name: without_empty(calls) for name, calls in group.items()})
         # a sanity check, which comes between these two and training, evaluates each part in the mode that it has
         hooks["on_fit_start"] += (trainer.leave_out_checks, trainer.hide_modes)
         hooks["on_sanity_check_start"] = (trainer.show_modes, *hooks["on_sanity_check_start"])

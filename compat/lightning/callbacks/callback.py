@@ -12,13 +12,12 @@ ROOM = __package__.rpartition(".")[0]
 
 LIGHTNINGS_NAMES = {"task": "pl_module"}
 """Parameters of hooks that Lightning names otherwise."""
+EMPTY_HOOKS: set[Any] = set()
+"""Hooks that nothing overrides, under Lightning's names for their parameters: a run need not call them."""
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that also takes its parameters by Lightning's names.
-
-    `copy_of` of one that does nothing is the function itself, by which a hook that nothing overrides is still known.
-    """
+    """Return a function that also takes its parameters by Lightning's names."""
     parameters = signature(function).parameters.values()
 
     @wraps(function)
@@ -32,9 +31,13 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
     shown: Any = call
     shown.__signature__ = signature(function).replace(parameters=renamed)
     if function is vars(callback.Callback).get(function.__name__):
-        del shown.__wrapped__
-        shown.copy_of = function
+        EMPTY_HOOKS.add(call)
     return call
+
+
+def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the calls of a hook that do something; those of callbacks are partial."""
+    return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 
 class Callback(callback.Callback):
