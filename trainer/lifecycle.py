@@ -40,7 +40,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     check_task(trainer, request.task, request)
     call = trainer.run = make_call(trainer, request)
     # now, and not at the first value: a run that fails before would show those of the run before it
-    trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+    trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
     errors = call.errors

@@ -41,7 +41,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         self.state = State()
         self.run = self.run_dir = self.given_dir = self.config_text = self.given_config = None
         self.command = list(sys.orig_argv), list(sys.argv)
-        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.lengths = {}, {}, {}, {}
+        self.agreed_metrics, self.logged_metrics, self.progress_bar_metrics, self.lengths = {}, {}, {}, {}
         self.should_stop = False
         self.strategy = make_strategy(self, self.strategy)
         self.loggers = make_loggers(self.logger)
@@ -231,7 +231,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
 
     def publish(self, reduced: Reduced, write: bool = True) -> None:
         """Publish reduced values to callbacks and the progress bar and, with `write`, to loggers."""
-        self.callback_metrics.update(reduced.tensors())
+        self.agreed_metrics.update(reduced.tensors())
         self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
         if write:
@@ -249,7 +249,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         run.hooks.call("on_sanity_check_start")
         self.evaluate("validation", None if batches in (-1, float("inf")) else batches)
         run.hooks.call("on_sanity_check_end")
-        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
+        self.agreed_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
 
     def validate_now(self) -> None:
         """Validate in the middle of training."""

@@ -54,7 +54,8 @@ class TrainerView(TrainerArguments):
     callbacks: "list[Callback]"
     logger: "Logger | None"
     loggers: "list[Logger]"
-    callback_metrics: "dict[str, Tensor]"
+    agreed_metrics: "dict[str, Tensor]"
+    """The newest value of each name, equal on all ranks, which decide by them."""
     logged_metrics: dict[str, float]
     progress_bar_metrics: dict[str, float]
 
@@ -218,9 +219,9 @@ class TrainerView(TrainerArguments):
 
     # --- how much there is to do ------------------------------------------------------------------------------------
     @property
-    def agreed_metrics(self) -> "dict[str, Tensor]":
-        """The values of `callback_metrics` that every rank has, for decisions that all ranks take."""
-        return self.callback_metrics
+    def callback_metrics(self) -> "dict[str, Tensor]":
+        """The newest value of each name, and what callbacks put there."""
+        return self.agreed_metrics
 
     def is_measured_now(self, name: str) -> bool:
         """Return whether `callback_metrics[name]` is a value of this very step, or one that a hook has put there."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class LoggedMetrics(dict[str, Any]):
     """Values that loggers are given, as tensors.
 
-    Those that are in no `callback_metrics`, since rank 0 alone logs them, are shown there on this rank.
+    Those that are not agreed on, since rank 0 alone logs them, are shown in `callback_metrics` on this rank.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
@@ -43,14 +43,34 @@ class LoggedMetrics(dict[str, Any]):
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take new values."""
-        # Legato has published all other values there before it publishes those of loggers
-        shown = vars(self.owner)["_callback_metrics"]
-        self.of_rank_0 |= values.keys() - shown.keys()
+        # Legato has published all other values before it publishes those of loggers
+        self.of_rank_0 |= values.keys() - self.owner.agreed_metrics.keys() - self.owner._own_values.keys()
         super().update({name: torch.as_tensor(value) for name, value in values.items()})
         self.owner.take_own({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be a plain dict where the trainer is sent to another process."""
+        return dict, (dict(self),)
+
+
+class MetricsOfProcess(dict[str, Any]):
+    """The agreed values, and in place of some newer ones of this process; what a program puts here is agreed."""
+
+    def __init__(self, agreed: dict[str, Any], own: Mapping[str, Any]) -> None:
+        super().__init__({**agreed, **own})
+        self.agreed = agreed
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.agreed[name] = value
+
+    def update(self, *values: Any, **named: Any) -> None:
+        """Put values here."""
+        for name, value in dict(*values, **named).items():
+            self[name] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be a plain dict in copies."""
         return dict, (dict(self),)
 
 
@@ -65,7 +85,7 @@ class TrainerAttributes(OwnParts, Trainer):
     logged_ahead = 0
     """Steps by which loggers' x-axis is ahead of the steps done."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
-    """Values of callback_metrics that only this process has, each with the agreed one, by name."""
+    """Values of callback_metrics that only this process has, each with the agreed one of then, by name."""
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
     """Optimizers and schedulers of the newest fit."""
     _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
@@ -246,13 +266,15 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
         """The newest value of each name, up to the newest batch; until the next logging point of this process."""
-        self._read_newest()
-        found: dict[str, Tensor] = self.__dict__["_callback_metrics"]
-        return found
+        agreed = self.newest_agreed()
+        # each publish makes new tensors, so that an own value is the newest one while the agreed tensor is the same
+        own = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
+        return MetricsOfProcess(agreed, own) if own else agreed
 
-    @callback_metrics.setter
-    def callback_metrics(self, value: "dict[str, Tensor]") -> None:
-        self.__dict__["_callback_metrics"], self._own_values = value, {}
+    def newest_agreed(self) -> "dict[str, Tensor]":
+        """Return the values that every rank has, for decisions that all ranks take; on one process up to the newest."""
+        self._read_newest()
+        return self.agreed_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
@@ -263,7 +285,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @logged_metrics.setter
     def logged_metrics(self, value: dict[str, Any]) -> None:
-        self.__dict__["_logged_metrics"] = LoggedMetrics(self, value)
+        self.__dict__["_logged_metrics"], self._own_values = LoggedMetrics(self, value), {}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -276,25 +298,13 @@ class TrainerAttributes(OwnParts, Trainer):
     def progress_bar_metrics(self, value: dict[str, float]) -> None:
         self.__dict__["_progress_bar_metrics"] = value
 
-    @property
-    def agreed_metrics(self) -> "dict[str, Tensor]":
-        """The values of `callback_metrics` that every rank has, for decisions that all ranks take."""
-        found: dict[str, Tensor] = dict(self.callback_metrics)
-        for name, (own, agreed) in self._own_values.items():
-            if found.get(name) is own:  # else the program, or a logging point, has put another one there
-                found.pop(name)
-                found.update({} if agreed is None else {name: agreed})
-        return found
-
     def take_own(self, values: "dict[str, float]") -> None:
-        """Show values that other processes do not have in `callback_metrics`, and remember the agreed ones."""
-        shown = self.__dict__["_callback_metrics"]
-        for name, value in values.items():
-            own, agreed = self._own_values.get(name, (None, None))
-            last = shown.get(name)
-            shown[name] = torch.tensor(value)
-            if self.world_size > 1:
-                self._own_values[name] = shown[name], agreed if last is own else last
+        """Show values in `callback_metrics` that other processes, where there are any, do not have."""
+        tensors = {name: torch.tensor(value) for name, value in values.items()}
+        if self.world_size == 1:
+            self.agreed_metrics.update(tensors)
+        else:
+            self._own_values.update({name: (one, self.agreed_metrics.get(name)) for name, one in tensors.items()})
 
     def _read_newest(self) -> None:
         """Read what this process has logged since the last look, but for what the steps of an evaluation have."""

@@ -85,7 +85,7 @@ class LoggerConnector(Connector):
     def reset_metrics(self) -> None:
         """Forget all values."""
         trainer = self.trainer
-        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+        trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
 
     @property
     def should_update_logs(self) -> bool:

@@ -332,7 +332,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
     trial.run_dir = trial.given_dir = trial.config_text = trial.given_config = None
     trial.logger, trial.loggers, trial.callbacks, trial.enable_checkpointing = None, [], [], False
-    trial.lengths, trial.callback_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}
+    trial.lengths, trial.agreed_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}
     trial.should_stop, trial.max_restarts, trial.nan = False, 0, "ignore"
     trial.max_epochs, trial.min_epochs, trial.min_steps, trial.num_sanity_val_steps = -1, None, None, 0
     return trial

@@ -1,4 +1,4 @@
-"""What the Trainer of Lightning compatibility mode overrides of Legato's: Lightning's public names, and a few more."""
+"""What the Trainer of Lightning compatibility mode overrides of Legato's: Lightning's public names, and five more."""
 
 import warnings
 
@@ -7,10 +7,6 @@ import legato.compat.lightning as L
 
 FOR_SUBCLASSES = {"new_state", "check", "end_epoch", "evaluate", "manual_optimizers"}
 """Names of Legato's Trainer that a subclass may override."""
-LEFT = {
-    "agreed_metrics",  # callback_metrics has values of this process alone, and ranks decide by those that all have
-}
-"""What is overridden besides, with the reason; the set only gets smaller."""
 
 
 def test_a_trainer_overrides_few_names_of_legatos():
@@ -26,4 +22,4 @@ def test_a_trainer_overrides_few_names_of_legatos():
     of_legato = {
         name for kind in lg.Trainer.__mro__[:-1] for name in (*vars(kind), *vars(kind).get("__annotations__", ()))
     }
-    assert (own & of_legato) - of_lightning <= FOR_SUBCLASSES | LEFT
+    assert (own & of_legato) - of_lightning <= FOR_SUBCLASSES

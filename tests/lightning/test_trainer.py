@@ -515,6 +515,33 @@ def test_between_logging_points_a_process_reads_its_own_values_and_decisions_tho
     ]
 
 
+class PutsItsOwn(LogsOnItsRank):
+    """Puts values into callback_metrics, one in place of a logged one, between two logging points."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        metrics = self.trainer.callback_metrics
+        if batch_idx == 2:
+            metrics.update(own=torch.tensor(7.0))
+            metrics["other"] = torch.tensor(8.0)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        metrics = [self.trainer.callback_metrics, self.trainer.agreed_metrics]
+        with open(f"other-{self.trainer.global_rank}", "a") as file:
+            print(json.dumps([float(one.get("other", 0)) for one in metrics]), file=file)
+
+
+@pytest.mark.slow
+def test_what_a_program_puts_into_callback_metrics_counts_for_decisions(tmp_path):
+    trainer = pl.Trainer(**SILENT, max_epochs=1, devices=2, strategy="ddp_spawn", log_every_n_steps=2)
+    trainer.fit(PutsItsOwn(), loader(16))
+    for rank in range(2):
+        seen = list(map(json.loads, (tmp_path / f"seen-{rank}").read_text().splitlines()))
+        owned = [[one["own"] for one in pair] for pair in seen[2:]]
+        assert owned == [[2 + 10 * rank, 7], [3 + 10 * rank, 7]]
+        others = list(map(json.loads, (tmp_path / f"other-{rank}").read_text().splitlines()))
+        assert others == [[0, 0], [0, 0], [8, 8], [8, 8]]
+    assert trainer.callback_metrics["other"] == 8
+
+
 def test_a_value_of_rank_zero_alone_is_in_callback_metrics():
     seen = []
 

@@ -143,7 +143,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
     run.hooks.call("on_load_checkpoint", saved)
     restore.load_task_weights(run.task, saved, run.task.strict_loading)
     restore.start_state(trainer, saved)
-    trainer.callback_metrics.clear()
+    trainer.agreed_metrics.clear()
     restore.load_rest(trainer, saved, resumes=False)
 
 

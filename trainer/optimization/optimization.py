@@ -317,8 +317,8 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Bring `callback_metrics`, which may be log_every_n_steps old, up to the newest step; every rank calls it."""
-        self.trainer.callback_metrics.update(self.metrics.newest_values().tensors())
+        """Bring `agreed_metrics`, which may be log_every_n_steps old, up to the newest step; every rank calls it."""
+        self.trainer.agreed_metrics.update(self.metrics.newest_values().tensors())
 
     def _monitored(self, config: SchedulerConfig) -> Any:
         known = self.trainer.agreed_metrics

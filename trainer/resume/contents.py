@@ -128,7 +128,7 @@ class CallbackStates:
 
 
 class PublishedMetrics:
-    """The values in `trainer.callback_metrics` that all ranks have."""
+    """The values that all ranks have, of `trainer.agreed_metrics`."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -140,5 +140,5 @@ class PublishedMetrics:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Publish the values again, as of an earlier step."""
-        self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state.items()})
+        self.trainer.agreed_metrics.update({name: torch.tensor(value) for name, value in state.items()})
         self.trainer.current_run.metrics.measured_at.update(dict.fromkeys(state, -1))

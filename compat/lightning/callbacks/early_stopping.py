@@ -122,11 +122,11 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         return trainer.stage != "fit" or trainer.sanity_checking
 
     # --- the check --------------------------------------------------------------------------------------------------
-    def _run_early_stopping_check(self, trainer: "Trainer") -> None:
-        if trainer.fast_dev_run or not self._validate_condition_metric(trainer.agreed_metrics):
+    def _run_early_stopping_check(self, trainer: Any) -> None:
+        metrics = trainer.newest_agreed()  # the same on every rank, and so is what follows from them
+        if trainer.fast_dev_run or not self._validate_condition_metric(metrics):
             return
-        # metrics are the same on every rank, and so is what follows from them
-        should_stop, reason = self._evaluate_stopping_criteria(trainer.agreed_metrics[self.monitor].squeeze())
+        should_stop, reason = self._evaluate_stopping_criteria(metrics[self.monitor].squeeze())
         trainer.should_stop = trainer.should_stop or should_stop
         if should_stop:
             self.stopped_epoch, self.stopping_reason_message = trainer.current_epoch, reason

@@ -343,9 +343,9 @@ class ModelCheckpoint(Checkpoint):
         return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
 
     # --- what to save and to keep -----------------------------------------------------------------------------------
-    def _monitor_candidates(self, trainer: "Trainer") -> dict[str, Tensor]:
+    def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
         """Return the values that names are made of: the metrics, the epoch and the step."""
-        found = {name: deepcopy(value) for name, value in trainer.agreed_metrics.items()}
+        found = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = found.get(name)
             found[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(count)
