@@ -15,6 +15,7 @@ from ...trainer.metrics.reduce import sort_out, total
 from ...trainer.optimization.optimization import ManualOptimizer
 from ...trainer.setup.data import LOADERS, make_training_data
 from .accelerators import AcceleratorConnector
+from .aliases import alias
 from .loggers import WithoutFiles
 from .optimizers import LightningOptimizer
 from .placeholders import OwnParts
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
     from .module import LightningModule
 
 
-class LoggedMetrics(dict[str, Any]):
+class Values(dict[str, Any]):
+    """Values by name, which are a plain dict in copies and in other processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class LoggedMetrics(Values):
     """Values that loggers are given, as tensors.
 
     Those that are not agreed on, since rank 0 alone logs them, are shown in `callback_metrics` on this rank.
@@ -48,12 +56,8 @@ class LoggedMetrics(dict[str, Any]):
         super().update({name: torch.as_tensor(value) for name, value in values.items()})
         self.owner.take_own({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Be a plain dict where the trainer is sent to another process."""
-        return dict, (dict(self),)
 
-
-class MetricsOfProcess(dict[str, Any]):
+class MetricsOfProcess(Values):
     """The agreed values, and in place of some newer ones of this process; what a program puts here is agreed."""
 
     def __init__(self, agreed: dict[str, Any], own: Mapping[str, Any]) -> None:
@@ -69,10 +73,6 @@ class MetricsOfProcess(dict[str, Any]):
         for name, value in dict(*values, **named).items():
             self[name] = value
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Be a plain dict in copies."""
-        return dict, (dict(self),)
-
 
 class TrainerAttributes(OwnParts, Trainer):
     """Attributes that answer before, during and after a run as Lightning's do."""
@@ -82,6 +82,7 @@ class TrainerAttributes(OwnParts, Trainer):
     in_epoch = False
     """Whether an epoch of training is under way."""
     _model_registry = None  # private in Lightning, as the next two are, and read by programs
+    _detect_anomaly = alias("detect_anomaly")
     logged_ahead = 0
     """Steps by which loggers' x-axis is ahead of the steps done."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
@@ -431,10 +432,6 @@ class TrainerAttributes(OwnParts, Trainer):
     def device_ids(self) -> list[int]:
         """The indices of this machine's devices."""
         return [device.index or index for index, device in enumerate(self.device_list)]
-
-    @property
-    def _detect_anomaly(self) -> bool:
-        return self.detect_anomaly
 
     @property
     def _val_check_time_interval(self) -> float | None:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ...tasks.optimizers import SchedulerConfig, read_optimizers, unknown_parameters
 from ...trainer.optimization.optimization import ManualOptimizer
+from .aliases import alias
 from .exceptions import MisconfigurationException
 from .rank_zero import rank_zero_warn
 
@@ -31,9 +32,7 @@ class LightningOptimizer(ManualOptimizer):
     def __init__(self, optimizer: Optimizer, optimization: Any = None) -> None:
         super().__init__(optimizer, optimization)
 
-    @property
-    def _optimizer(self) -> Optimizer:  # private in Lightning, and read by programs
-        return self.optimizer
+    _optimizer = alias("optimizer")  # private in Lightning, and read by programs
 
     @property
     def _strategy(self) -> Any:

@@ -10,26 +10,24 @@ from ....callbacks import callback
 ROOM = __package__.rpartition(".")[0]
 
 
-LIGHTNINGS_NAMES = {"task": "pl_module"}
-"""Parameters of hooks that Lightning names otherwise."""
+OUR_NAME, LIGHTNINGS_NAME = "task", "pl_module"
+"""The parameter of hooks that Lightning names otherwise."""
 EMPTY_HOOKS: set[Any] = set()
 """Hooks that nothing overrides, under Lightning's names for their parameters: a run need not call them."""
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that also takes its parameters by Lightning's names."""
+    """Return a function that also takes its parameter `task` by Lightning's name."""
     parameters = signature(function).parameters.values()
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        for ours, theirs in LIGHTNINGS_NAMES.items():
-            if theirs in named:
-                named[ours] = named.pop(theirs)
+        if LIGHTNINGS_NAME in named:
+            named[OUR_NAME] = named.pop(LIGHTNINGS_NAME)
         return function(*given, **named)
 
-    renamed = [one.replace(name=LIGHTNINGS_NAMES.get(one.name, one.name)) for one in parameters]
-    shown: Any = call
-    shown.__signature__ = signature(function).replace(parameters=renamed)
+    renamed = [one.replace(name=LIGHTNINGS_NAME) if one.name == OUR_NAME else one for one in parameters]
+    call.__signature__ = signature(function).replace(parameters=renamed)  # type: ignore[attr-defined]
     if function is vars(callback.Callback).get(function.__name__):
         EMPTY_HOOKS.add(call)
     return call
@@ -64,7 +62,7 @@ class Callback(callback.Callback):
 def name_parameters(cls: type) -> None:
     """Give the parameters of a class's public methods, also of those that it inherits, Lightning's names."""
     for name, method in getmembers(cls, isfunction):
-        if not name.startswith("_") and LIGHTNINGS_NAMES.keys() & signature(method).parameters.keys():
+        if not name.startswith("_") and OUR_NAME in signature(method).parameters:
             setattr(cls, name, with_lightnings_names(method))
 
 
