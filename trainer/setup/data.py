@@ -140,9 +140,11 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
-            f"trainer.use_distributed_sampler='even' repeats samples of data that can be read at any position, which "
-            f"{name_of(loader)} cannot. Let it yield each process its share, by rank, which is trained on as it is; or "
-            f"say true, which deals its batches out."
+            f"trainer.use_distributed_sampler='even', which is Lightning's True, repeats samples of data that can be "
+            f"read at any position, which {name_of(loader)} cannot. Let its dataset yield each process its share: "
+            f"itertools.islice(samples, torch.distributed.get_rank(), None, torch.distributed.get_world_size()) in "
+            f"__iter__; combine loaders by 'min_size' or 'max_size_cycle'; or, but in Lightning compatibility mode, "
+            f"say true, which deals batches out."
         )
     call.data.loaders["train"] = given
     call.data.training, trainer.lengths["train"] = data, data.rounds
