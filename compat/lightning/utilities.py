@@ -2,11 +2,13 @@
 
 import gc
 import importlib.util
+import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,12 @@ def cli_lightning_logo() -> None:
 def package_available(package_name: str) -> bool:
     """Return whether a package is installed."""
     return importlib.util.find_spec(package_name) is not None
+
+
+def get_init_args(frame: FrameType) -> Any:
+    """Return the arguments of the `__init__` that a frame runs, its keywords among them."""
+    values: Any = inspect.getargvalues(frame)
+    return {name: values.locals[name] for name in values.args[1:]} | values.locals.get(values.keywords or "", {})
 
 
 # --- seeds --------------------------------------------------------------------------------------------------------

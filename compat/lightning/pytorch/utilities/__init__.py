@@ -21,12 +21,10 @@ from legato.compat.lightning.types import (
 )
 from legato.compat.lightning.utilities import (
     CPU_DEVICE, FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON, GradClipAlgorithmType, LightningEnum,
-    apply_to_collection, garbage_collection_cuda, get_filesystem, grad_norm,
-    has_iterable_dataset,
+    apply_to_collection, garbage_collection_cuda, get_filesystem, get_init_args, grad_norm, has_iterable_dataset,
     is_local_file_protocol as _is_local_file_protocol,
     is_oom_error, isolate_rng, load_file as _load, main, measure_flops,
-    move_data_to_device, package_available, recursive_detach, reset_seed, seed_everything,
-    sized_len,
+    move_data_to_device, package_available, recursive_detach, reset_seed, seed_everything, sized_len,
 )
 from legato import CombinedLoader
 from legato.compat.lightning.inner import alias_below, inner_name, placeholders
@@ -58,10 +56,8 @@ find_model_local_ckpt_path, download_model_from_registry = placeholders(
     __name__, "find_model_local_ckpt_path download_model_from_registry",
     "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
 )
-(
-    clean_namespace, collect_init_args, get_init_args, is_picklable, parse_class_init_keys, save_hyperparameters,
-) = placeholders(
-    __name__, "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys save_hyperparameters",
+clean_namespace, collect_init_args, is_picklable, parse_class_init_keys, save_hyperparameters = placeholders(
+    __name__, "clean_namespace collect_init_args is_picklable parse_class_init_keys save_hyperparameters",
     "self.save_hyperparameters() stores the arguments of __init__ that are data.",
 )
 lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
