@@ -23,7 +23,7 @@ from .plugins import Precision
 from .states import TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from ...callbacks.callback import Callback
@@ -175,10 +175,7 @@ class TrainerAttributes(OwnParts, Trainer):
         found: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
         return found
 
-    @property
-    def model(self) -> "nn.Module":  # type: ignore[override]
-        """The module of the run; None before one."""
-        return self.lightning_module
+    model = alias("lightning_module")
 
     @property
     def datamodule(self) -> Any:
@@ -444,10 +441,8 @@ class TrainerAttributes(OwnParts, Trainer):
         found.precision, found.scaler = str(self.precision), self.strategy.precision.scaler
         return found
 
-    @property
-    def scaler(self) -> Any:
-        """The scaler of float16's gradients, or None."""
-        return self.strategy.precision.scaler
+    scaler = alias("strategy.precision.scaler")
+    """The scaler of float16's gradients, or None."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

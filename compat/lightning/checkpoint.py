@@ -2,8 +2,8 @@
 
 The file has Lightning's keys. What an exact resume of Legato needs besides them (replicas, positions in the data, sums
 of the epoch, fingerprint) lies under one more key, `legato`, which Lightning ignores. Values that are code, such as a
-module among the hyperparameters, would have `torch.load` refuse the file: they lie there too, as one pickle, which is
-read only where the program says weights_only=False, or where this process has written it.
+module among the hyperparameters, lie in their places, each as a pickle within the file's: `torch.load` reads them with
+weights_only=False, and `read` leaves them out, unless this process has written them.
 """
 
 import hashlib
@@ -42,6 +42,19 @@ OF_LEGATO = {
 """Keys of a checkpoint's contents that lie under KEY; all others are Lightning's, or the program's."""
 written: set[str] = set()
 """SHA-256 sums of the pickles that this process has written."""
+load_pickle: Any = torch.UntypedStorage(0).__reduce__()[0]
+"""The function by which torch's pickles read a pickle within."""
+
+
+class Code:
+    """A value that `torch.load` would refuse, as a pickle that is not read."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self.pickled = pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be the value again where a file is read with weights_only=False."""
+        return load_pickle, (self.pickled,)
 
 
 # --- what a file may hold ---------------------------------------------------------------------------------------------
@@ -49,6 +62,8 @@ def _plain_classes() -> list[Any]:
     """Return the classes, besides those that torch allows, whose objects hold values and run no code when read."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
+    # a pickle within is not read
+    classes.append((Code, f"{load_pickle.__module__}.{load_pickle.__qualname__}"))
     # the functions that pickles of arrays and of their scalars call
     classes += [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     with suppress(ImportError):
@@ -59,32 +74,32 @@ def _plain_classes() -> list[Any]:
     return classes
 
 
-def _is_code(value: Any) -> bool:
-    """Return whether `torch.load` would refuse a value that `torch.save` wrote."""
+def _wrapped(name: str, value: Any) -> Any:
+    """Return a value, or Code for what `torch.load` would refuse. Raises any error of a class that is pickled."""
     # torch alone knows what its reader refuses, and says so of a file only
     buffer = BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return bool(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+    if not torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        return value
+    written.add(hashlib.sha256(buffer.getvalue()).hexdigest())
+    return Code(buffer.getvalue())
 
 
-def _take_code(saved: dict[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Take from the contents of a file what `torch.load` would refuse, and return it by its place."""
-    code: dict[tuple[str, ...], Any] = {}
-    for key, value in list(saved.items()):
-        # one level deeper where a program's own values lie side by side
-        is_nested = isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
-        holder: dict[str, Any] = dict(value) if is_nested else saved
-        for name in list(holder) if is_nested else [key]:
-            try:
-                if _is_code(holder[name]):
-                    code[(key, name) if is_nested else (key,)] = holder.pop(name)
-            except Exception as error:  # whatever a class of the program's raises when it is pickled
-                log.warning("The checkpoint does not hold %s, which cannot be pickled: %s", name, error)
-                del holder[name]
-        if is_nested:
-            saved[key] = holder
-    return code
+def _is_nested(key: str, value: Any) -> bool:
+    """Return whether a program's own values lie side by side under a key of a file."""
+    return isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
+
+
+def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, Any]:
+    """Return the contents of a file with Code for what `torch.load` would refuse."""
+    wrapped = {}
+    for key, value in values.items():
+        try:
+            wrapped[key] = _wrap_code(value, False) if is_outer and _is_nested(key, value) else _wrapped(key, value)
+        except Exception as error:  # whatever a class of the program's raises when it is pickled
+            log.warning("The checkpoint does not hold %s, which cannot be pickled: %s", key, error)
+    return wrapped
 
 
 # --- between the contents of a run's checkpoint and those of a file ---------------------------------------------------
@@ -188,14 +203,8 @@ def write(path: Path, saved: dict[str, Any]) -> None:
         except Exception:  # a value that cannot be pickled; or a full disk, which the next attempt meets too
             has_code = True
         if has_code:
-            saved = dict(saved)
-            code, buffer = _take_code(saved), BytesIO()
-            torch.save(code, buffer)
-            written.add(hashlib.sha256(buffer.getvalue()).hexdigest())
-            pickled = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-            saved[KEY] = {**saved.get(KEY, {}), "code": pickled, "code_names": sorted(code)}
             try:
-                torch.save(saved, partial)
+                torch.save(_wrap_code(saved), partial)
             except RuntimeError as error:  # of torch's writer, on a full disk for one
                 raise OSError(str(error)) from error
         # synced before the rename, or a power cut leaves an empty file under the right name
@@ -211,35 +220,40 @@ def write_module(path: Path, module: Any) -> None:
 
 def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
     """Return what a file holds; with weights_only=False, which the program must say, code in it may run."""
-    if weights_only is False:
-        saved = torch.load(source, map_location=map_location, weights_only=False)
-    else:
-        # an open file or an address may not be read twice
-        if isinstance(source, (str, Path)):
-            _require_undamaged(Path(source))
+    is_trusted = weights_only is False
+    if isinstance(source, (str, Path)):
+        _require_undamaged(Path(source))
+    try:
         with torch.serialization.safe_globals(_plain_classes()):
             saved = torch.load(source, map_location=map_location, weights_only=True)
-    if isinstance(saved, dict) and "code" in saved.get(KEY, ()):
-        _put_code_back(saved, is_trusted=weights_only is False)
-    return saved
+    except Exception:  # of a file of Lightning's, or another's, with code in it
+        if not is_trusted:
+            raise
+        if hasattr(source, "seek"):
+            source.seek(0)
+        return torch.load(source, map_location=map_location, weights_only=False)
+    return _read_code(saved, is_trusted) if isinstance(saved, dict) else saved
 
 
-def _put_code_back(saved: dict[str, Any], is_trusted: bool) -> None:
-    of_legato = saved[KEY]
-    pickled, names = of_legato.pop("code").cpu().numpy().tobytes(), of_legato.pop("code_names")
-    # code that this process has written is as trustworthy as the process; a hash, as the file may be another by now
-    if is_trusted or hashlib.sha256(pickled).hexdigest() in written:
-        for place, value in torch.load(BytesIO(pickled), map_location="cpu", weights_only=False).items():
-            holder = saved if len(place) == 1 else saved.setdefault(place[0], {})
-            holder[place[-1]] = value
-        return
-    for prefix in ("", "datamodule_"):
-        left_out = [name for key, *rest in names for name in rest if key == f"{prefix}hyper_parameters"]
-        if left_out:
-            saved[prefix + LEFT_OUT] = left_out
-    others = [".".join(place) for place in names if not place[0].endswith("hyper_parameters")]
+def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
+    """Read the pickles within that are trusted, or that this process has written; leave out all others, and say so."""
+    places = [("", saved, key) for key in saved]
+    places += [(key, values, name) for key, values in saved.items() if _is_nested(key, values) for name in values]
+    others = []
+    for key, holder, name in places:
+        code = holder[name]
+        # what this process has written is as trustworthy as the process; a hash, as the file may be another by now
+        if isinstance(code, Code) and (is_trusted or hashlib.sha256(code.pickled).hexdigest() in written):
+            holder[name] = torch.load(BytesIO(code.pickled), map_location="cpu", weights_only=False)
+        elif isinstance(code, Code):
+            del holder[name]
+            if key.endswith("hyper_parameters"):
+                saved.setdefault(key.removesuffix("hyper_parameters") + LEFT_OUT, []).append(name)
+            else:
+                others.append(f"{key}.{name}".lstrip("."))
     if others:
         log.warning("The checkpoint holds code under %s, which is left out: say weights_only=False.", ", ".join(others))
+    return saved
 
 
 def _require_undamaged(path: Path) -> None:

@@ -67,9 +67,9 @@ def file_with(attack: Any, place: str) -> Any:
         saved["added"] = [attack]
     elif place == "code of ours":  # as this program stores code, but not by this process
         buffer = io.BytesIO()
-        torch.save({("hyper_parameters", "loss"): attack}, buffer)
-        code = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        saved["legato"] = {"code": code, "code_names": [("hyper_parameters", "loss")]}
+        torch.save(attack, buffer)
+        code = checkpoint.Code(buffer.getvalue())
+        saved |= {"hyper_parameters": {"width": 2, "loss": code}, "note": code, "deep": [{"note": code}]}
     return attack if place == "whole file" else saved
 
 

@@ -1,6 +1,7 @@
 """What hooks add to a checkpoint and it cannot hold: kept in the process, as programs for Lightning expect."""
 
 import io
+import pickle
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_it_comes_back_in_the_process(tmp_path, caplog):
     torch.save({"state_dict": model.state_dict(), "hyper_parameters": {"width": 2}, "scale": 1, "note": "x"}, buffer)
     buffer.seek(0)
     assert torch.equal(Model.load_from_checkpoint(buffer, loss=None).layer.weight, model.layer.weight)
+
+
+def test_torch_reads_code_in_its_place_where_the_program_trusts_the_file(tmp_path):
+    best = fit(tmp_path, Model(loss=torch.nn.MSELoss())).checkpoint_callback.best_model_path
+    saved = torch.load(best, weights_only=False)
+    assert isinstance(saved["hyper_parameters"]["loss"], torch.nn.MSELoss)
+    assert saved["scale"].factor == 3
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(best)  # as of a file of Lightning's
 
 
 def test_elsewhere_it_is_handed_over_or_named(tmp_path):
