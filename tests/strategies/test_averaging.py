@@ -166,6 +166,6 @@ def test_weights_are_shared_in_pieces_of_bounded_size():
     (first, second), sent = run_workers(shared_in_pieces, 2)
     assert all(map(torch.equal, first, second))
     assert first[-3] == 0
-    assert max(sent) < 500 + 30 * 50 * 4
+    assert [size for size in sent if size > 500] == [30 * 50 * 4]  # alone, without a copy
     assert sum(sent) == sum(tensor.nbytes for tensor in first)
     assert len(sent) > 3

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -67,8 +68,10 @@ class Ranks:
         for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for some in by_device.values():
-            ends = accumulate(tensor.nbytes for tensor in some)
-            for _, piece in groupby(zip(ends, some, strict=True), key=lambda pair: pair[0] // PIECE):
+            ends = list(accumulate((tensor.nbytes for tensor in some), initial=0))
+            # by the pieces in which a tensor begins and ends: a large one is by itself, and goes without a copy
+            numbers = [(start // PIECE, end // PIECE) for start, end in pairwise(ends)]
+            for _, piece in groupby(zip(numbers, some, strict=True), key=itemgetter(0)):
                 self._broadcast_piece([tensor for _, tensor in piece], source)
 
     def _broadcast_piece(self, tensors: Sequence[Tensor], source: int) -> None:
