@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -65,8 +65,6 @@ class DDPStrategy(GroupStrategy):
         self.ddp_forward: Callable[..., Any] | None = None
         self.require_reduced: Callable[[], object] = nullcontext
         """Raises RuntimeError where DDP misses a gradient after the last backward of a step."""
-        self.nothing: Tensor | None = None
-        """Loss without effect that stands in when training_step returns None."""
         self.undo_batch_norm: Callable[[], None] | None = None
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
@@ -147,20 +145,17 @@ class DDPStrategy(GroupStrategy):
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers")
             return DistributedDataParallel(
-                self._steps_of(task),
-                device_ids=self._device_ids(),
+                DDPSteps(task, self._call_step),
+                # to which DDP may move inputs; None: they stay where they are
+                device_ids=[self.device] if self._only_device() and has_streams(self.device) else None,
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
                 broadcast_buffers=False,  # in each forward; `end_step` does it
                 **options,
             )
 
-    def _steps_of(self, task: "Task") -> "DDPSteps":
-        return DDPSteps(task)
-
-    def _device_ids(self) -> list[torch.device] | None:
-        """Return the device to which DDP may move inputs; None: they stay where they are."""
-        return [self.device] if has_streams(self.device) else None
+    def _call_step(self, name: str, arguments: Sequence[Any]) -> Any:
+        return getattr(self.task, name)(*arguments)
 
     def teardown(self) -> None:
         """Drop the wrapper, and with it its hooks on the parameters."""
@@ -182,15 +177,9 @@ class DDPStrategy(GroupStrategy):
         if ddp.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
             ddp.require_backward_grad_sync = last
         if self.precision.forward_context is nullcontext:  # four calls less
-            output = forward("training_step", *arguments)
-        else:
-            with self.precision.forward_context():
-                output = forward("training_step", *arguments)
-        if type(output) is not _Nothing:
-            return output
-        # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
-        self.nothing = output.loss
-        return None
+            return forward("training_step", *arguments)
+        with self.precision.forward_context():
+            return forward("training_step", *arguments)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Send a gradient of zero, since the other ranks' reduction waits for every parameter of every rank."""
@@ -200,16 +189,13 @@ class DDPStrategy(GroupStrategy):
                 f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."
             )
         if self.ddp is not None and last:
-            self._zero_loss(after_forward).backward()
+            self._zero_loss().backward()
 
-    def _zero_loss(self, after_forward: bool) -> Tensor:
+    def _zero_loss(self) -> Tensor:
         """Return a loss whose backward sends zeros for this rank's last batch."""
         assert self.ddp is not None
-        if not after_forward:
-            self.ddp.require_backward_grad_sync = True
-            self.nothing = self.ddp("nothing").loss
-        loss, self.nothing = self.nothing, None
-        assert loss is not None
+        self.ddp.require_backward_grad_sync = True
+        loss: Tensor = self.ddp("nothing")  # a forward, which prepares DDP's reducer, anew after one without a loss
         return loss
 
     def end_step(self) -> None:
@@ -247,15 +233,14 @@ class DDPStrategy(GroupStrategy):
 class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task, for DDP to wrap."""
 
-    def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any] | None = None) -> None:
-        """`run`: calls a step by its name, instead of the task's method."""
+    def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
+        """`run`: calls a step by its name."""
         super().__init__()
-        self.task, self.run = task, run or (lambda name, arguments: getattr(task, name)(*arguments))
+        self.task, self.run = task, run
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
-        """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
-        output = None if name == "nothing" else self.run(name, arguments)
-        return _Nothing(self.nothing()) if output is None else output
+        """Return what the step `name` returns; for "nothing" a loss without effect."""
+        return self.nothing() if name == "nothing" else self.run(name, arguments)
 
     def nothing(self) -> Tensor:
         """Return a loss whose gradient changes nothing, for every parameter that is trained."""
@@ -263,9 +248,3 @@ class DDPSteps(nn.Module):
         # since 0.0 would turn other ranks' -0.0 into 0.0, which one process without this rank does not.
         nothing = [(parameter * -0.0).sum().float() for parameter in trainable(self.task)]
         return torch.stack([zero.to(nothing[0].device) for zero in nothing]).sum()  # parts may live on several devices
-
-
-class _Nothing(NamedTuple):
-    """Output that stands in for that of a step that returned None, or of a rank without a batch."""
-
-    loss: Tensor

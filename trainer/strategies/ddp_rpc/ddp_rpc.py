@@ -277,7 +277,7 @@ class DDPRPCStrategy(DDPStrategy):
             self._close_context()
         else:
             self._open_context()
-            self.backward(self._zero_loss(after_forward), last=True)
+            self.backward(self._zero_loss(), last=True)
 
     def abandon_step(self) -> None:
         """Drop the gradients of a step that ends before its last batch, here and on the servers."""

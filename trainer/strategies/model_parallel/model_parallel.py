@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
 from ....base.tensors import count_samples
-from ...data.sampling import Layout
 from ...data.transfer import to_device
 from ...processes.place import Place
-from ..ddp import DDPSteps, DDPStrategy
+from ..ddp import DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
 from .parts import Split, check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
@@ -127,20 +125,18 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.devices = list(self.parts)
 
     def _only_device(self) -> torch.device | None:
-        """Return None: the parts are on several devices."""
-        return None
-
-    def _device_ids(self) -> list[torch.device] | None:
-        """Return None: DDP must leave inputs where they are for a module on several devices."""
+        """Return None: the parts are on several devices, and DDP must leave inputs where they are."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
         """Put the parts of the task on their devices, unless it has done so itself; never all of it on one.
 
-        Raises ConfigError where it is neither placed nor says how it can be cut.
+        Raises ConfigError where it is neither placed nor says how it can be cut, or where micro-batches do not work.
         """
         self.task = task
+        if self.micro_batches > 1:
+            self._refuse_pieces(task)
         self._sync_batch_norm(task)
         self.precision.place(task)
         self._remove_hooks()
@@ -191,24 +187,16 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"({', '.join(map(str, self.parts))}): {first_names(astray)}. Place them in configure_model."
             )
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
-        """Prepare the placed task for training. Raises ConfigError where micro-batches do not work."""
-        if self.micro_batches > 1 and optimizers and not task.automatic_optimization:
+    def _refuse_pieces(self, task: "Task") -> None:
+        if task.trainer.stage == "fit" and not task.automatic_optimization:
             raise ConfigError(
                 f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
                 f"optimization each call would update the weights. Leave micro_batches out."
             )
-        return super().prepare(task, optimizers, layout, one_order)
-
-    def _sync_batch_norm(self, task: "Task") -> None:
-        """Compute the statistics of batch norm over all processes."""
-        if self.micro_batches > 1 and task.trainer.sync_batchnorm:
+        if task.trainer.sync_batchnorm:
             raise ConfigError(
                 "sync_batchnorm=true takes statistics over batches, of which micro_batches makes pieces. Leave one out."
             )
-        super()._sync_batch_norm(task)
 
     def teardown(self) -> None:
         """Remove the hooks; a task that was cut here is moved back to the host."""
@@ -219,9 +207,6 @@ class DDPModelParallelStrategy(DDPStrategy):
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def _steps_of(self, task: "Task") -> DDPSteps:
-        return DDPSteps(task, self._run_pieces if self.micro_batches > 1 else None)
-
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
         """Call training_step, with each piece of the batch where there are `micro_batches`."""
         if self.micro_batches == 1 or self.ddp is not None:
@@ -229,10 +214,12 @@ class DDPModelParallelStrategy(DDPStrategy):
         if self.by_replica:
             self._open_replica(replica)
         with self.precision.forward_context():
-            return self._run_pieces("training_step", arguments)
+            return self._call_step("training_step", arguments)
 
-    def _run_pieces(self, name: str, arguments: Sequence[Any]) -> Any:
+    def _call_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` with each piece of the batch; return what it would return for the whole of it."""
+        if self.micro_batches == 1:
+            return super()._call_step(name, arguments)
         assert self.task is not None
         batch, *others = arguments
         step, metrics, samples = getattr(self.task, name), self.task.trainer.metrics, count_samples(batch)
