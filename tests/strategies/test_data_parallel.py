@@ -45,7 +45,7 @@ class Classifier(lg.Task):
 class Run(TrainerArguments):
     """As much of a trainer as a strategy and `Task.log` look at."""
 
-    running, global_step = False, 0
+    running, global_step, stage = False, 0, ""
 
 
 @contextmanager
@@ -58,7 +58,8 @@ def attached(task, devices, replicas=1, strategy=None, **arguments):
     run.metrics = Metrics(strategy.collectives, 1, task)
     try:
         strategy.place_task(task)
-        strategy.prepare(task, [task.configure_optimizers()], Layout(replicas, 1))
+        strategy.layout = Layout(replicas, 1)
+        strategy.prepare(task, [task.configure_optimizers()])
         yield strategy
     finally:
         strategy.teardown()

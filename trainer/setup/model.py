@@ -51,9 +51,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     # no difference to the one of the config.
     described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
     transfer = make_transfer(call)
-    one_order = call.bitwise or call.members_change
-    by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
-    optimization.take_optimizers(strategy.prepare(task, optimization.optimizers, call.layout, one_order and by_replica))
+    optimization.take_optimizers(strategy.prepare(task, optimization.optimizers))
     if stage == "fit" and call.keyed:
         call.drift.ranks = strategy.weight_ranks
     numerics = find_numerics(call, optimization) if stage == "fit" else {}

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from ...base.errors import ConfigError, TaskError
 from ...base.torch_private import copy_to_each
 from ..accelerators import backend_for, make_current
-from ..data.sampling import Layout
 from ..optimization.precision import Precision
 from ..processes.place import Place, find_group
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
@@ -81,12 +80,10 @@ class GroupStrategy(Strategy):
         """Return the backend of the process group."""
         return backend_for(self.device, self.process_group_backend)
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task for training; every rank begins with the weights of rank 0."""
         self.flat_sum = FlatSum(task, self.data_ranks) if self.data_ranks.size > 1 else None
-        prepared = super().prepare(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers)
         self._share_weights(task)
         return prepared
 

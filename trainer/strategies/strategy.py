@@ -162,16 +162,13 @@ class Strategy:
                 f"{self.name!r} has batches on {self.data_ranks.size}. Leave it out, or set replicas to their number."
             )
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
-        """Prepare the placed task for training on this layout of replicas; return the optimizers to use.
-
-        `one_order`: add gradients up in an order that does not depend on the number of processes.
-        """
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Prepare the placed task for training on the layout of replicas; return the optimizers to use."""
         from ...tasks.task import Task
 
-        self.one_order, self.replica = one_order, None
+        trainer, self.replica = task.trainer, None
+        in_order = (trainer.reproducible == "bitwise" or self.elastic) and trainer.stage == "fit"
+        self.one_order = one_order = in_order and task.automatic_optimization
         self.own_backward = type(task).backward is not Task.backward
         self.plain_backward = not (self.own_backward or one_order or self.precision.scaler is not None)
         self.engine = torch_private.backward_engine()
@@ -179,11 +176,11 @@ class Strategy:
             # small matrix kernels give other bits at another memory alignment (F.linear with narrow outputs in 12 of 15
             # offsets)
             align_in_place([*task.parameters(), *task.buffers()])
-        several = len(layout.owned(self.data_ranks.rank)) > 1
+        several = len(self.layout.owned(self.data_ranks.rank)) > 1
         self.by_replica = bool(optimizers) and task.automatic_optimization and (several or one_order)
         # one replica that nobody shares needs no snapshots of its buffers: a copy of all buffers in each step saved
         self.buffers = ReplicaBuffers(task if several or self.data_ranks.size > 1 or self.elastic else None)
-        self.regroup(layout)
+        self.regroup(self.layout)
         return list(optimizers)
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:

@@ -17,7 +17,6 @@ from ...base.errors import ConfigError
 from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_own_data, without_data
 from ..data.randomness import generator_states, same_states
-from ..data.sampling import Layout
 from ..optimization.optimizers import may_draw, needs_closure
 from ..processes.place import Place
 from ..processes.ranks import SINGLE
@@ -45,11 +44,9 @@ class Zero1Strategy(DDPStrategy):
     def _require_elastic(self) -> None:
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task; return optimizers that update this process's part, and take the rest from others."""
-        prepared = super().prepare(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._dealt_out(optimizer) for optimizer in prepared]
 
     def _dealt_out(self, optimizer: Optimizer) -> Optimizer:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ....base.errors import ConfigError, add_note
 from ....base.tensors import count_samples
 from ....base.torch_private import is_compiled
-from ...data.sampling import Layout
 from ..pieces import chunk_sizes, combine, combine_losses, split
 from ..strategy import Strategy
 from .copies import copy_to_devices, find_metrics, keep_buffers, log_as, share_metrics
@@ -40,11 +39,9 @@ class DataParallelStrategy(Strategy):
         self.checked_steps: set[str] = set()
 
     # --- the task ---------------------------------------------------------------------------------------------------
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the task; raises ConfigError for what several devices cannot do."""
-        prepared = super().prepare(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
             self._refuse_what_copies_cannot_do(task)
         self.cuts_batches = len(self.devices) > 1

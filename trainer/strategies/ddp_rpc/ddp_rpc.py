@@ -19,7 +19,6 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError
-from ...data.sampling import Layout
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
 from ...processes.place import Place
@@ -159,13 +158,11 @@ class DDPRPCStrategy(DDPStrategy):
         # rank 0 loads weights on the servers; no other may call a module before that
         self.collectives.barrier()
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Make the servers' optimizers. Raises ConfigError for what does not go with remote modules."""
         if optimizers:
             self._refuse(task, optimizers)
-        prepared = super().prepare(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers)
         self.context, self.held = None, {}
         if not optimizers:
             return prepared

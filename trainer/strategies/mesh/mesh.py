@@ -255,16 +255,14 @@ class MeshStrategy(GroupStrategy):
         elif not self.meta_init:
             task.to(self.device)
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
         if self.mesh is not None:
-            if one_order:
+            if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
             refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1 or self.sizes.pipeline > 1)
             dtensors.step_one_by_one(optimizers)
-        prepared = super().prepare(task, optimizers, layout, one_order)
+        prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
         return prepared
 

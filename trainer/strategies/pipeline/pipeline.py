@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
 from ....base.tensors import local_part
-from ...data.sampling import Layout
 from ...processes.place import Place
 from ...processes.ranks import SINGLE
 from ..mesh import dtensors
@@ -120,9 +119,7 @@ class PipelineMeshStrategy(MeshStrategy):
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
                 local.data = local.data.to(self.device)
 
-    def prepare(
-        self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False
-    ) -> list[Optimizer]:
+    def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
         if self.schedules is not None and optimizers:
             from ....tasks.task import Task
@@ -134,7 +131,7 @@ class PipelineMeshStrategy(MeshStrategy):
                     "A pipeline needs reproducible: order. All processes of one load the same batch, which without "
                     "keyed random numbers they would not."
                 )
-        return super().prepare(task, optimizers, layout, one_order)
+        return super().prepare(task, optimizers)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host; every rank calls it."""
