@@ -5,6 +5,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...callbacks.checkpoint_callback import CheckpointCallback
+from ...tasks.data_hooks import DataHooks
+from ...trainer.hooks import overrides
 from .aliases import alias
 from .attributes import TrainerAttributes
 from .checkpoint import read
@@ -45,7 +47,7 @@ class DataLoaderSource(Connector):
 
     def is_defined(self) -> bool:
         """Return whether there are loaders, or a method for them."""
-        return not self.is_module() or hasattr(self.owner, self.name)
+        return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
         """Return the loaders: those of the run, those that were given, or what the method returns."""

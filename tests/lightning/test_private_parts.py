@@ -74,3 +74,16 @@ def test_connectors_of_callbacks_and_values(tmp_path):
         seen.append([type(one).__name__ for one in connector._reorder_callbacks([saves, plain])])
         found.append(seen)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("package", [room, real])
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_loop_tells_whether_anything_gives_its_loaders(package, validates):
+    seen = []
+
+    def setup(self, stage):
+        seen.append(self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined())
+
+    methods = {"val_dataloader": lambda self: loader()} if validates else {}
+    package.Trainer(**QUIET, accelerator="cpu", max_steps=1).fit(module(package, setup=setup, **methods), loader())
+    assert seen == [validates]
