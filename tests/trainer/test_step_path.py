@@ -153,7 +153,7 @@ class Counting(Small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loader", "most"), [(stream, 29), (map_style, 39)])
+@pytest.mark.parametrize(("loader", "most"), [(stream, 30), (map_style, 39)])
 def test_a_bare_step_calls_python_few_times(trainer, loader, most):
     task = Counting(20, 276)  # two times 4,096 samples, for which the order is worked out at once
     trainer(log_every_n_steps=1000).fit(task, loader(280))

@@ -67,34 +67,36 @@ class DealtData:
         return deal.is_whole(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
+        """Return the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
             # a sampler may draw from a generator that is not seeded alike on all ranks
             drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
-        for number, step in enumerate(self.steps(order, deal, start_step, batches), start_step + 1):
-            if self.dealing.whole_rounds and step.samples and not step.whole:
-                raise DataError(
-                    f"trainer.leave_out_samples leaves a replica without a batch in step {number} of epoch {epoch}, "
-                    f"but manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch "
-                    f"size or one replica."
-                )
-            yield step
+        return self.steps(order, deal, start_step, batches)
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on, with the next of `batches` for each batch."""
-        replicas, leaders = self.dealing.replicas, self.dealing.leaders
-        for step in range(start_step, deal.steps):
+        replicas, leaders, last = self.dealing.replicas, self.dealing.leaders, deal.steps - 1
+        for step in range(start_step, last + 1):
             found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
                 masks, place = replica not in replicas, (order, start, stop)
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
+            rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
+            # only the last round may lack batches, or any where samples are left out
+            whole = (step < last and deal.count is None) or deal.is_whole(step)
             samples = order.samples(*deal.step_positions(step))
-            yield StepInput(found, samples, len(deal.rounds_of(step)), deal.is_whole(step), masked)
+            if self.dealing.whole_rounds and samples and not whole:
+                raise DataError(
+                    f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of an epoch, but "
+                    f"manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch size or "
+                    f"one replica."
+                )
+            yield StepInput(found, samples, rounds, whole, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""

@@ -241,8 +241,7 @@ class Deal:
 
     def is_whole(self, step: int) -> bool:
         """Return whether every replica has a batch in each round of a step."""
-        # only the last round may lack batches, or any where samples are left out
-        if self.rounds == 0 or (self.count is None and step < self.steps - 1):
+        if self.rounds == 0:
             return True
         return len(self.spans(step, range(self.replicas))) == self.replicas * len(self.rounds_of(step))
 

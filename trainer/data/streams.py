@@ -79,17 +79,22 @@ class StreamData:
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
-        dealing, replicas = self.dealing, self.dealing.layout.replicas
+        replicas, in_step = self.dealing.layout.replicas, self.dealing.accumulate * self.dealing.layout.replicas
         batches = self._read(epoch, start_step, batches_at_most)
-        while items := list(islice(batches, dealing.accumulate * replicas)):
+        while items := list(islice(batches, in_step)):
             rounds, rest = divmod(len(items), replicas)
-            if rest and dealing.whole_rounds:
+            if rest and self.dealing.whole_rounds:
                 return
+            found, theirs, samples = list[ReplicaBatch](), list[ReplicaBatch](), 0
+            for item in items:  # one loop and no generators, since it runs in every step
+                samples += item.samples
+                if not item.masked:
+                    found.append(item)
+                elif item.batch is not _END:
+                    theirs.append(item)
             # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
-            found = sorted((item for item in items if item.replica in dealing.replicas), key=attrgetter("replica"))
-            theirs = [item for item in items if item.masked and item.batch is not _END]
-            masked = theirs[: max(0, len(theirs) - len(found))]
-            yield StepInput(found, sum(item.samples for item in items), rounds + bool(rest), rest == 0, masked)
+            found.sort(key=attrgetter("replica"))
+            yield StepInput(found, samples, rounds + bool(rest), rest == 0, theirs[: max(0, len(theirs) - len(found))])
 
     def _read(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[ReplicaBatch]:
         """Yield the batches of all replicas; those that this process runs for nobody have `_END` for their data."""

@@ -127,7 +127,8 @@ class Metrics:
         # Not within a training step: if the step is dropped or repeated, its values must not be in the sums yet.
         if len(self.pending) >= PENDING_LIMIT and (self.batches_of_step == 1 or not trains):
             self.flush()
-        self.states.open_replica(replica)
+        if self.states.by_path:
+            self.states.open_replica(replica)
 
     def leave_batches(self, samples: int) -> None:
         """Attribute the following values to this process and no batch, as in hooks called once per step or epoch."""
