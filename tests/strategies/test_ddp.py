@@ -62,6 +62,19 @@ def test_a_second_backward_of_the_tasks_own_counts_on_every_process():
     assert close(trained(Halves(), max_epochs=2, **TWO), expected)
 
 
+class Keeps(Halves):
+    """Clears gradients before every second step only."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if self.global_step % 2 == 0:
+            optimizer.zero_grad()
+
+
+def test_gradients_that_a_task_keeps_are_not_added_up_again():
+    expected = in_one(Keeps(), max_epochs=2)
+    assert close(trained(Keeps(), max_epochs=2, **TWO), expected)
+
+
 def test_what_the_run_built_comes_back():
     class BuildsLater(Net):
         def configure_model(self):

@@ -119,17 +119,20 @@ class DDPStrategy(GroupStrategy):
         task = self.task
         if layout is None or task is None or self.place.world_size == 1 or self.one_order:
             return
-        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. A task's own
-        # `backward` may call backward twice, of which DDP reduces the first. Without trained parameters DDP's
-        # constructor raises.
-        if task.automatic_optimization and not self.own_backward and any(True for _ in trainable(task)):
+        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without trained
+        # parameters DDP's constructor raises.
+        if not task.automatic_optimization or not any(True for _ in trainable(task)):
+            return
+        # DDP divides the sum over ranks by their number, so that gradients which a task keeps from the step before stay
+        # as they are. Under 16-mixed that is undone on the gradients: a larger loss would overflow on more processes
+        # only.
+        if self.precision.scaler is None:
+            self.loss_scale = float(self.data_ranks.size)
+        # a task's own `backward` may call backward twice, of which DDP reduces the first
+        if not self.own_backward:
             self.ddp = self._wrap(task)
             self.ddp_forward = self.ddp.forward
             self.require_reduced = reduction_check(self.ddp)
-            # DDP divides the sum over ranks by their number. Under 16-mixed that is undone on the gradients: a larger
-            # loss would overflow on more processes only.
-            if self.precision.scaler is None:
-                self.loss_scale = float(self.data_ranks.size)
 
     def _drop_ddp(self) -> None:
         # all three refer to the C++ reducer

@@ -100,7 +100,7 @@ class GroupStrategy(Strategy):
 
     def _add_up_ranks(self) -> None:
         if self.flat_sum is not None and self.task is not None:
-            self.flat_sum.add_up(list(trainable(self.task)))
+            self.flat_sum.add_up(list(trainable(self.task)), int(self.loss_scale))
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average gradients over ranks; a rank without one counts as zero."""
