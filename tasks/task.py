@@ -232,7 +232,10 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         TaskError outside of a run.
         """
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
-        self.trainer.current_run.metrics.log(name, value, batch_size, options)
+        # not by `self.trainer`: torch.compile would trace on into the metrics, and end with a warning about `.grad`
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        run = None if trainer is None else trainer.run
+        (self.trainer.current_run if run is None else run).metrics.log(name, value, batch_size, options)
 
     def log_dict(  # noqa: PLR0913 (Lightning's signature)
         self,

@@ -175,7 +175,7 @@ class MeshStrategy(GroupStrategy):
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
             self.among = data_ranks(self.mesh, self.sizes)
             self.mesh_states.open_writers(place.rank, place.world_size)
-        self.data_ranks, self.weight_ranks = self.among, self.ranks_along("data")
+        self.data_ranks, self.weight_ranks = self.among, self._ranks_along("data")
         # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
         shard = self.mesh.get_local_rank("shard") if self.device.type == "cpu" else 0
         self.shard = self.mesh.get_local_rank("pipeline") + self.sizes.pipeline * shard
@@ -187,7 +187,7 @@ class MeshStrategy(GroupStrategy):
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
-    def ranks_along(self, axis: str) -> Ranks:
+    def _ranks_along(self, axis: str) -> Ranks:
         """Return the processes that differ from this one on an axis alone."""
         if self.mesh is None:
             return SINGLE

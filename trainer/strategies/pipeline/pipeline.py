@@ -83,7 +83,7 @@ class PipelineMeshStrategy(MeshStrategy):
             if self.meta_init:
                 raise ConfigError("strategy mesh: meta_init hands out parts of tensors, of which a pipeline has none.")
         super().join(place, devices, precision)
-        self.stage_ranks = self.ranks_along("pipeline")
+        self.stage_ranks = self._ranks_along("pipeline")
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
@@ -210,7 +210,7 @@ class PipelineMeshStrategy(MeshStrategy):
         own = [one for one in self.owners.own_tensors() if isinstance(one, nn.Parameter)]
         if self.sizes.shard > 1:  # what is sharded has met in backward
             own = [one for one in own if not isinstance(one, DTensor)]
-        for ranks in map(self.ranks_along, ("data", "shard")):
+        for ranks in map(self._ranks_along, ("data", "shard")):
             # which parameters have a gradient differs from pipeline to pipeline, but the collectives below must not;
             # one that a pipeline lacks counts as zero
             present = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32)
@@ -228,4 +228,4 @@ class PipelineMeshStrategy(MeshStrategy):
             return
         own = [one for one in self.owners.own_tensors() if not isinstance(one, nn.Parameter)]
         for axis in ("data", "shard"):
-            self.ranks_along(axis).broadcast_tensors(own)
+            self._ranks_along(axis).broadcast_tensors(own)
