@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import lab as lab
     from . import loggers as loggers
     from . import tasks as tasks
+    from .base.place import rank_zero_only as rank_zero_only
     from .base.version import __version__ as __version__
     from .callbacks.callback import Callback as Callback
     from .lab import testing as testing
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .trainer import strategies as strategies
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
-    from .trainer.processes.place import rank_zero_only as rank_zero_only
     from .trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
     from .trainer.trainer import Trainer as Trainer
 
@@ -54,7 +54,7 @@ _HOMES = {
     "DataModule": ".tasks.data_module",
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
-    "rank_zero_only": ".trainer.processes.place",
+    "rank_zero_only": ".base.place",
     "replay": ".lab.replay",
     "seed_everything": ".trainer.data.randomness",
 }

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import legato as lg
 from examples.characters import ALPHABET, CharacterGPT
+from legato.base.place import find_place
 from legato.trainer.data.sampling import Layout
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 from legato.trainer.strategies import tree
 from legato.trainer.strategies.tree import GradientTree

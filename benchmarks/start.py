@@ -31,7 +31,7 @@ def by_legato() -> None:
     import torch
     from torch import distributed
 
-    from legato.trainer.processes.place import find_place
+    from legato.base.place import find_place
     from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
     place = find_place()

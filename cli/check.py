@@ -23,6 +23,7 @@ import torch
 
 from ..base.errors import ConfigError, LegatoError, WorkerError, did_you_mean
 from ..base.messages import is_quiet
+from ..base.place import find_place
 from ..base.quantities import first_validation, format_bytes, time_taken
 from ..base.run_names import CHECKPOINTS
 from ..callbacks.checkpoint import Checkpoint
@@ -35,7 +36,6 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
-from ..trainer.processes.place import find_place
 from ..trainer.processes.rendezvous import leave_process_group
 from .config.build import build_config
 from .config.resumed import load_to_fit

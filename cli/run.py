@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
 from ..base.messages import STDOUT, is_quiet, shown_options
+from ..base.place import find_place
 from ..base.quantities import time_taken
 from ..trainer.processes.launch import warm_up_for
-from ..trainer.processes.place import find_place
 from ..trainer.processes.requeue import requeue_early
 from ..trainer.processes.signals import exit_at_once, handling_end_signals
 from .config.build import build_config

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError, LegatoError
+from ..base.place import Place
 from ..trainer.optimization.precision import Precision
 from ..trainer.processes.devices import find_devices
-from ..trainer.processes.place import Place
 from ..trainer.strategies.servers import build_remote_modules
 from ..trainer.trainer import Trainer
 from .config.build import build_arguments, build_config

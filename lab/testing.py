@@ -12,10 +12,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..base.errors import HangError
+from ..base.place import find_place
 from ..callbacks.callback import Callback
 from ..tasks.task import Task
 from ..trainer.processes.launch import run_workers
-from ..trainer.processes.place import find_place
 from ..trainer.processes.rendezvous import leave_process_group
 
 if TYPE_CHECKING:

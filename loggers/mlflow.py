@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.environment import get_variable
-from ..trainer.processes.place import current_rank
+from ..base.place import current_rank
 from .hyperparameters import flat_params
 from .logger import Logger, NoExperiment
 

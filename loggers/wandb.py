@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..trainer.processes.place import current_rank, find_place
+from ..base.place import current_rank, find_place
 from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 

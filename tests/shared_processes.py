@@ -11,8 +11,8 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
+from legato.base.place import find_place
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 
 SECONDS = 120
 """After which a case counts as hanging: its processes write down where they are, and end."""

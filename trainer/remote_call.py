@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..base.environment import restart_count
+from ..base.place import Place, find_place
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
 from .data.sampling import Layout
@@ -18,7 +19,6 @@ from .data.transfer import to_host
 from .metrics.torchmetrics import load_states, states_of
 from .processes.launch import find_node, run_workers, warm_up_for
 from .processes.membership import RunFinished
-from .processes.place import Place, find_place
 from .processes.rendezvous import leave_process_group
 from .processes.requeue import requeue_early
 from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal

@@ -8,10 +8,10 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.messages import let_be_seen
+from ...base.place import find_place
 from ...base.run_names import CONFIG
 from ...base.targets import TARGET
 from ...base.values import Key, same
-from ...trainer.processes.place import find_place
 from ...trainer.runs.places import newest_to_resume
 from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
 from .check import Config, load_config

@@ -16,11 +16,11 @@ import torch
 
 from ...base.environment import get_variable
 from ...base.errors import ConfigError
+from ...base.place import find_place
 from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...loggers.hyperparameters import flat_params, write_hyperparameters
 from ...loggers.logger import NoExperiment
 from ...tasks.hyperparameters import plain_containers
-from ...trainer.processes.place import find_place
 from .aliases import alias
 from .placeholders import UnsupportedAttributeError, UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...trainer.processes.place import Place, find_place
+from ...base.place import Place, find_place
 from ...trainer.strategies.strategy import SingleStrategy
 from .placeholders import UnsupportedError, refuse_overrides
 

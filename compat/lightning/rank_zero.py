@@ -4,7 +4,7 @@ import logging
 import warnings
 from typing import Any
 
-from ...trainer.processes.place import current_rank
+from ...base.place import current_rank
 
 try:
     from lightning_utilities.core import rank_zero

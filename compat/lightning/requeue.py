@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.environment import requeued_job, slurm_job
-from ...trainer.processes.place import find_place
+from ...base.place import find_place
 
 
 def is_requeued_by_default() -> bool:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from ...base.errors import ConfigError
+from ...base.place import find_place
 from ...callbacks.callback import Callback
 from ...tasks.task import Task
 from ...trainer.hooks import check_hook_arguments, describe_misnomers, overrides
-from ...trainer.processes.place import find_place
 from .accelerators import KINDS
 from .arguments import (
     AnyCallback,

@@ -11,8 +11,8 @@ from forked import Forked, completed, run_module, run_script
 from waiting import free_port, own_lines
 
 from legato.base.errors import ConfigError
+from legato.base.place import Place, find_place
 from legato.trainer import accelerators
-from legato.trainer.processes.place import Place, find_place
 from legato.trainer.processes.rendezvous import find_store, first_host, join_process_group
 
 TIMEOUT = timedelta(seconds=20)
@@ -101,7 +101,7 @@ import json, os, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes.place import find_place
+from legato.base.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
 for variables, init_method in json.loads(sys.argv[1]):
@@ -160,7 +160,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from legato.base.environment import restart_count
-from legato.trainer.processes.place import find_place
+from legato.base.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
 place = find_place()

@@ -8,7 +8,7 @@ from mesh_cases import CNN, mesh, outcome
 from shared_processes import run_cases
 
 from legato.base.errors import WorkerError
-from legato.trainer.processes.place import find_place
+from legato.base.place import find_place
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from forked import Forked, run_module
 from torch.distributed import TCPStore
 
 from legato.base.errors import ConfigError
+from legato.base.place import Place
 from legato.trainer.processes.layout import check_place, describe_layout
-from legato.trainer.processes.place import Place
 
 CABLE = """
 set -e

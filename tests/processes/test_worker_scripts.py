@@ -111,7 +111,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
+from legato.base.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group
 folder = pathlib.Path(sys.argv[1])
 
@@ -149,7 +149,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
+from legato.base.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group
 
 def work():

@@ -25,9 +25,9 @@ from waiting import children, wait_until
 
 from legato.base.environment import restart_count
 from legato.base.errors import ConfigError, TaskError, WorkerError
+from legato.base.place import Place, find_place
 from legato.trainer.processes import launch
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import Place, find_place
 from legato.trainer.processes.rendezvous import join_process_group
 
 TIMEOUT = timedelta(seconds=20)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.base.errors import TaskError
+from legato.base.place import find_place
 from legato.trainer.processes import ranks
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from torch import nn
 
 import legato as lg
 from legato.base.errors import LegatoError
+from legato.base.place import find_place
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 
 
 class Planned(Net):

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from legato.base.errors import ConfigError, TaskError, WorkerError
+from legato.base.place import find_place
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import leave_process_group
 
 NAMES = list(CASES)

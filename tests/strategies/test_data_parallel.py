@@ -11,10 +11,10 @@ from torch import nn
 import legato as lg
 from legato.base.arguments import TrainerArguments
 from legato.base.errors import ConfigError, DataError
+from legato.base.place import Place
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.transfer import to_device
 from legato.trainer.metrics.log import Metrics
-from legato.trainer.processes.place import Place
 from legato.trainer.strategies.data_parallel.data_parallel import DataParallelStrategy
 from legato.trainer.strategies.strategy import SingleStrategy
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import legato as lg
 from legato.base.errors import ConfigError, TaskError, WorkerError
+from legato.base.place import Place
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
-from legato.trainer.processes.place import Place
 from legato.trainer.strategies import DDPRPCStrategy
 
 

@@ -404,7 +404,7 @@ def test_a_task_may_call_something_of_its_own_devices():
 
 def test_too_many_processes_for_the_devices_of_a_machine():
     strategy = DDPModelParallelStrategy(devices_per_replica=2)
-    from legato.trainer.processes.place import Place
+    from legato.base.place import Place
 
     with pytest.raises(ConfigError, match="need 3 x 2 = 6 devices, but there are 4"):
         strategy.join(Place(0, 0, 0, 3, 3), [torch.device("cuda", index) for index in range(4)], 32)

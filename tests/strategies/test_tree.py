@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from legato.base.errors import TaskError
+from legato.base.place import find_place
 from legato.trainer.data.sampling import Layout
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.processes.place import find_place
 from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
 from legato.trainer.strategies import tree as bitwise_tree
 from legato.trainer.strategies.tree import (

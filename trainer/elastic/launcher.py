@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ...base.environment import all_variables
 from ...base.errors import ConfigError
+from ...base.place import Place
 from ..processes.launch import (
     SignalRelay,
     Worker,
@@ -21,7 +22,6 @@ from ..processes.launch import (
     threads_of_worker,
     warm_up,
 )
-from ..processes.place import Place
 from ..processes.rendezvous import host_store, keep_to_loopback
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack

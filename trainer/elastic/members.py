@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ...base.errors import ConfigError, WorkerError
+from ...base.place import Place
 from ...base.torch_private import reset_group_names, set_group_timeout
 from ..processes import connections
 from ..processes.membership import Membership, RunFinished
-from ..processes.place import Place
 from ..processes.rendezvous import allow_connections, leave_process_group
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import WorkerError
+from ...base.place import Place
 from ..checkpoints.reading import broadcast_contents
 from ..data.sampling import Layout
-from ..processes.place import Place
 from ..resume import contents, restore
 from .metrics import SharedMetrics
 

@@ -23,10 +23,10 @@ from torch import distributed
 from torch.distributed import DistNetworkError
 
 from ...base.errors import DisagreementError, HangError, LegatoError, WorkerError
+from ...base.place import Place
 from ...base.torch_private import default_store
 from . import connections
 from .failures import end_process
-from .place import Place
 from .rendezvous import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME
 from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks

@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
 from ...base.errors import ConfigError, TaskError, WorkerError
+from ...base.place import Place, variables_of
 from . import signals
 from .failures import alive_file, leave, set_report_file, write_atomically
-from .place import Place, variables_of
 from .rendezvous import host_store
 from .signals import END_SIGNALS, handling_end_signals, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -9,12 +10,32 @@ import torch
 from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
+from ...base.place import Place
 from ..accelerators import name_of
-from .place import Place
-from .ranks import Ranks
+from .ranks import Ranks, legatos_group
 
 ProcessEntry = tuple[int, int, str, str]
 """Rank, node index, host name and device of a process."""
+
+
+def located(place: Place) -> Place:
+    """Return a place in the script's own group with node and local rank, from all ranks' host names; every rank calls
+    it.
+
+    A local rank from LOCAL_RANK, 0 or more, is kept. Any other kind of place is returned as it is.
+    """
+    if place.origin != "script":
+        return place
+    group = legatos_group() if place.world_size > 1 else None
+    hosts = Ranks(place.rank, place.world_size, group).gather_objects(socket.gethostname())
+    host, names = hosts[place.rank], list(dict.fromkeys(hosts))
+    return replace(
+        place,
+        local_rank=hosts[: place.rank].count(host) if place.local_rank < 0 else place.local_rank,
+        node_rank=names.index(host),
+        local_world_size=hosts.count(host),
+        nodes=len(names),
+    )
 
 
 def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Place) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from .place import Place
+from ...base.place import Place
 
 
 class RunFinished(Exception):

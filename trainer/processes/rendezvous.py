@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from ...base.environment import get_variable, read_int, restart_count, set_default
 from ...base.errors import ConfigError, WorkerError
+from ...base.place import Place, find_place, note_made_here
 from . import connections, fork_safety
 from .failures import end_process
-from .place import Place, find_place, note_made_here
 from .transport import is_communication
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def join_process_group(
         distributed.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
         )
-    note_made_here()
+    note_made_here(distributed.group.WORLD)
     fork_safety.install()
     atexit.register(leave_process_group)
     return where

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 from ...base.environment import slurm_job
-from .place import current_rank
+from ...base.place import current_rank
 
 log = logging.getLogger("legato")
 

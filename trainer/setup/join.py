@@ -5,14 +5,14 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from ...base.place import Place, find_place
 from ..accelerators import deterministic_cublas
 from ..data.loaders import close_loaders, opened_loaders
 from ..data.randomness import seed_generators
 from ..data.sampling import Layout, mix
 from ..hooks import Hooks
-from ..processes.layout import check_place, report_layout
+from ..processes.layout import check_place, located, report_layout
 from ..processes.membership import Membership
-from ..processes.place import Place, find_place, located
 from ..request import Request
 from ..resume import restore
 from ..run import Call

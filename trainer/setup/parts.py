@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.arguments import TORCH_OPTIONS
 from ...base.errors import ConfigError, describe_kind, did_you_mean
+from ...base.place import Place, find_place
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...callbacks.progress_bar import ProgressDisplay
 from ...loggers.logger import Logger
 from ...tasks.task import Task
 from .. import strategies
-from ..processes.place import Place, find_place
 from ..strategies import STRATEGIES
 from ..strategies.strategy import Strategy
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...base.errors import ConfigError, TaskError, first_names
+from ...base.place import Place
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
-from ..processes.place import Place
 from ..processes.ranks import Phase
 from .batch_norm import synchronize
 from .group import GroupStrategy

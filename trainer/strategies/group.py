@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError
+from ...base.place import Place, find_group
 from ...base.torch_private import copy_to_each
 from ..accelerators import backend_for, make_current
 from ..optimization.precision import Precision
-from ..processes.place import Place, find_group
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
 from ..processes.rendezvous import join_process_group
 from .strategy import Strategy, trainable

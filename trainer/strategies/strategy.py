@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from ...base import torch_private
 from ...base.errors import ConfigError, TaskError
+from ...base.place import Place
 from ..accelerators import make_current
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
 from ..optimization.kernels import restore_classes
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision
-from ..processes.place import Place
 from ..processes.ranks import DEFAULT, SINGLE, Ranks, Timeouts
 from .buffers import ReplicaBuffers
 from .servers import build_remote_modules

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
+from ...base.place import Place
 from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_own_data, without_data
 from ..data.randomness import generator_states, same_states
 from ..optimization.optimizers import may_draw, needs_closure
-from ..processes.place import Place
 from ..processes.ranks import SINGLE
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts, StateParts

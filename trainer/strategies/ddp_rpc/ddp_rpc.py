@@ -19,9 +19,9 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError
+from ....base.place import Place
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
-from ...processes.place import Place
 from ...processes.ranks import Phase
 from ...processes.rendezvous import find_store
 from ...processes.signals import handling_end_signals

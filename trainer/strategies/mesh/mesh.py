@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, TaskError, first_names
+from ....base.place import Place
 from ....base.tensors import local_part
 from ...data.sampling import Layout
 from ...optimization import kernels
 from ...optimization.model_checks import require_dense_gradients, require_dimensions
 from ...processes import connections
-from ...processes.place import Place
 from ...processes.ranks import SINGLE, Phase, Ranks, serves_host
 from ..group import GroupStrategy
 from ..servers import build_remote_modules

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
+from ....base.place import Place
 from ....base.tensors import count_samples
 from ...data.transfer import to_device
-from ...processes.place import Place
 from ..ddp import DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
 from .parts import Split, check_counts, cut, find_part_blocks, no_blocks, refuse_shared

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError
+from ....base.place import Place
 from ....base.tensors import local_part
-from ...processes.place import Place
 from ...processes.ranks import SINGLE
 from ..mesh import dtensors
 from ..mesh.mesh import MeshStrategy

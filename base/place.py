@@ -6,14 +6,13 @@ torch is not imported here: the command line asks before it imports torch.
 import functools
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ...base.environment import get_variable, read_int
-from ...base.errors import ConfigError
+from .environment import get_variable, read_int
+from .errors import ConfigError
 
 CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
 
@@ -161,12 +160,10 @@ _made_here: Any = None
 """The default group, if Legato made it."""
 
 
-def note_made_here() -> None:
-    """Remember that Legato made the default group, so that `find_group` ignores it."""
+def note_made_here(group: Any) -> None:
+    """Remember the default group that Legato made, so that `find_group` ignores it."""
     global _made_here
-    from torch import distributed
-
-    _made_here = distributed.group.WORLD
+    _made_here = group
 
 
 def _distributed() -> Any:
@@ -198,28 +195,6 @@ def _in_group(rank: int, world_size: int) -> Place:
         return launched
     local_rank = read_int("LOCAL_RANK")
     return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
-
-
-def located(place: Place) -> Place:
-    """Return a place in the script's own group with node and local rank, from all ranks' host names; every rank calls
-    it.
-
-    A local rank from LOCAL_RANK, 0 or more, is kept. Any other kind of place is returned as it is.
-    """
-    if place.origin != "script":
-        return place
-    from .ranks import Ranks, legatos_group
-
-    group = legatos_group() if place.world_size > 1 else None
-    hosts = Ranks(place.rank, place.world_size, group).gather_objects(socket.gethostname())
-    host, names = hosts[place.rank], list(dict.fromkeys(hosts))
-    return replace(
-        place,
-        local_rank=hosts[: place.rank].count(host) if place.local_rank < 0 else place.local_rank,
-        node_rank=names.index(host),
-        local_world_size=hosts.count(host),
-        nodes=len(names),
-    )
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
