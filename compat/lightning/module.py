@@ -294,6 +294,12 @@ class LightningModule(InitialHyperparameters, Task):
             rank_zero_only=rank_zero_only,
         )
 
+    def count_samples(self, batch: Any) -> int:
+        """Return the samples of a batch: the length of its first tensor, as in Lightning, also where others differ."""
+        lengths: list[int] = []
+        apply_to_collection(batch, torch.Tensor, lambda tensor: lengths.extend(tensor.shape[:1]))
+        return lengths[0] if lengths else super().count_samples(batch)
+
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
         """Return the optimizers and schedulers of a fit; warn of what Legato refuses in a task."""

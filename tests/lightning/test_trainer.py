@@ -9,7 +9,7 @@ import lightning.pytorch as real
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import legato.compat.lightning.pytorch as pl
 from legato.base.errors import ConfigError, TaskError
@@ -425,6 +425,20 @@ def test_a_compiled_module_is_trained():
     trainer.fit(compiled, loader())
     assert trainer.lightning_module is model
     assert not torch.equal(before, model.layer.weight)
+
+
+def test_a_stream_of_batches_whose_tensors_differ_in_length_is_trained_on():
+    class Uneven(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.ones(1, 2), torch.ones(3, 2)), (torch.ones(1, 2), torch.ones(5, 2))])
+
+    class Sums(Small):
+        def training_step(self, batch, batch_idx):
+            return sum(self.layer(rows).mean() for rows in batch)
+
+    trainer = pl.Trainer(**SILENT, max_epochs=1)
+    trainer.fit(Sums(), DataLoader(Uneven(), batch_size=None))
+    assert trainer.global_step == 2
 
 
 def test_loaders_without_a_step_are_left_out():
