@@ -140,11 +140,11 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
-            f"trainer.use_distributed_sampler='even', which is Lightning's True, repeats samples of data that can be "
+            f"trainer.use_distributed_sampler='even' (True in a Lightning script) repeats samples of data that can be "
             f"read at any position, which {name_of(loader)} cannot. Let its dataset yield each process its share: "
             f"itertools.islice(samples, torch.distributed.get_rank(), None, torch.distributed.get_world_size()) in "
-            f"__iter__; combine loaders by 'min_size' or 'max_size_cycle'; or, but in Lightning compatibility mode, "
-            f"say true, which deals batches out."
+            f"__iter__. Combine loaders by 'min_size' or 'max_size_cycle'. Outside of Lightning compatibility mode "
+            f"use_distributed_sampler=true deals the batches out."
         )
     call.data.loaders["train"] = given
     call.data.training, trainer.lengths["train"] = data, data.rounds
