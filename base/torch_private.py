@@ -123,6 +123,11 @@ def put_child(module: nn.Module, name: str, value: Any) -> None:
     module._modules[name] = value
 
 
+def replace_values(tensor: Any, values: Tensor) -> None:
+    """Replace the values of a tensor, of a DTensor those of this rank's shard: `to_local` of a parameter is a view."""
+    (tensor._local_tensor if hasattr(tensor, "to_local") else tensor).data = values
+
+
 def module_parts(module: nn.Module) -> ModuleParts:
     """Return the parameters, buffers and children of a module."""
     return module._parameters, module._buffers, module._modules

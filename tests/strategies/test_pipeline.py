@@ -309,6 +309,24 @@ def test_a_process_holds_its_own_stages_only():
     run(Weighs(), 8, devices=2, strategy=piped(), max_epochs=1)
 
 
+@pytest.mark.slow
+def test_a_process_holds_no_shards_of_layers_in_other_stages():
+    class Weighs(Chain):
+        def __init__(self):
+            super().__init__(width=64)
+
+        def tensor_plan(self):
+            return {"net.0": "column", "net.2": "row"}
+
+        def on_train_end(self):
+            cut = [parameter for parameter in self.parameters() if hasattr(parameter, "to_local")]
+            held = [parameter.to_local().untyped_storage().nbytes() for parameter in cut]
+            # each stage has one of the two layers, a weight and a bias; of the other's a single number
+            assert sorted(size > 4 for size in held) == [False, False, True, True]
+
+    run(Weighs(), 8, devices=4, strategy=piped(tensor=2), max_epochs=1)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 class Between(Chain):
     def forward(self, inputs):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ....base.errors import ConfigError
 from ....base.place import Place
 from ....base.tensors import local_part
+from ....base.torch_private import replace_values
 from ...processes.ranks import SINGLE
 from ..mesh import dtensors
 from ..mesh.mesh import MeshStrategy
@@ -115,9 +116,9 @@ class PipelineMeshStrategy(MeshStrategy):
             if self.owners.is_foreign(tensor):
                 # One number expanded to the shape: names, shapes and dtypes stay for optimizers and summaries, and sums
                 # over it are finite. Tensors on meta fail where a step checks gradients.
-                local.data = torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape)
+                replace_values(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
-                local.data = local.data.to(self.device)
+                replace_values(tensor, local.data.to(self.device))
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
