@@ -85,16 +85,17 @@ class StreamData:
             rounds, rest = divmod(len(items), replicas)
             if rest and self.dealing.whole_rounds:
                 return
-            found, theirs, samples = list[ReplicaBatch](), list[ReplicaBatch](), 0
+            unmasked, masked, samples = list[ReplicaBatch](), list[ReplicaBatch](), 0
             for item in items:  # one loop and no generators, since it runs in every step
                 samples += item.samples
                 if not item.masked:
-                    found.append(item)
+                    unmasked.append(item)
                 elif item.batch is not _END:
-                    theirs.append(item)
+                    masked.append(item)
             # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
-            found.sort(key=attrgetter("replica"))
-            yield StepInput(found, samples, rounds + bool(rest), rest == 0, theirs[: max(0, len(theirs) - len(found))])
+            unmasked.sort(key=attrgetter("replica"))
+            fill = masked[: max(0, len(masked) - len(unmasked))]
+            yield StepInput(unmasked, samples, rounds + bool(rest), rest == 0, fill)
 
     def _read(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[ReplicaBatch]:
         """Yield the batches of all replicas; those that this process runs for nobody have `_END` for their data."""
