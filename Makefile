@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve clean
 
-demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
+demo: $(DEMO)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
 
 test: $(STAMP)  ## run all tests
@@ -61,9 +62,13 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # constraints.txt pins what is tested: a plain `torch` would take the newest build, with gigabytes of CUDA packages.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(DEMO): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[tasks]'
+	touch $(DEMO)
+
+$(STAMP): $(DEMO)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,tasks]'
 	touch $(STAMP)
 
