@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve clean
+.PHONY: gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve dist clean
 
 demo: $(DEMO)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -57,6 +57,10 @@ docs-serve: $(VENV)/.docs  ## show it at http://127.0.0.1:8000, built anew at ea
 
 cluster: $(STAMP)  ## run the launchers' tests on real programs: installs SLURM (Debian's, as root) and Ray, starts both on this machine
 	PYTHON=$(BIN)/python .ci/cluster
+
+TAG ?=
+dist: $(STAMP)  ## build the source distribution and the wheel; TAG=v0.1.0 checks the version and the changelog first
+	.ci/distributions $(BIN)/python $(TAG)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(
-    "__pycache__", "build", "dist", "lightning_logs", "*.egg-info", ".[!ci]*", ".import_linter_cache"
+    *("__pycache__", "build", "dist", "lightning_logs", "*.egg-info"),
+    *(".git", ".venv*", ".matrix", ".cluster", ".hypothesis", ".*_cache", ".coverage*"),
 )
 
 

@@ -1,0 +1,105 @@
+"""Continuous integration and releases: the workflows run targets of the Makefile, and a tag must fit the version."""
+
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import yaml
+from sources import ROOT, copy_sources
+
+import legato as lg
+
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+
+def load(path):
+    # YAML 1.1 reads the key `on` as true
+    return yaml.safe_load(path.read_text())
+
+
+def commands(workflow):
+    """Yield each command of a workflow, once for each entry of its matrix."""
+    for job in workflow["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        targets = [*matrix.get("target", []), *(entry["target"] for entry in matrix.get("include", []))]
+        for step in job["steps"]:
+            if "run" in step:
+                yield from (step["run"].replace("${{ matrix.target }}", target) for target in targets or [""])
+
+
+@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.stem)
+def test_workflows_run_targets_of_the_makefile(path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    words = [command.split() for command in commands(load(path))]
+    assert words
+    for first, *others in words:
+        assert first == "make"
+        assert {word for word in others if word.isalpha()} <= targets
+
+
+def test_continuous_integration_covers_what_contributors_run():
+    workflow = load(WORKFLOWS / "ci.yml")
+    run = {word for command in commands(workflow) for word in command.split()[1:]}
+    assert run == {"lint", "size", "docs", "test", "demo", "others", "quick"}
+    quick = {entry["python"] for entry in workflow["jobs"]["make"]["strategy"]["matrix"]["include"]}
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.cfg").read_text())
+    assert quick == {classifiers[0], classifiers[-1]}  # the oldest and the newest
+
+
+def test_only_the_job_that_publishes_may_sign():
+    workflow = load(WORKFLOWS / "release.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert workflow["jobs"]["publish"]["environment"] == "pypi"
+    assert "permissions" not in workflow["jobs"]["build"]
+    assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
+
+
+def test_templates_and_hooks_are_valid():
+    for form in ("bug.yml", "feature.yml"):
+        fields = load(ROOT / ".github" / "ISSUE_TEMPLATE" / form)["body"]
+        assert len({field["id"] for field in fields}) == len(fields)
+    hooks = load(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/lint-imports"}
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+def build(folder, tag):
+    return subprocess.run(
+        [folder / ".ci" / "distributions", sys.executable, tag], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_tag_that_does_not_fit_builds_nothing(tmp_path):
+    folder = copy_sources(tmp_path / "source")
+    wrong = build(folder, "v99.0.0")
+    assert wrong.returncode == 1
+    assert (
+        f"the tag is v99.0.0, and base/version.py says {lg.__version__}: expected the tag v{lg.__version__}"
+        in wrong.stderr
+    )
+    changelog = folder / "CHANGELOG.md"
+    changelog.write_text(
+        re.sub(rf"^## \[{lg.__version__}\].*", "## [Unreleased]", changelog.read_text(), flags=re.MULTILINE)
+    )
+    undated = build(folder, f"v{lg.__version__}")
+    assert undated.returncode == 1
+    assert "rename its [Unreleased]" in undated.stderr
+    assert not (folder / "dist").exists()
+
+
+@pytest.mark.slow
+def test_a_tag_that_fits_builds_both_distributions(tmp_path):
+    folder = copy_sources(tmp_path / "source")
+    changelog = folder / "CHANGELOG.md"
+    entry = f"## [{lg.__version__}] - 2026-12-01"
+    changelog.write_text(re.sub(r"^## \[Unreleased\].*", entry, changelog.read_text(), flags=re.MULTILINE))
+    done = build(folder, f"v{lg.__version__}")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (folder / "dist").glob("*.whl")
+    assert len(list((folder / "dist").iterdir())) == 2
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert not [name for name in names if name.endswith((".so", ".pth")) or ".data/scripts" in name]
