@@ -82,6 +82,15 @@ def describe_kind(value: object) -> str:
     return f"the class {value.__name__}: write {value.__name__}()" if isinstance(value, type) else type(value).__name__
 
 
+def describe_import(error: BaseException) -> str:
+    """Describe an error of an import in one line, with what caused it: packages name the module that was asked for."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    texts = [f"{type(one).__name__}: {' '.join(str(one).split())[:300]}" for one in (error, cause)]
+    return ", because of ".join(dict.fromkeys(texts))
+
+
 def first_names(names: Sequence[str], shown: int = 6) -> str:
     """Join the first names, and say how many more there are."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, describe_import, did_you_mean
 
 NO_DEFAULT: Any = object()
 """Default of a parameter without one, or whose default is not plain data."""
@@ -214,11 +214,13 @@ def load(path: str) -> Any:
             raise ConfigError(f"there is no module '{owner}.{rest[0]}'.{did_you_mean(rest[0], inner)}") from error
         names = [*getattr(module, "__all__", dir(module)), *inner]
         raise ConfigError(f"module {owner!r} has no {rest[0]!r}.{did_you_mean(rest[0], names)}") from error
+    except (Exception, SystemExit) as error:  # of a module that imports what it holds at the first use, as transformers
+        raise ConfigError(f"importing {path!r} failed: {_blame(error)}") from error
 
 
 def _blame(error: BaseException) -> str:
-    """Return an error and the line that raised it."""
+    """Return an error, what caused it, and the line that raised the error."""
     places = [f" ({one.filename}:{one.lineno})" for one in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places = [f" ({error.filename}:{error.lineno})"]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{''.join(places[-1:])}."
+    return f"{describe_import(error)}{''.join(places[-1:])}."

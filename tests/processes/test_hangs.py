@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import Forked, completed, run_script, run_source
 from tiny import Tiny, Validated, make_data, make_loader
-from torch import distributed
+from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from waiting import children, free_port, wait_until
 
@@ -183,6 +183,25 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     assert 1 <= len(told) <= 3, said  # after 1 s, then after twice as many
     assert "The others wait for rank 1." in said
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
+
+
+@pytest.mark.slow
+def test_a_compilation_is_called_that(trainer, caplog, monkeypatch):
+    monkeypatch.setattr(hang, "REPORT_SECONDS", 0.5)
+
+    def slow_backend(graph, inputs):
+        time.sleep(3)
+        return graph.forward
+
+    class Compiled(Tiny):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                self.net = [torch.compile(self.model, backend=slow_backend)]
+            return nn.functional.mse_loss(self.net[0](batch[0]), batch[1])
+
+    trainer(hang_timeout=30.0).fit(Compiled(), make_loader())
+    assert "The process compiles, as torch.compile asks for, called in test_hangs.py:" in caplog.text
+    assert "(slow_backend)" not in caplog.text
 
 
 @pytest.mark.slow

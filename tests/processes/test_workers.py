@@ -195,6 +195,28 @@ def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch:
         run_workers(hidden_module.work, 1)
 
 
+@pytest.mark.slow
+def test_a_broken_import_shows_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers tells that torchvision does not fit torch."""
+    script = """
+import os
+if os.environ.get("BROKEN"):
+    try:
+        raise RuntimeError("operator torchvision::nms does not exist")
+    except RuntimeError as error:
+        raise ModuleNotFoundError("Could not import module 'Model'. Are its requirements defined?") from error
+def work(): return 1
+"""
+    (tmp_path / "broken_module.py").write_text(script)
+    monkeypatch.syspath_prepend(tmp_path)
+    import broken_module  # type: ignore[import-not-found]
+
+    monkeypatch.setenv("BROKEN", "1")
+    expected = r"cannot import what the task needs: ModuleNotFoundError: .*, because of RuntimeError: operator torchvi"
+    with pytest.raises(ConfigError, match=expected):
+        run_workers(broken_module.work, 1)
+
+
 # --- failures -------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
-from ...base.errors import ConfigError, TaskError, WorkerError
+from ...base.errors import ConfigError, TaskError, WorkerError, describe_import
 from ...base.place import Place, variables_of
 from . import signals
 from .failures import alive_file, leave, set_report_file, write_atomically
@@ -465,9 +465,15 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
             settings.apply()
             function = pickle.load(file)
     except ImportError as error:
+        told = describe_import(error)
+        if not isinstance(error, ModuleNotFoundError) or "because of" in told:
+            raise ConfigError(
+                f"A worker process cannot import what the task needs: {told}. A package is broken, or does not fit the "
+                f"versions of others: the same import in a fresh Python shows where."
+            ) from error
         raise ConfigError(
-            f"A worker process cannot import {error.name or 'a module'!r}, which the task needs ({error}). Install it, "
-            "or put its folder on PYTHONPATH, so that a fresh Python finds it."
+            f"A worker process cannot import {error.name!r}, which the task needs ({error}). Install it, or put its "
+            f"folder on PYTHONPATH, so that a fresh Python finds it."
         ) from error
     return named, function
 

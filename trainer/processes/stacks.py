@@ -52,6 +52,12 @@ class Frame:
         of_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
         return of_strategy or self.is_in("torch/autograd/")
 
+    @property
+    def is_compiler(self) -> bool:
+        """Whether it runs torch's compiler; a compiled function that runs has frames of other files."""
+        of_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
+        return of_inductor or self.is_in("torch/_dynamo/convert_frame")
+
 
 def stack_of(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, innermost frame first."""
@@ -70,6 +76,10 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     """Describe where a stack is; return also whether it waits for other ranks. `alone`: there are none."""
+    compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
+    if compiler:  # from the outermost one on, as the code that the compiler makes and imports looks like a user's
+        users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
+        return f"compiles, as torch.compile asks for{'' if users is None else f', called in {users}'}", False
     users = next((frame for frame in stack if frame.is_users), None)
     called = f", called in {users}" if users is not None else ""
     collective = collective_of(stack)

@@ -294,6 +294,28 @@ def test_an_import_that_fails_says_why(text: str, words: str, monkeypatch: pytes
     assert "failing.py:2)" in message
 
 
+NMS = "operator torchvision::nms does not exist"
+
+
+@pytest.mark.parametrize("when", ["at once", "at the first use"])
+def test_a_broken_import_of_a_dependency_shows_its_cause(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers, which imports its models at their first use, says that torchvision does not fit torch."""
+    monkeypatch.delitem(sys.modules, "depending", raising=False)
+    text = f"""
+def load(name):
+    try:
+        raise RuntimeError("{NMS}")
+    except RuntimeError as error:
+        raise ModuleNotFoundError(f"Could not import module {{name!r}}.") from error
+"""
+    text += "def __getattr__(name):\n    return None if name.startswith('__') else load(name)\n"
+    write("depending.py", text + ("load('Net')\n" if when == "at once" else ""))
+    cause = f"ModuleNotFoundError: Could not import module 'Net'., because of RuntimeError: {NMS} ("
+    with pytest.raises(ConfigError, match="cannot be imported: importing 'depending") as caught:
+        check.load_config(["base.yaml", "task={_target_: depending.Net}"])
+    assert cause in str(caught.value)
+
+
 @pytest.mark.slow
 def test_hidden_classes_are_checked_by_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hidden", raising=False)
