@@ -6,10 +6,7 @@ It lies beside the checkpoints, and not in them: what a checkpoint says of other
 import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
-
-from .run_names import MANIFEST, parse_small
+from typing import Any, NamedTuple
 
 INDEX = "index.json"
 
@@ -61,14 +58,13 @@ class CheckpointIndex:
         """Return the text of the file."""
         entries = {name: entry._asdict() for name, entry in self.checkpoints.items()}
         content = {"run": self.run, "monitor": self.monitor, "mode": self.mode, "checkpoints": entries}
-        # NaN is no JSON, and one such score would have `read_index` refuse the whole file
+        # NaN is no JSON, and one such score would have `parse_index` refuse the whole file
         return json.dumps(content, indent=1, allow_nan=False).encode("ascii")
 
 
-def read_index(folder: Path) -> CheckpointIndex | None:
-    """Return the index of a folder; None where there is none, or one that Legato has not written."""
+def parse_index(content: Any) -> CheckpointIndex | None:
+    """Return the index in the contents of a file; None for one that Legato has not written."""
     # anybody may have put it there: names lead nowhere else, and nothing is deleted that the run has not written
-    content = parse_small(folder / INDEX)
     try:
         entries = {name: _entry(**entry) for name, entry in content["checkpoints"].items() if is_name(name)}
         index = CheckpointIndex(content["run"], content["monitor"], content["mode"], entries)
@@ -76,14 +72,6 @@ def read_index(folder: Path) -> CheckpointIndex | None:
         return None
     named = isinstance(index.run, str) and isinstance(index.monitor, str | None) and index.mode in ("min", "max")
     return index if named else None
-
-
-def best_names(folder: Path, run: str) -> list[str]:
-    """Return the names of a run's checkpoints with a value that are still in a folder, best first."""
-    index = read_index(folder)
-    names = index.best() if index is not None and index.run == run else []
-    # somebody may have deleted a checkpoint, of which the index does not learn
-    return [name for name in names if (folder / name / MANIFEST).is_file()]
 
 
 def _entry(step: object, score: object, elapsed: object) -> Entry:

@@ -11,8 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.checkpoint_index import CheckpointIndex, Entry, is_name, read_index
+from ..base.checkpoint_index import CheckpointIndex, Entry, is_name
 from ..base.errors import CheckpointError, ConfigError, did_you_mean
+from ..base.location import Location, to_absolute, to_location
 from .checkpoint_callback import CheckpointCallback
 from .monitor import Monitor
 
@@ -80,7 +81,7 @@ class Checkpoint(CheckpointCallback):
             one gets a number, such as "best-v1".
     """
 
-    dirpath: Path | None
+    dirpath: Location | None
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -113,7 +114,7 @@ class Checkpoint(CheckpointCallback):
         self._given_dirpath = None if dirpath is None else str(dirpath)
         # absolute, in case the process changes its directory
         require_local(dirpath, "Checkpoint's dirpath")
-        self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
+        self.dirpath = None if dirpath is None else to_absolute(dirpath)
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf
         self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
@@ -210,7 +211,7 @@ class Checkpoint(CheckpointCallback):
         if self._given_dirpath is None:
             self.dirpath = None if trainer.run_dir is None else Path(trainer.run_dir) / "checkpoints"
         run = trainer.saver.run_id
-        index = None if self.dirpath is None else read_index(self.dirpath)
+        index = None if self.dirpath is None else trainer.saver.read_index(self.dirpath)
         entries = index.checkpoints if index is not None and index.run == run else {}
         self.index = CheckpointIndex(run, self.monitor, self.mode, entries)
 
@@ -408,7 +409,7 @@ class Checkpoint(CheckpointCallback):
         surplus = [name for name in self.index.checkpoints if name not in kept]
         for name in surplus:
             # deletes on rank 0 alone; the others keep the same index, by which they decide whether to save
-            trainer.saver.discard(Path(self.path(name)))
+            trainer.saver.discard(to_location(self.path(name)))
             del self.index.checkpoints[name]
         if (surplus or changed) and self.dirpath is not None:
             trainer.saver.write_index(self.dirpath, self.index)

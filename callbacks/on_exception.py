@@ -1,11 +1,11 @@
 """OnExceptionCheckpoint: saves the run when it ends by an exception."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.checkpoint_index import is_name
 from ..base.errors import ConfigError
+from ..base.location import to_absolute, to_location
 from .checkpoint_callback import CheckpointCallback
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
         if not filename or not is_name(filename):
             raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")
         require_local(dirpath, "OnExceptionCheckpoint's dirpath")
-        self.dirpath, self.filename = Path(os.path.abspath(dirpath)), filename
+        self.dirpath, self.filename = to_absolute(dirpath), filename
 
     @property
     def is_elsewhere(self) -> bool:
@@ -34,10 +34,10 @@ class OnExceptionCheckpoint(CheckpointCallback):
     @property
     def ckpt_path(self) -> str:
         """Path of the checkpoint."""
-        return os.path.join(self.dirpath or "", self.filename + self.file_extension)
+        return str(to_absolute(self.dirpath or "") / (self.filename + self.file_extension))
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Save the run."""
         # of several processes the saver writes none: the others may be dead, or wait in a collective
         if not trainer.fast_dev_run:
-            trainer.saver.save_after_error(Path(self.ckpt_path))
+            trainer.saver.save_after_error(to_location(self.ckpt_path))

@@ -192,7 +192,8 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
         trial.strategy.collectives.barrier()  # until all records are written
     saved = None
     if trial.run_dir is not None:
-        report.records, saved = read_records(trial.run_dir), find.newest_complete(trial.run_dir / CHECKPOINTS)
+        report.records, newest = read_records(trial.run_dir), find.newest_complete(trial.run_dir / CHECKPOINTS)
+        saved = None if newest is None else Path(newest)
     if saved is not None:
         report.checkpoint_bytes = sum(path.stat().st_size for path in saved.iterdir())
         report.weights_bytes = (saved / manifest.MODEL_FILE).stat().st_size
@@ -329,7 +330,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
         # at least one has to fit where their number cannot be known
         asked = size * (1 if count is None else count)
-        folder = nearest((callback.dirpath or Path(run.trainer.default_root_dir)).absolute())
+        folder = nearest(Path(callback.dirpath or run.trainer.default_root_dir).absolute())
         free = shutil.disk_usage(folder).free
         kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
         report.disk.append(f"{kept}, {format_bytes(free)} free")

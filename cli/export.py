@@ -111,7 +111,7 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
 
 def trained_task(source: Path, words: Sequence[str]) -> Any:
     """Return the task with the weights of a checkpoint, in evaluation mode."""
-    checkpoint = find.resolve(source)
+    checkpoint = Path(find.resolve(source))
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     stored = checkpoint.parent.parent / CONFIG
     if not files and not stored.is_file():

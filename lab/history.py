@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError, DataError
+from ..base.location import Location
 from ..base.run_names import CHECKPOINTS
 from ..loggers.json_lines import POINTS_FILE, parse_point
 from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
-from ..trainer.checkpoints.manifest import STATE_FILE, load_manifest, parse_json
+from ..trainer.checkpoints.manifest import STATE_FILE, parse_json
+from ..trainer.checkpoints.storage import folder_at
 from ..trainer.runs.record import epochs_begun, read_starts
 from ..trainer.runs.run_file import identity_of
 from ..trainer.state import State
@@ -24,7 +26,7 @@ log = logging.getLogger("legato")
 class CheckpointRecord:
     """A checkpoint from which a run could resume, without its tensors."""
 
-    path: Path
+    path: Location
     state: State
     threads: int | None
     """Threads of torch in the run, which some sums depend on."""
@@ -50,11 +52,12 @@ class RunHistory:
             for path in find.checkpoints_in(folder):
                 try:
                     # sizes alone: to hash gigabytes takes minutes, and who reads a checkpoint verifies it
-                    find.check_sizes(path)
+                    content = find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
-                    if folder in self.folders and (not identity or load_manifest(path).run != identity):
+                    if folder in self.folders and (not identity or content.run != identity):
                         continue
-                    tree = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)
+                    state = folder_at(folder).fetch(path.name, [STATE_FILE]) / STATE_FILE
+                    tree = parse_json(state.read_bytes(), STATE_FILE)
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
                         threads = (kept["fingerprint"] or {}).get("numerics.threads")

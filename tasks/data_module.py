@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..base.location import to_location
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 
@@ -38,7 +39,7 @@ class DataModule(DataHooks, Hyperparameters):
         # an import at the top would be a circle: what resumes runs knows data modules
         from ..trainer.resume.rebuild import rebuild_data_module
 
-        return rebuild_data_module(cls, Path(checkpoint_path), hparams_file, kwargs)
+        return rebuild_data_module(cls, to_location(checkpoint_path), hparams_file, kwargs)
 
     def setup(self, stage: str) -> None:
         """Build datasets, in every process; `stage` is "fit", "validate", "test" or "predict"."""

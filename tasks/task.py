@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import TaskError
+from ..base.location import to_location
 from ..base.tensors import require_samples
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
@@ -16,7 +17,7 @@ from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from ..base.contracts import Callback, Logger, Trainer
-    from ..trainer.resume.rebuild import Location
+    from ..trainer.resume.rebuild import MapLocation
 
 TaskType = TypeVar("TaskType", bound="Task")
 Value = TypeVar("Value")
@@ -366,7 +367,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def load_from_checkpoint(
         cls: type[TaskType],
         checkpoint_path: str | Path,
-        map_location: "Location" = None,
+        map_location: "MapLocation" = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         **kwargs: Any,
@@ -379,7 +380,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """
         from ..trainer.resume.rebuild import rebuild_task
 
-        return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
+        return rebuild_task(cls, to_location(checkpoint_path), map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the trainer out, so that a copy of a model is not a copy of its run."""

@@ -45,7 +45,7 @@ def save(path: Path, flavour: int = 0) -> None:
 
 def save_at_next_start(path: Path, flavour: int = 0) -> None:
     """Save as a run does that has locked its folder, and cleaned it up."""
-    storage.Folder(path.parent).sweep()
+    storage.folder_at(path.parent).sweep()
     save(path, flavour)
 
 
@@ -99,7 +99,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]]
     "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
     "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
     "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), behind=True), 3),
-    "sweep": (interrupted, lambda root: storage.Folder(root).sweep(), 2),
+    "sweep": (interrupted, lambda root: storage.folder_at(root).sweep(), 2),
     "save after a death": (interrupted, lambda root: save_at_next_start(root / step(4)), 4),
     "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
 }
@@ -195,7 +195,7 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     own = [name for name in rests(root) if step(touched) in name]
     assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
     found = newest(root)
-    storage.Folder(root).sweep()
+    storage.folder_at(root).sweep()
     assert not rests(root), f"sweep left {rests(root)}"
     assert newest(root) == found, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):

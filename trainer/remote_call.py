@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..base.environment import restart_count
+from ..base.location import Location
 from ..base.place import Place, find_place
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
@@ -101,7 +101,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if place is not None:  # this process serves others (ddp_rpc), and returns when they have ended
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
-    source: Path | None = None
+    source: Location | None = None
     elastic = trainer.strategy.elastic and request.stage == "fit"
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
@@ -186,7 +186,7 @@ def take_results(task: "Task", outcome: RunResult) -> None:
         load_states(task.get_submodule(path), states)
 
 
-def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
+def _run_request(trainer: "Trainer", request: Request, source: Location | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if restart_count() > 0 and request.stage == "fit" and trainer.run_dir is not None:
         newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request))

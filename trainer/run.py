@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from ..base.contracts import Stateful
 from ..base.errors import DataError, Errors, NonFiniteError, TaskError
+from ..base.location import Location
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
@@ -119,7 +119,7 @@ class Call:
     run_file: RunFile
     drift: DriftGuard
     membership: Membership = field(default_factory=Membership)
-    source: Path | None = None
+    source: Location | None = None
     """The checkpoint to resume from, or to take weights from; None too until the processes have met."""
     goes_on: bool = False
     """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.arguments import TrainerArguments, suggesting
+from ..base.location import to_location
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -308,11 +309,11 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Write a checkpoint of this moment; every rank calls it."""
-        self.saver.save(Path(path), weights_only, asynchronous)
+        self.saver.save(to_location(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
-        self.saver.remove(Path(path))
+        self.saver.remove(to_location(path))
 
 
 suggesting(Trainer, "fit", "validate", "test", "predict")

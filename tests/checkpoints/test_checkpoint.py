@@ -64,7 +64,7 @@ def test_resolve_tells_what_it_looked_for(tmp_path: Path) -> None:
         reading.read_checkpoint(tmp_path / "gone")
     assert find.newest_complete(tmp_path / "gone") is None
     assert find.checkpoints_in(tmp_path / "gone") == []
-    storage.Folder(tmp_path / "gone").sweep()
+    storage.folder_at(tmp_path / "gone").sweep()
 
 
 def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_sweep_touches_nothing_but_its_own_rests(tmp_path: Path) -> None:
     (tmp_path / ".step-00000004.partial").symlink_to(outside)
     for name in (".mine.partial", ".step-1.partial", "step-00000001.partial", ".git"):
         (tmp_path / name).mkdir()
-    storage.Folder(tmp_path).sweep()
+    storage.folder_at(tmp_path).sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".git", ".mine.partial", ".step-1.partial", "outside", "step-00000001.partial")
     ]
@@ -227,5 +227,5 @@ def test_a_replacement_that_died_between_its_names_is_found_by_its_name(tmp_path
     aside = path.rename(tmp_path / f".{path.name}.replaced")
     assert find.resolve(path) == find.resolve(tmp_path) == aside
     assert find.checkpoints_in(tmp_path) == []
-    storage.Folder(tmp_path).sweep()
+    storage.folder_at(tmp_path).sweep()
     assert find.checkpoints_in(tmp_path) == [path]

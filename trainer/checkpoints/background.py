@@ -1,16 +1,15 @@
 """Background saves: training waits only for a copy in host memory; a thread writes it."""
 
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
+from ...base.location import Location, to_absolute
 from ..accelerators import has_streams
 from ..processes.ranks import SINGLE, Ranks
 from ..processes.save_progress import SAVES
@@ -30,11 +29,11 @@ class Writer:
         """Copies in host memory, by file and name in it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._directory = Path()
+        self._checkpoint: Location | None = None
 
     def save(
         self,
-        directory: Path,
+        checkpoint: Location,
         contents: Mapping[str, Any],
         *,
         ranks: Ranks = SINGLE,
@@ -49,8 +48,8 @@ class Writer:
         flat = flatten(contents)
         flat.assign_writers(ranks)
         self._snapshot(flat)
-        self._directory = Path(os.path.abspath(directory))
-        self._thread = threading.Thread(target=self._write, args=(flat, ranks, run))
+        self._checkpoint = to_absolute(checkpoint)
+        self._thread = threading.Thread(target=self._write, args=(self._checkpoint, flat, ranks, run))
         self._thread.name = "legato-checkpoint"
         self._thread.start()
 
@@ -64,17 +63,17 @@ class Writer:
         """Raise CheckpointError, once, if a save has failed."""
         if self._error is not None:
             error, self._error = self._error, None
-            raise CheckpointError(f"Saving {self._directory} in the background failed: {error}") from error
+            raise CheckpointError(f"Saving {self._checkpoint} in the background failed: {error}") from error
 
     def wait(self) -> None:
         """Wait until the save is done; raises what `check` raises."""
         self.join()
         self.check()
 
-    def _write(self, flat: FlatState, ranks: Ranks, run: str) -> None:
+    def _write(self, checkpoint: Location, flat: FlatState, ranks: Ranks, run: str) -> None:
         try:
             with SAVES.save():
-                commit(self._directory, flat, ranks, run)
+                commit(checkpoint, flat, ranks, run)
         except BaseException as error:  # raised by `check`, where it can end the run
             self._error = error
 

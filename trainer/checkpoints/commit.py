@@ -1,45 +1,42 @@
 """Commit of a checkpoint by all ranks, each of which writes its files."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ...base.errors import CheckpointError
+from ...base.location import Location, to_absolute
 from ...base.quantities import format_bytes
-from ...base.run_names import require_local
 from ..processes.ranks import SINGLE, Ranks
 from .codec import MODEL, OTHERS, FlatState, flatten
 from .hashed import FileSum, write_bytes
 from .manifest import MODEL_FILE, STATE_FILE, TENSORS_FILE
 from .shards import file_name
-from .storage import Folder
+from .storage import Folder, folder_at
 from .tensors import write_tensors
 
 T = TypeVar("T")
 
 
-def write(directory: Path, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, run: str = "") -> None:
+def write(checkpoint: Location, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint, replacing an existing one of this name atomically.
 
     Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
     `run`: id of the run for the manifest; "": none. Raises CheckpointError if a value cannot be stored, the disk is too
     full or writing fails; nothing is left behind then.
     """
-    require_local(directory, "The checkpoint to write")
     flat = flatten(contents)
     flat.assign_writers(ranks)
-    commit(directory, flat, ranks, run)
+    commit(checkpoint, flat, ranks, run)
 
 
-def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
+def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint whose writers are assigned; see `write`.
 
     Raises CheckpointError, on every rank, if that fails; an existing checkpoint is kept then.
     """
-    directory = Path(os.path.abspath(directory))
-    folder, name, is_first = Folder(directory.parent), directory.name, ranks.rank == 0
+    checkpoint = to_absolute(checkpoint)
+    folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
     # of all ranks: the disk is theirs together, and each alone might fit
     needed, begun = sum(ranks.gather_objects(flat.nbytes)), False
 
@@ -62,8 +59,8 @@ def commit(directory: Path, flat: FlatState, ranks: Ranks = SINGLE, run: str = "
             folder.discard(name)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{directory} could not be written: {error.strerror or error} ({format_bytes(needed)} needed). Earlier "
-                f"checkpoints are untouched."
+                f"{checkpoint} could not be written: {error.strerror or error} ({format_bytes(needed)} needed). "
+                f"Earlier checkpoints are untouched."
             ) from error
         raise
 

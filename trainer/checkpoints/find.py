@@ -11,17 +11,18 @@ step-00001200/
 
 import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from contextlib import suppress
 
 from ...base.errors import CheckpointError
-from ...base.run_names import CHECKPOINTS, parse_small, require_local
-from .hashed import FileSum, check_file
-from .manifest import MANIFEST, STATE_FILE, load_manifest, regular_size
-from .storage import REPLACED, STEP_NAME, temporary_path
+from ...base.location import Location, to_absolute
+from ...base.run_names import CHECKPOINTS, parse_small
+from .hashed import check_file
+from .manifest import MANIFEST, STATE_FILE, Manifest
+from .storage import STEP_NAME, folder_at, is_file
 
 log = logging.getLogger("legato")
 
-Check = Callable[[Path], object]
+Check = Callable[[Location], object]
 """Raises CheckpointError for an incomplete checkpoint: `verify`, or `check_sizes` if it is read afterwards. May return
 False for one that was found damaged before."""
 
@@ -31,42 +32,57 @@ def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def verify(directory: Path) -> dict[str, FileSum]:
-    """Return the manifest's entries, after a check of every file; raises CheckpointError with the problem."""
-    files = check_sizes(directory)
-    for name, expected in files.items():
+def verify(checkpoint: Location) -> Manifest:
+    """Return the manifest, after a check of every file; raises CheckpointError with the problem."""
+    content = check_sizes(checkpoint)
+    directory = folder_at(checkpoint.parent).fetch(checkpoint.name, content.files)
+    for name, expected in content.files.items():
         check_file(directory / name, expected)
-    return files
+    return content
 
 
-def check_sizes(directory: Path) -> dict[str, FileSum]:
-    """Return the manifest's entries, after a check of the files' sizes; raises what `verify` raises."""
-    if not directory.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
-    files = load_manifest(directory).files
-    # links and devices are refused before any is opened
-    for name, expected in files.items():
-        size = regular_size(directory, name)
-        if size != expected.size:
-            raise CheckpointError(f"{directory}: {name} has {size:,} bytes, {expected.size:,} were written.")
-    return files
+def check_sizes(checkpoint: Location) -> Manifest:
+    """Return the manifest, after a check of the files' sizes; raises what `verify` raises."""
+    return folder_at(checkpoint.parent).check_sizes(checkpoint.name)
 
 
-def checkpoints_in(root: Path) -> list[Path]:
+def load_manifest(checkpoint: Location) -> Manifest:
+    """Read the manifest of a checkpoint; raises CheckpointError with the place and the problem."""
+    return folder_at(checkpoint.parent).read_manifest(checkpoint.name)
+
+
+def is_checkpoint_of(run: str, checkpoint: Location) -> bool:
+    """Return whether a run has written a checkpoint."""
+    with suppress(CheckpointError):
+        return load_manifest(checkpoint).run == run
+    return False
+
+
+def checkpoints_in(root: Location) -> list[Location]:
     """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
-    return [path for path in _candidates(root) if path.name[0] != "." and (path / MANIFEST).is_file()]
+    return sorted((root / name for name in folder_at(root).names()), key=checkpoint_step)
 
 
-def newest_complete(root: Path, check: Check = verify) -> Path | None:
+def best_checkpoints(root: Location, run: str) -> list[Location]:
+    """Return a run's checkpoints with a value that are still in a folder, best first."""
+    folder = folder_at(root)
+    index = folder.read_index()
+    # somebody may have deleted a checkpoint, of which the index does not learn
+    names = index.best() if index is not None and index.run == run else []
+    return [root / name for name in names if folder.committed(name) == name]
+
+
+def newest_complete(root: Location, check: Check = verify) -> Location | None:
     """Return the newest checkpoint of a folder that passes `check`; warn of every newer one and its problem.
 
     If a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the next
     sweep or save restores it.
     """
-    return first_complete(_candidates(root)[::-1], check)
+    candidates = [root / name for name in folder_at(root).candidates()]
+    return first_complete(sorted(candidates, key=checkpoint_step)[::-1], check)
 
 
-def first_complete(paths: Iterable[Path], check: Check) -> Path | None:
+def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
     """Return the first of these checkpoints that passes `check`; warn of every one before it and its problem."""
     # not all of them: to verify is to read it all
     for path in paths:
@@ -80,54 +96,35 @@ def first_complete(paths: Iterable[Path], check: Check) -> Path | None:
     return None
 
 
-def _candidates(root: Path) -> list[Path]:
-    """Return checkpoints, and those that a dying process was replacing, oldest step first."""
-    if not root.is_dir():
-        return []
-    candidates: dict[str, Path] = {}
-    for path in sorted(root.iterdir()):  # ".step-..." sorts first and yields to "step-..."
-        name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
-        if path.name not in (name, temporary_path(root / name, REPLACED).name) or path.is_symlink():
-            continue
-        files = path / MANIFEST, path / STATE_FILE
-        # a user may have named a checkpoint: then its files tell it from any other folder
-        if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
-            candidates[name] = path
-    return sorted(candidates.values(), key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
+def checkpoint_step(checkpoint: Location) -> int:
     """Return the step in a checkpoint's name, its temporary one too; under any other name its own, -1 if unreadable."""
-    name = path.name.strip(".").split(".")[0]
+    name = checkpoint.name.strip(".").split(".")[0]
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
     # not verified: the step only sorts, whoever reads the checkpoint checks it
-    state = parse_small(path / STATE_FILE)
+    state = parse_small(folder_at(checkpoint.parent).fetch(checkpoint.name, [STATE_FILE]) / STATE_FILE)
     step = state.get("global_step") if isinstance(state, dict) else None
     return step if isinstance(step, int) else -1
 
 
-def resolve(path: Path, check: Check = verify) -> Path:
-    """Return the checkpoint at a path: itself, or the newest of a folder or run directory that passes `check`.
+def resolve(place: Location, check: Check = verify) -> Location:
+    """Return the checkpoint at a place: itself, or the newest of a folder or run directory that passes `check`.
 
-    Raises CheckpointError with the paths that were tried.
+    Raises CheckpointError with the places that were tried.
     """
-    require_local(path, "The checkpoint")
     # "." has no name, and so no place beside it
-    path = path if path.name else path.absolute()
-    # the second: a process died while it replaced the checkpoint
-    for candidate in (path, temporary_path(path, REPLACED)):
-        if (candidate / MANIFEST).is_file():
-            return candidate
-    if path.is_file():
+    place = place if place.name else to_absolute(place)
+    if (name := folder_at(place.parent).committed(place.name)) is not None:
+        return place.parent / name
+    if is_file(place):
         raise CheckpointError(
-            f"{path} is a file; a Legato checkpoint is a directory with a {MANIFEST}. Files of other "
+            f"{place} is a file; a Legato checkpoint is a directory with a {MANIFEST}. Files of other "
             f"programs are read by fit(ckpt_path=...), load_from_checkpoint, validate, test and predict."
         )
-    for folder in (path / CHECKPOINTS, path):
+    for folder in (place / CHECKPOINTS, place):
         if (newest := newest_complete(folder, check)) is not None:
             return newest
     raise CheckpointError(
-        f"There is no complete checkpoint at {path}: expected a directory with a {MANIFEST}, or one with "
+        f"There is no complete checkpoint at {place}: expected a directory with a {MANIFEST}, or one with "
         f"{directory_name(1200)}-like directories, itself or in {CHECKPOINTS}/."
     )

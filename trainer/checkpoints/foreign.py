@@ -85,7 +85,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     )
 
 
-def plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
     """Remove the prefixes of DistributedDataParallel and torch.compile, unless `names` have them."""
     if names and set(names) <= weights.keys():
         return weights

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,13 +109,6 @@ def load_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-
-
-def is_checkpoint_of(run: str, directory: Path) -> bool:
-    """Return whether a run has written the checkpoint in a directory."""
-    with suppress(CheckpointError):
-        return load_manifest(directory).run == run
-    return False
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:

@@ -4,13 +4,14 @@ Rank 0 reads and broadcasts what all ranks need. Of tensors needed in shards, ea
 number: on the layout that wrote it, its own shards. After a resize it reads slices of the other files, too.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...base.errors import CheckpointError
+from ...base.location import Location
 from ..processes.ranks import SINGLE, Ranks
 from .codec import MODEL, OTHERS, FlatState, flatten, unflatten
 from .commit import on_all_ranks
@@ -19,34 +20,40 @@ from .foreign import read_file
 from .hashed import FileSum, check_file, parse_json
 from .manifest import MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
 from .shards import ShardFiles, load_stored
+from .storage import fetch_file, folder_at, is_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
 """Key in the contents whose shards are in files of this name."""
 
 
-def read(source: Path) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a path, or a file of another program there, with its own names."""
-    return read_file(source) if source.is_file() else read_checkpoint(resolve(source))
+def read(source: Location) -> dict[str, Any]:
+    """Read the checkpoint that `resolve` finds at a place, or a file of another program there, with its own names."""
+    return read_file(fetch_file(source)) if is_file(source) else read_checkpoint(resolve(source))
 
 
-def read_checkpoint(directory: Path, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
+def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
     """Verify a checkpoint and return its contents, tensors on the host; every one of `ranks` calls it.
 
     Under the keys `in_parts` a sharded tensor is a `StoredTensor`, of which a rank reads what it slices. Raises
     CheckpointError, on every rank, with the file and the problem.
     """
     contents: dict[str, Any] = {}
-    files = ranks.from_first(lambda: check_sizes(directory))
-    # from the manifest that rank 0 has read: another rank may see an older one on a network disk
-    shards = ShardFiles(directory, files)
+    # the manifest that rank 0 has read: another rank may see an older one on a network disk
+    files = ranks.from_first(lambda: check_sizes(checkpoint)).files
+    folder = folder_at(checkpoint.parent)
+
+    def fetch(file: str) -> Path:
+        return folder.fetch(checkpoint.name, [file]) / file
+
+    shards = ShardFiles(fetch, files)
 
     def read_share() -> None:
         for name in files:
             if SHARD_FILE.fullmatch(name) and _reader(name, ranks.size, in_parts) == ranks.rank:
-                check_file(directory / name, files[name])
+                check_file(fetch(name), files[name])
         if ranks.rank == 0:
-            contents.update(_read_rest(directory, files, shards, in_parts))
+            contents.update(_read_rest(checkpoint, fetch, files, shards, in_parts))
 
     # before any of it is used, so that rank 0 can choose another checkpoint for all
     on_all_ranks(ranks, read_share)
@@ -61,18 +68,21 @@ def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
 
 
 def _read_rest(
-    directory: Path, files: Mapping[str, FileSum], shards: ShardFiles, in_parts: Collection[str]
+    checkpoint: Location,
+    fetch: Callable[[str], Path],
+    files: Mapping[str, FileSum],
+    shards: ShardFiles,
+    in_parts: Collection[str],
 ) -> dict[str, Any]:
     """Verify and read the files that rank 0 reads for all; see `read_checkpoint`."""
-    for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE):
-        check_file(directory / name, files[name])
-    tensors = {MODEL: read_tensors(directory / MODEL_FILE), OTHERS: read_tensors(directory / TENSORS_FILE)}
+    model, others, state = (check_file(fetch(name), files[name]) for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE))
+    tensors = {MODEL: read_tensors(model), OTHERS: read_tensors(others)}
     try:
-        tree = parse_json((directory / STATE_FILE).read_bytes(), STATE_FILE)
+        tree = parse_json(state.read_bytes(), STATE_FILE)
         contents = unflatten(tree, tensors, shards)
         return {key: value if key in in_parts else load_stored(value) for key, value in contents.items()}
     except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
 def broadcast_contents(

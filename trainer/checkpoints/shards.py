@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,19 @@ def file_name(file: str, rank: int) -> str:
 class ShardFiles:
     """Files of a checkpoint that hold shards, opened when needed."""
 
-    def __init__(self, directory: Path, names: Collection[str]) -> None:
-        """`names`: the files of the manifest; no other is opened, as nobody has verified it."""
-        self.directory, self.names = directory, names
+    def __init__(self, fetch: Callable[[str], Path], names: Collection[str]) -> None:
+        """`fetch` returns the local path of a file.
+
+        names: the files of the manifest; no other is opened, as nobody has verified it.
+        """
+        self.fetch, self.names = fetch, names
         self._open: dict[str, Any] = {}
 
     def shard(self, file: str, name: str) -> Any:
         """Return a shard that is read when sliced; raises CheckpointError if it is not there."""
-        path = self.directory / file
         if file not in self.names:
             raise CheckpointError(f"{file} is not among the files of the checkpoint.")
+        path = self.fetch(file)
         try:
             if file not in self._open:
                 # mapped, not read: a rank that needs some rows of a file reads no others

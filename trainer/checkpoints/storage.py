@@ -9,13 +9,16 @@ of an interrupted process have fixed names, which the next start cleans up.
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
+from ...base.checkpoint_index import INDEX, CheckpointIndex, parse_index
 from ...base.errors import CheckpointError
+from ...base.location import Location
 from ...base.quantities import format_bytes
-from ...base.run_names import require_local
+from ...base.run_names import parse_small, require_local
 from . import manifest
 from .hashed import FileSum, HashedFile, write_bytes
 
@@ -30,20 +33,140 @@ def temporary_path(checkpoint: Path, kind: str) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.{kind}")
 
 
-class Folder:
-    """Folder of a file system that all ranks see.
+class Folder(Protocol):
+    """Folder of checkpoints, which are named by text.
 
     A save is `require_free_name` and `open_stage` on rank 0, `create` on every rank for each of its files, and
-    `publish` on rank 0: the commit.
+    `publish` on rank 0: the commit. No caller knows of renames, so that an object store, which has none, can have the
+    same methods.
     """
 
-    # Checkpoints are named by text, and no caller knows of the renames, so that an object store, which has none, can
-    # have the same methods.
+    @property
+    def location(self) -> Location:
+        """Where it is."""
+
+    # --- reading
+    def names(self) -> list[str]:
+        """Return the names of committed checkpoints (those with a manifest)."""
+
+    def candidates(self) -> list[str]:
+        """Return the names to try for a complete checkpoint: also what a dying process left under a temporary name."""
+
+    def committed(self, name: str) -> str | None:
+        """Return the name under which this checkpoint is committed, maybe a temporary one; None: it is not."""
+
+    def read_manifest(self, name: str) -> manifest.Manifest:
+        """Read a checkpoint's manifest; raises CheckpointError with the place and the problem."""
+
+    def check_sizes(self, name: str) -> manifest.Manifest:
+        """Read a checkpoint's manifest, and check the sizes of its files. Raises CheckpointError."""
+
+    def fetch(self, name: str, files: Collection[str]) -> Path:
+        """Return a local folder that has these files of a checkpoint; nobody has verified them."""
+
+    def read_index(self) -> CheckpointIndex | None:
+        """Return the index; None where there is none, or one that Legato has not written."""
+
+    # --- writing
+    def make(self) -> None:
+        """Make the folder, if it is missing. Raises OSError."""
+
+    def write_index(self, index: CheckpointIndex) -> None:
+        """Replace the index; whenever the process dies, it is the old one or the new one. Raises OSError."""
+
+    def require_free_name(self, name: str) -> None:
+        """Raise CheckpointError for a name of something that is no checkpoint."""
+
+    def open_stage(self, name: str, needed: int) -> None:
+        """Make the place where a checkpoint of about `needed` bytes is written."""
+
+    def create(self, name: str, file: str) -> HashedFile:
+        """Open a new file of the checkpoint that is being written."""
+
+    def publish(self, name: str, files: Mapping[str, FileSum], run: str) -> None:
+        """Write the manifest and give the checkpoint its name. Raises OSError."""
+
+    def discard(self, name: str) -> None:
+        """Delete what was written for a checkpoint that is given up."""
+
+    def sweep(self) -> None:
+        """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
+
+    def remove(self, name: str, run: str | None = None) -> None:
+        """Delete a checkpoint, of `run` if given; raises CheckpointError for anything else.
+
+        A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
+        """
+
+
+class LocalFolder:
+    """Folder of a file system that all ranks see."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = self.location = path
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def names(self) -> list[str]:
+        """Return the names of committed checkpoints."""
+        paths = map(self.path.joinpath, self.candidates())
+        return [path.name for path in paths if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
+
+    def candidates(self) -> list[str]:
+        """Return checkpoints, and those that a dying process was replacing."""
+        candidates: dict[str, str] = {}
+        # ".step-..." sorts first and yields to "step-..."
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
+            if path.name not in (name, temporary_path(self.path / name, REPLACED).name) or path.is_symlink():
+                continue
+            files = path / manifest.MANIFEST, path / manifest.STATE_FILE
+            # a user may have named a checkpoint: then its files tell it from any other folder
+            if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
+                candidates[name] = path.name
+        return list(candidates.values())
+
+    def committed(self, name: str) -> str | None:
+        """Return the name of a checkpoint, or its temporary one if a dying process was replacing it."""
+        # the second: a process died while it replaced the checkpoint
+        for path in (self.path / name, temporary_path(self.path / name, REPLACED)):
+            if (path / manifest.MANIFEST).is_file():
+                return path.name
+        return None
+
+    def read_manifest(self, name: str) -> manifest.Manifest:
+        """Read a manifest."""
+        return manifest.load_manifest(self.path / name)
+
+    def check_sizes(self, name: str) -> manifest.Manifest:
+        """Read a manifest, and check the sizes of its files."""
+        directory = self.path / name
+        if not directory.is_dir():
+            raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
+        content = self.read_manifest(name)
+        # links and devices are refused before any is opened
+        for file, expected in content.files.items():
+            size = manifest.regular_size(directory, file)
+            if size != expected.size:
+                raise CheckpointError(f"{directory}: {file} has {size:,} bytes, {expected.size:,} were written.")
+        return content
+
+    def fetch(self, name: str, files: Collection[str]) -> Path:
+        """Return the directory of a checkpoint."""
+        return self.path / name
+
+    def read_index(self) -> CheckpointIndex | None:
+        """Read the index."""
+        return parse_index(parse_small(self.path / INDEX))
 
     # --- writing ----------------------------------------------------------------------------------------------------
+    def make(self) -> None:
+        """Make the folder."""
+        make_folder(self.path)
+
+    def write_index(self, index: CheckpointIndex) -> None:
+        """Replace the index."""
+        replace_file(self.path / INDEX, index.dump())
+
     def require_free_name(self, name: str) -> None:
         """Raise CheckpointError for a name of something that is no checkpoint."""
         path = self.path / name
@@ -126,9 +249,25 @@ class Folder:
         sync_folder(self.path)
 
 
-def remove(checkpoint: Path, run: str | None = None) -> None:
-    """Delete the checkpoint at a path; see `Folder.remove`."""
-    Folder(checkpoint.parent).remove(checkpoint.name, run)
+def folder_at(location: Location) -> Folder:
+    """Return the folder of checkpoints at a place."""
+    require_local(location, "The folder of checkpoints")
+    return LocalFolder(Path(location))
+
+
+def is_file(location: Location) -> bool:
+    """Return whether there is a file at a place: no checkpoint of Legato, but maybe weights of another program."""
+    return Path(location).is_file()
+
+
+def fetch_file(location: Location) -> Path:
+    """Return a local file with the contents of the file at a place."""
+    return Path(location)
+
+
+def remove(checkpoint: Location, run: str | None = None) -> None:
+    """Delete a checkpoint; see `Folder.remove`."""
+    folder_at(checkpoint.parent).remove(checkpoint.name, run)
 
 
 @contextmanager

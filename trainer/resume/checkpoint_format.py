@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from ...base.location import Location
 from ..checkpoints import commit, find, storage
 from ..checkpoints.foreign import read_contents
 from ..checkpoints.reading import read_checkpoint
@@ -63,14 +64,16 @@ class DirectoryFormat:
         """Return `step-00001200`."""
         return find.directory_name(step)
 
-    def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
+    def write(self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
         """Write the shards of each of `ranks`, and the manifest last."""
         commit.write(path, contents, ranks=ranks, run=run)
 
-    def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+    def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
-        return read_contents(path, names) if path.is_file() else read_checkpoint(path, in_parts, ranks)
+        if storage.is_file(path):
+            return read_contents(storage.fetch_file(path), names)
+        return read_checkpoint(path, in_parts, ranks)
 
-    def remove(self, path: Path, run: str) -> None:
+    def remove(self, path: Location, run: str) -> None:
         """Delete the directory, if this run's id is in its manifest."""
         storage.remove(path, run)

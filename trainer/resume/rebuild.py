@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...base.errors import CheckpointError, ConfigError
+from ...base.location import Location
 from ...base.targets import rebuild_targets
 from ...tasks.hyperparameters import AttributeDict, Hyperparameters
 from ..checkpoints import reading
 from ..checkpoints.foreign import plain_names
+from ..checkpoints.storage import is_file
 from .left_out import BUILT, LEFT_OUT, require_hyperparameters
 from .restore import load_task_weights
 
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
 Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
-Location = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
+MapLocation = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
 """Device of the weights. Callables, which torch.load would call for each storage, are ignored: the host has all."""
 
 
 def rebuild_task(
     kind: type[TaskType],
-    source: Path | Mapping[str, Any],
-    map_location: Location,
+    source: Location | Mapping[str, Any],
+    map_location: MapLocation,
     hparams_file: str | Path | None,
     strict: bool | None,
     replaced: Mapping[str, Any],
@@ -41,7 +43,7 @@ def rebuild_task(
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()  # a model made there has its weights only from here on
-    if isinstance(source, Path) and source.is_file():
+    if not isinstance(source, Mapping) and is_file(source):
         # only now: whether "module." is a wrapper of DDP's or a name of the task's own only the task can tell
         saved["state_dict"] = plain_names(source, saved["state_dict"], task.state_dict().keys())
     else:
@@ -53,7 +55,7 @@ def rebuild_task(
 
 def rebuild_data_module(
     kind: type[DataModuleType],
-    source: Path | Mapping[str, Any],
+    source: Location | Mapping[str, Any],
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> DataModuleType:

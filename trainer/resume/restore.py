@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
 from ...base.torch_private import mark_stepped, schedulers_within
+from ..checkpoints.storage import is_file
 from ..optimization import kernels
 from ..state import State
 from . import fingerprint
@@ -313,8 +314,8 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError for weights alone, and for other numbers of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
-        is_file = run.source is not None and run.source.is_file()
-        hint = " A run of Lightning's goes on from its file by `legato lightning SCRIPT`." if is_file else ""
+        foreign = run.source is not None and is_file(run.source)
+        hint = " A run of Lightning's goes on from its file by `legato lightning SCRIPT`." if foreign else ""
         raise CheckpointError(
             f"The checkpoint holds weights only (save_weights_only), so a run cannot go on from it. Begin a new run "
             f"from them: load_from_checkpoint.{hint}"

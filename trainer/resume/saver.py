@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ...base.checkpoint_index import INDEX, CheckpointIndex
 from ...base.environment import restart_count
 from ...base.errors import CheckpointError, ConfigError, LegatoError
+from ...base.location import Location
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
-from ..checkpoints import find, storage
+from ..checkpoints import find
 from ..checkpoints.background import Writer
-from ..checkpoints.manifest import is_checkpoint_of
-from ..checkpoints.storage import make_folder
+from ..checkpoints.storage import folder_at
 from ..optimization.diagnosis import require_finite
+from ..processes.ranks import Ranks
 from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
@@ -57,7 +58,7 @@ class Saver:
         self.writer = Writer()
         self.run_id = ""
         """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
-        self.locks: dict[Path, RunLock] = {}
+        self.locks: dict[Location, RunLock] = {}
         """Locks of the folders that this process may write to."""
         self._run_dir: os.stat_result | None = None
         """Stat of the run directory at the start of the run."""
@@ -67,23 +68,24 @@ class Saver:
         return {**vars(self), "writer": Writer(), "locks": {}, "_run_dir": None}
 
     # --- the right to write -----------------------------------------------------------------------------------------
-    def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
+    def hold(self, folder: Location, stage: str, patient: bool = False) -> None:
         """Lock a folder until `release`; raises ConfigError if another run holds it."""
         # one lock for a folder, through whatever link it was named
         folder = folder.resolve()
         if folder not in self.locks:
-            lock = RunLock(folder, stage)
+            require_local(folder, "The folder to write to")
+            lock = RunLock(Path(folder), stage)
             lock.take(patient)
             self.locks[folder] = lock
             if stage == "fit":  # which may have died in a save; from now on nobody else writes here
                 for checkpoints in (folder, folder / CHECKPOINTS):
-                    storage.Folder(checkpoints).sweep()
+                    folder_at(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
         """Remember which folder the run directory is, by which a later one of its name is told from it."""
         self._run_dir = None if folder is None else folder.stat()
 
-    def hold_for_all(self, folder: Path, patient: bool = False) -> None:
+    def hold_for_all(self, folder: Location, patient: bool = False) -> None:
         """Lock a folder of checkpoints on rank 0; every rank calls it.
 
         `patient`: rank 0 is another process than before. Raises ConfigError, on every rank, if another run holds the
@@ -92,11 +94,11 @@ class Saver:
 
         def hold() -> None:
             try:
-                make_folder(folder)
+                folder_at(folder).make()
                 self.hold(folder, "fit", patient)
             except OSError as error:
                 raise ConfigError(str(error)) from error
-            if is_new and any(not is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
+            if is_new and any(not find.is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
                 raise ConfigError(
                     f"Checkpoint: dirpath {str(folder)!r} has checkpoints of another run, which would be overwritten. "
                     f"Resume from one, choose another folder, or omit dirpath to use the run directory."
@@ -107,7 +109,7 @@ class Saver:
             self.release(folder)
         self.trainer.strategy.collectives.from_first(hold)
 
-    def release(self, *folders: Path) -> None:
+    def release(self, *folders: Location) -> None:
         """Release these folders, by default all."""
         for folder in [one.resolve() for one in folders] or list(self.locks):
             if folder in self.locks:
@@ -138,7 +140,7 @@ class Saver:
         raise run_directory_gone(folder)
 
     # --- saving -----------------------------------------------------------------------------------------------------
-    def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
+    def save(self, path: Location, weights_only: bool, asynchronous: bool) -> None:
         """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
 
         Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
@@ -182,7 +184,7 @@ class Saver:
             run_record.store_config(trainer.run_dir, text, trainer.given_config)
             run.run_file.store_config(trainer.run_dir, config_of(text, trainer.given_config))
 
-    def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
+    def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.
 
         A step, or a validation, under way is dropped: a resume repeats it. With several processes nothing is written,
@@ -207,7 +209,7 @@ class Saver:
             return False
         return True
 
-    def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
+    def _write(self, path: Location, found: dict[str, Any], asynchronous: bool) -> None:
         ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
@@ -225,7 +227,7 @@ class Saver:
         # it
         self.writer.join()
         try:
-            self.format.write(path, found, ranks, self.run_id)
+            self.format.write(self._for_format(path), found, ranks, self.run_id)
         except CheckpointError as error:
             try:
                 self.writer.check()
@@ -234,41 +236,55 @@ class Saver:
             raise
         self.writer.check()
 
-    def own_in(self, folder: Path) -> dict[str, int]:
+    def _for_format(self, path: Location) -> Any:
+        """Return the path as the format takes it; raises ConfigError where another format than ours gets an address."""
+        if not isinstance(self.format, DirectoryFormat):
+            require_local(path, "The checkpoint")
+        return path
+
+    def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
+        """Return the contents of a checkpoint; see `CheckpointFormat.read`."""
+        return self.format.read(self._for_format(path), ranks, names, in_parts)
+
+    def own_in(self, folder: Location) -> dict[str, int]:
         """Return the steps of this run's checkpoints in a folder, by name."""
-        paths = [path for path in find.checkpoints_in(folder) if is_checkpoint_of(self.run_id, path)]
+        paths = [path for path in find.checkpoints_in(folder) if find.is_checkpoint_of(self.run_id, path)]
         return {path.name: find.checkpoint_step(path) for path in paths}
 
-    def write_index(self, folder: Path, index: CheckpointIndex) -> None:
+    def read_index(self, folder: Location) -> CheckpointIndex | None:
+        """Return the index of a folder of checkpoints; None where there is none, or one of another program."""
+        return folder_at(folder).read_index()
+
+    def write_index(self, folder: Location, index: CheckpointIndex) -> None:
         """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
         if not self.trainer.is_global_zero:
             return
         # no end of the run here, on one rank: the next save, on all, fails for the same reason and says so
         try:
             self.require_run_dir()
-            make_folder(folder)
-            storage.replace_file(folder / INDEX, index.dump())
+            folder_at(folder).make()
+            folder_at(folder).write_index(index)
         except ConfigError:
             return
         except OSError as error:
             log.warning("%s could not be written: %s.", folder / INDEX, error.strerror or error)
 
     # --- removing ---------------------------------------------------------------------------------------------------
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Location) -> None:
         """Delete a checkpoint of this run; every rank may call it, rank 0 acts.
 
         Raises CheckpointError if a save before it failed, and if there is no checkpoint of this run.
         """
         if self.trainer.is_global_zero:
             self.writer.wait()
-            self.format.remove(path, self.run_id)
+            self.format.remove(self._for_format(path), self.run_id)
 
-    def discard(self, path: Path) -> None:
+    def discard(self, path: Location) -> None:
         """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
         if self.trainer.is_global_zero:
             self.writer.wait()
             try:
-                self.format.remove(path, self.run_id)
+                self.format.remove(self._for_format(path), self.run_id)
             except CheckpointError as error:
                 log.warning("%s The run continues, and leaves it as it is.", error)
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...base.checkpoint_index import best_names
 from ...base.errors import ConfigError, did_you_mean
 from ...base.run_names import (
     CHECKPOINTS,
@@ -27,7 +26,7 @@ from ...base.run_names import (
     require_local,
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
-from ..checkpoints.find import checkpoint_step
+from ..checkpoints.find import best_checkpoints, checkpoint_step
 from .lock import holder_of, is_held
 from .record import EPOCHS, STARTS
 from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
@@ -229,8 +228,8 @@ class RunDirectory:
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
         """The complete checkpoint with the best value; None if there is none, or if it is not known."""
-        names = best_names(self.path / CHECKPOINTS, identity_of(self.path))
-        return next((_checkpoint(self.path / CHECKPOINTS / name) for name in names), None)
+        best = best_checkpoints(self.path / CHECKPOINTS, identity_of(self.path))
+        return _checkpoint(Path(best[0])) if best else None
 
     @cached_property
     def best(self) -> BestValue | None:

@@ -8,12 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...base.checkpoint_index import INDEX, best_names
+from ...base.checkpoint_index import INDEX
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
+from ...base.location import Location, to_absolute, to_location
 from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem
-from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, first_complete, newest_complete, verify
-from ..checkpoints.manifest import is_checkpoint_of, load_manifest
+from ..checkpoints.find import (
+    Check,
+    best_checkpoints,
+    checkpoint_step,
+    checkpoints_in,
+    first_complete,
+    is_checkpoint_of,
+    load_manifest,
+    newest_complete,
+    verify,
+)
 from . import record as run_record
 from . import run_file
 from .lock import belongs_to_training
@@ -87,16 +97,16 @@ def _require_text(root: Path) -> None:
         ) from None
 
 
-def write_config(directory: Path, text: str, given: str | None, weights: Path | None) -> None:
+def write_config(directory: Path, text: str, given: str | None, weights: Location | None) -> None:
     """Store the config of a run; that of an evaluation includes the weights, so that it can be repeated."""
     if weights is not None:
-        line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
+        line = f"checkpoint: {json.dumps(str(to_absolute(weights)), ensure_ascii=False)}"
         # a function, since a backslash in a text would be an escape; a string of JSON is one of YAML
         text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
     run_record.store_config(directory, text, given)
 
 
-def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = ()) -> Path | None:
+def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location] = ()) -> Location | None:
     """Return the newest checkpoint of a run directory that passes `check`, or of the same run in other `folders`.
 
     One in those is verified here, whatever `check` does.
@@ -104,7 +114,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     identity = identity_of(directory)
 
     # one checkpoint for the whole run: the later of both counts
-    def is_own(path: Path) -> bool:
+    def is_own(path: Location) -> bool:
         # a folder of a callback's own may hold checkpoints of several runs
         return load_manifest(path).run == identity and check(path) is not False and bool(verify(path))
 
@@ -113,7 +123,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     return max((path for path in newest if path is not None), key=checkpoint_step, default=None)
 
 
-def folder_to_read(directory: Path | None, newest: Path | None) -> Path | None:
+def folder_to_read(directory: Path | None, newest: Location | None) -> Location | None:
     """Return the folder of a run's newest checkpoint, in which a reader falls back to an older one.
 
     Of one outside of the run directory the checkpoint itself: its folder may have other runs' checkpoints.
@@ -123,20 +133,21 @@ def folder_to_read(directory: Path | None, newest: Path | None) -> Path | None:
     return newest.parent
 
 
-def is_same_run(directory: Path | None, checkpoint: Path | None) -> bool:
+def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
     """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
     if directory is None or checkpoint is None:
         return False
-    if directory.resolve() in checkpoint.resolve().parents:
+    if isinstance(checkpoint, Path) and directory.resolve() in checkpoint.resolve().parents:
         return True
     identity = identity_of(directory)
     return bool(identity) and is_checkpoint_of(identity, checkpoint)
 
 
-def run_of(checkpoint: Path, root: Path, name: str) -> Path | None:
+def run_of(checkpoint: Location, root: Path, name: str) -> Path | None:
     """Return the run directory below `root` of the run that wrote a checkpoint; elsewhere only one of this name."""
     root = root.resolve()
-    above = [path for path in checkpoint.resolve().parents if root in path.parents]
+    parents = checkpoint.resolve().parents if isinstance(checkpoint, Path) else ()
+    above = [path for path in parents if root in path.parents]
     runs = filter(identity_of, (*above, *versions(root, name)[::-1]))
     return next((run for run in runs if is_same_run(run, checkpoint)), None)
 
@@ -153,7 +164,9 @@ def newest_to_resume(root: Path, name: str) -> Path | None:
 def _saves_elsewhere(directory: Path) -> bool:
     # the config is all that is known before the task, and with it its callbacks, can be built
     values = run_file.read(directory).get("config") or {}
-    folders = [Path(value) for key, value in values.items() if key.endswith(".dirpath") and isinstance(value, str)]
+    folders = [
+        to_location(value) for key, value in values.items() if key.endswith(".dirpath") and isinstance(value, str)
+    ]
     return any(is_checkpoint_of(identity_of(directory), path) for folder in folders for path in checkpoints_in(folder))
 
 
@@ -182,8 +195,8 @@ class StoredRun:
         return versions_to_resume(self.root, self.name)[::-1] if by_name else [Path(str(self.directory))]
 
     def to_resume(
-        self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Path]
-    ) -> tuple[Path | None, Path | None]:
+        self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Location]
+    ) -> tuple[Path | None, Location | None]:
         """Lock the run directory to go on in; return it and the checkpoint to resume from, or None for both.
 
         `hold` and `release` a run directory; `folders`: where else the run may have saved. Raises ConfigError if
@@ -213,7 +226,7 @@ class StoredRun:
         return directory, checkpoint
 
     # --- to evaluate it ---------------------------------------------------------------------------------------------
-    def weights(self, folders: Sequence[Path]) -> Path:
+    def weights(self, folders: Sequence[Location]) -> Location:
         """Return the checkpoint to evaluate, and log which it is; `folders`: where else the run may have saved.
 
         Skips a damaged one with a warning. Raises CheckpointError if there is none.
@@ -233,23 +246,22 @@ class StoredRun:
     def _place(self) -> Path:
         return self.directory if self.directory is not None else self.root / self.name
 
-    def _newest(self, folders: Sequence[Path]) -> Path | None:
+    def _newest(self, folders: Sequence[Location]) -> Location | None:
         """Return the newest complete checkpoint of the first of the folders that has one, or of the run directory."""
         # a callback with a `dirpath` of its own has nothing in the run directory
         for folder in folders:
             if (newest := newest_complete(folder)) is not None:
                 return newest
         runs = versions(self.root, self.name)[::-1] if self.directory is None else [self.directory]
-        return next(filter(None, map(newest_in, runs)), None)
+        return next((newest for run in runs if (newest := newest_in(run)) is not None), None)
 
-    def _best(self, newest: Path) -> tuple[str, Path]:
+    def _best(self, newest: Location) -> tuple[str, Location]:
         """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""
-        names = best_names(newest.parent, load_manifest(newest).run)
-        candidates = [newest.parent / name for name in names]
+        candidates = best_checkpoints(newest.parent, load_manifest(newest).run)
         best = first_complete(candidates, lambda path: path == newest or verify(path))
         if best is not None:
             return "best" if best == candidates[0] else "best that is whole", best
-        if self.word == "best" and not names:
+        if self.word == "best" and not candidates:
             raise CheckpointError(
                 f"{newest.parent} does not say which checkpoint is the best: no value of a monitored metric is in its "
                 f"{INDEX}. Set checkpoint=last or to a path."

@@ -13,8 +13,8 @@ from pathlib import Path
 from ...base.checkpoint_index import INDEX
 from ...base.errors import CheckpointError
 from ...base.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENT_FILES, RUN_FILE
-from ..checkpoints.manifest import is_checkpoint_of
-from ..checkpoints.storage import Folder
+from ..checkpoints.find import is_checkpoint_of
+from ..checkpoints.storage import folder_at
 from .lock import HOLDER, LOCK
 from .record import DIFF, EPOCHS, GIVEN_CONFIG, RECORD, STARTS
 from .run_file import identity_of
@@ -66,7 +66,7 @@ def _evaluations(directory: Path) -> Iterator[Path]:
 def _remove_checkpoints(folder: Path, identity: str) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
-    checkpoints = Folder(folder)
+    checkpoints = folder_at(folder)
     checkpoints.sweep()  # temporary names are no checkpoints, and would be left
     for path in _entries(folder):
         # what another run wrote, or a person has changed, stays; `clean` names what is left

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.location import Location, to_location
 from ...base.run_names import EVALUATIONS, require_local
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
 from ..checkpoints import find
+from ..checkpoints.storage import is_file
 from ..request import Request
 from ..resume.saver import new_identity
 from ..run import Call
@@ -35,7 +37,7 @@ class Start:
 
     directory: Path | None = None
     """The run directory; None: nothing is written."""
-    source: Path | None = None
+    source: Location | None = None
     """The checkpoint to read."""
     is_newest: bool = False
     """Whether that is the newest of a folder, of which an older one will do where it is damaged."""
@@ -54,7 +56,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
 
     Rank 0 decides for all. If the newest checkpoint, which it has chosen, is damaged, it chooses the one before.
     """
-    trainer, strategy, damaged = call.trainer, call.strategy, list[Path]()
+    trainer, strategy, damaged = call.trainer, call.strategy, list[Location]()
     ranks, saved = strategy.collectives, None
     while True:
         start = ranks.from_first(lambda: find_source(trainer, request, damaged))
@@ -67,7 +69,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
             break
         try:
             names, in_parts = weight_names(call.task), strategy.state_dicts.read_in_parts
-            saved = trainer.saver.format.read(start.source, ranks, names, in_parts)
+            saved = trainer.saver.read(start.source, ranks, names, in_parts)
             break
         except CheckpointError as error:
             if not start.is_newest:
@@ -92,13 +94,13 @@ def weight_names(task: Task) -> set[str]:
     return set(nn.Module.state_dict(task))
 
 
-def find_source(trainer: "Trainer", request: Request, damaged: Collection[Path] = ()) -> Start:
+def find_source(trainer: "Trainer", request: Request, damaged: Collection[Location] = ()) -> Start:
     """Return the checkpoint to start from, none of the `damaged` ones, and the run directory that a resume locks.
 
     The sizes of its files have been checked; their checksums are when they are read.
     """
 
-    def check(path: Path) -> bool:
+    def check(path: Location) -> bool:
         return path not in damaged and bool(find.check_sizes(path))
 
     wanted, is_fit, saver = request.source, request.stage == "fit", trainer.saver
@@ -108,7 +110,7 @@ def find_source(trainer: "Trainer", request: Request, damaged: Collection[Path] 
         wanted = StoredRun(Path(trainer.default_root_dir), trainer.run_name, None, "auto")
     if not isinstance(wanted, StoredRun):
         path = named_checkpoint(trainer, wanted, is_fit)
-        source = path if path.is_file() else find.resolve(path, check)
+        source = path if is_file(path) else find.resolve(path, check)
         return Start(source=source, is_newest=source != path)
     folders = folders_elsewhere(trainer, request)
     if not is_fit:
@@ -141,7 +143,7 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
     return start
 
 
-def evaluation_directory(trainer: "Trainer", stage: str, source: Path) -> Path | None:
+def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Path | None:
     """Make a directory for an evaluation in that of the run whose checkpoint it takes: RUN/evaluations/STAGE/version_N.
 
     None where that run is not below `default_root_dir`, and where its directory is not writable.
@@ -154,7 +156,7 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path) -> Path |
         return None
 
 
-def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Path]:
+def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
     """Return the folders outside of the run directory with checkpoints that a run can resume from, or be evaluated."""
     is_fit = request.stage == "fit"
     request.task.trainer = trainer  # which configure_callbacks may ask
@@ -162,7 +164,7 @@ def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Path]:
     # what is saved at an error is none to evaluate; weights alone are none to resume from
     savers = [saver for saver in callbacks if isinstance(saver, CheckpointCallback if is_fit else Checkpoint)]
     elsewhere = [saver for saver in savers if saver.dirpath and saver.is_elsewhere]
-    return [Path(str(saver.dirpath)) for saver in elsewhere if not (is_fit and saver.save_weights_only)]
+    return [to_location(str(saver.dirpath)) for saver in elsewhere if not (is_fit and saver.save_weights_only)]
 
 
 def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Path:

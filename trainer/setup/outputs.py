@@ -2,10 +2,10 @@
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from ...base.environment import slurm_job
+from ...base.location import Location
 from ..accelerators import name_of
 from ..run import Call, Run
 from ..runs import places
@@ -15,7 +15,7 @@ from ..runs.run_file import config_of, identity_of
 log = logging.getLogger("legato")
 
 
-def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, int] | None = None) -> None:
+def record_start(call: Call, source: Location | None = None, evaluated: tuple[int, int] | None = None) -> None:
     """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code.
 
     source: the checkpoint that it goes on from, or evaluates; evaluated: step and epoch of that.
