@@ -50,6 +50,14 @@ def map_tensors(
     return batch
 
 
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a subclass of Tensor is made of (a shard, quantized weights), or the tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
+
+
 def count_samples(batch: Any) -> int:
     """Return the length of the first tensor or array in `batch` along its first dimension.
 

@@ -122,7 +122,8 @@ class Checkpoint(CheckpointCallback):
         self._metric = None if monitor is None else Monitor(monitor, mode, "Checkpoint")
         self.index = CheckpointIndex(monitor=monitor, mode=mode)
         """The checkpoints that it keeps, also in `index.json` beside them."""
-        self._seen_step, self._saved_at = -1, 0.0
+        self._seen_step = self._start_step = -1
+        self._saved_at = 0.0
         self._begun_step = -1
         """Step of the newest save that was begun."""
         self._due_step = -1
@@ -223,7 +224,8 @@ class Checkpoint(CheckpointCallback):
         if self.dirpath is not None and self._given_dirpath is not None and not trainer.fast_dev_run:
             trainer.saver.hold_for_all(self.dirpath)
         self._agree_on_index(trainer)
-        self._seen_step, self._begun_step = trainer.global_step, -1
+        self._seen_step = self._start_step = trainer.global_step
+        self._begun_step = -1
         self._due_step, self._is_cut_off = -1, False
         # the interval goes on where it was: at the newest checkpoint, or where a new run begins
         last = next(reversed(self.index.checkpoints.values()), None)
@@ -251,6 +253,8 @@ class Checkpoint(CheckpointCallback):
         step = trainer.state.global_step
         if step == self._seen_step:
             return
+        if self._seen_step == self._start_step:
+            trainer.saver.require_storable()  # now that the first step has made the optimizers' states
         self._seen_step = step
         if self.asynchronous:
             # else a background save that failed would end the run only when the next save begins

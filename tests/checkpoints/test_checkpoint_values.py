@@ -1,6 +1,7 @@
 """What goes into a checkpoint comes out of it, or is refused by its place."""
 
 import argparse
+import enum
 import json
 import random
 import shutil
@@ -227,3 +228,52 @@ def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless.append(endless)
     with pytest.raises(CheckpointError, match="does it contain itself"):
         commit.write(tmp_path / "one", {"a": endless})
+
+
+class Scaled(torch.Tensor):
+    """Integers times a number, as a quantised weight."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, settings: object) -> "Scaled":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes, made.scale, made.settings = codes, scale, settings
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "scale"], self.settings
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict, settings: object, size: torch.Size, stride: tuple) -> "Scaled":
+        return cls(tensors["codes"], tensors["scale"], settings)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError
+
+
+class Step(enum.IntEnum):
+    ONE = 1
+
+
+def test_a_tensor_that_is_made_of_others_is_stored_as_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dtype": torch.int8, "sizes": [1, (2, None)]}
+    weight = Scaled(torch.arange(6, dtype=torch.int8).view(2, 3), torch.rand(2), options)
+    commit.write(tmp_path / "one", {"state_dict": {"w": weight}})
+    back = reading.read_checkpoint(tmp_path / "one")["state_dict"]["w"]
+    assert type(back) is Scaled
+    assert back.settings == options
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scale, weight.scale)
+    assert read_tensors(tmp_path / "one" / "model.safetensors").keys() == {"w.codes", "w.scale"}
+    # a program that has not imported the class reads what it is made of, and imports nothing
+    monkeypatch.delitem(globals(), "Scaled")
+    back = reading.read_checkpoint(tmp_path / "one")["state_dict"]["w"]
+    assert torch.equal(back["codes"], weight.codes)
+
+
+@pytest.mark.parametrize("options", [Step.ONE, {"step": [Step.ONE]}, object()])
+def test_a_tensor_whose_settings_would_come_back_as_others_is_refused(tmp_path: Path, options: object) -> None:
+    weight = Scaled(torch.zeros(2, 3, dtype=torch.int8), torch.rand(2), options)
+    with pytest.raises(CheckpointError, match=r"state_dict\.w is a tensor of .*Scaled, which __tensor_flatten__ does"):
+        commit.write(tmp_path / "one", {"state_dict": {"w": weight}})

@@ -5,6 +5,7 @@ What JSON lacks becomes `{"__legato__": KIND, "value": ...}`, a tensor such a ma
 
 import base64
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,11 @@ MARK = "__legato__"
 DEPTH = 100  # levels of nesting; a value that contains itself ends here too
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+UNFLATTEN = "__tensor_unflatten__"
+WRAPPED = "wrapped"
+"""Kind of a tensor of a subclass that is made of plain ones, such as a quantized weight."""
+PLAIN = (bool, int, float, str, type(None), list, tuple, dict, torch.Size, torch.dtype, torch.device)
+"""Types that come back from a checkpoint as they were."""
 ValuePath = tuple[str, ...]
 
 
@@ -190,6 +196,9 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
                 f"{_dotted(path)} is a numpy {value.dtype}; a checkpoint holds numbers, bools, text and tensors."
             ) from None
     part = part or shard_block(value)
+    # a wrapper subclass (of quantization, say) has no memory of its own whose bytes could be written
+    if type(value if part is None else part.block).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return _encode_wrapped(value, path, flat, in_parts=part is not None)
     file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
     unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors has no lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
@@ -205,10 +214,8 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
         mark |= {MARK: "parts", "dtype": dtype_name, "shape": list(part.shape)}
         flat.parts[file][unique], flat.marks[file, unique] = part, mark
         return mark
-    # a wrapper subclass (of quantization, say) has no memory of its own whose bytes could be written
-    wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
-        kind = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "meta tensor" if value.is_meta else f"{value.layout} tensor"
         raise CheckpointError(
             f"{_dotted(path)} is a {kind}; a checkpoint holds plain, dense tensors: convert it first."
         )
@@ -219,6 +226,36 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
         tensor = torch.view_as_real(tensor) if dtype.is_complex else flat_bytes(tensor)
     flat.tensors[file][unique] = tensor
     return mark
+
+
+def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, in_parts: bool) -> dict[str, Any]:
+    """Return the mark of a tensor that `__tensor_flatten__` takes apart into tensors and plain values."""
+    name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "which is on several processes"
+    if not in_parts:
+        inner, settings = value.__tensor_flatten__() if hasattr(value, "__tensor_flatten__") else ((), object())
+        if _wrapper_class(name) is type(value) and _is_plain(settings):
+            tensors = {key: _encode(getattr(value, key), (*path, key), flat) for key in inner}
+            encoded = _encode([settings, value.size(), tuple(value.stride())], path, flat)
+            return {MARK: WRAPPED, "class": name, "tensors": tensors, "settings": encoded}
+        problem = "which __tensor_flatten__ does not take apart into plain tensors and plain values"
+    raise CheckpointError(
+        f"{_dotted(path)} is a tensor of {name}, {problem}. A checkpoint cannot hold it: convert it to a plain tensor, "
+        f"leave it out of the state dict (register_buffer with persistent=False), or train without checkpoints."
+    )
+
+
+def _wrapper_class(name: str) -> Any:
+    """Return the subclass of Tensor of a name; None if this program has not imported one that can be put together."""
+    # a checkpoint imports nothing: it chooses among what the program has imported
+    module, _, attribute = name.rpartition(".")
+    kind = vars(sys.modules.get(module, object)).get(attribute)
+    return kind if isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, UNFLATTEN) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a checkpoint gives back a value as it is, and not as a value of another type."""
+    items = [*value.keys(), *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return type(value) in PLAIN and all(map(_is_plain, items))
 
 
 # --- putting together -------------------------------------------------------------------------------------------------
@@ -260,6 +297,8 @@ def _decode(node: Any, path: ValuePath, left: Tensors, files: ShardFiles | None)
             return _decode_tensor(kind, node, left)
         if kind == "parts" and files is not None:
             return _decode_parts(node, files)
+        if kind == WRAPPED:
+            return _decode_wrapped(node, path, left, files)
         if node.keys() != {MARK, "value"} or not isinstance(kind, str):
             raise ValueError(f"no such mark: {str(node)[:80]}")
         value = _decode(node["value"], path, left, files)
@@ -289,6 +328,20 @@ def _decode_tensor(kind: str, node: dict[str, Any], left: Tensors) -> Any:
     if kind == "scalar" and array.ndim:
         raise ValueError(f"{place[1]!r} is marked as a scalar and has shape {array.shape}")
     return array if kind == "array" else array[()]
+
+
+def _decode_wrapped(node: dict[str, Any], path: ValuePath, left: Tensors, files: ShardFiles | None) -> Any:
+    if node.keys() != {MARK, "class", "tensors", "settings"}:
+        raise ValueError(f"no such mark: {str(node)[:80]}")
+    tensors = _decode(_typed(dict, node["tensors"]), path, left, files)
+    settings, size, stride = _decode(_typed(list, node["settings"]), path, left, files)
+    kind = _wrapper_class(_typed(str, node["class"]))
+    if kind is None:  # a program that only copies weights need not import the package: the tensors within will do
+        return tensors
+    try:
+        return getattr(kind, UNFLATTEN)(tensors, settings, size, stride)
+    except Exception as error:  # another package's, for what a damaged or hostile file may hold
+        raise ValueError(f"{node['class']} cannot be put together: {error}") from error
 
 
 def _decode_parts(node: dict[str, Any], files: ShardFiles) -> StoredTensor:

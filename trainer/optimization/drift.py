@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
 from ...base.errors import DisagreementError, first_names
+from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
@@ -81,9 +82,8 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     """
     if tensor.is_meta:
         return []
-    if hasattr(tensor, "__tensor_flatten__"):  # a shard, or quantized weights: what a subclass of Tensor is made of
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [part for one in inner if isinstance(one, Tensor) for part in sums_of_bits(one)]
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [part for inner in plain_tensors(tensor) for part in sums_of_bits(inner)]
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # of one element that was expanded, which counts as contiguous
         flat = flat.clone(memory_format=torch.contiguous_format)

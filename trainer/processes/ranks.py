@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import ConfigError, LegatoError, did_you_mean
+from ...base.tensors import plain_tensors
 from ...base.torch_private import set_group_timeout, set_group_timeouts
 from . import connections
 
@@ -65,7 +66,8 @@ class Ranks:
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
+        plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+        for tensor in sorted(plain, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
             by_device.setdefault(tensor.device, []).append(tensor.detach())
         for some in by_device.values():
             ends = list(accumulate((tensor.nbytes for tensor in some), initial=0))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """Return the contents of a checkpoint of this moment; every rank calls it."""
-    run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
+    run = trainer.current_run
     found: dict[str, Any] = {
-        "state_dict": state_dicts.model(run.task),
+        "state_dict": trainer.strategy.state_dicts.model(run.task),
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         **hyperparameters_of(run.task),
@@ -43,16 +43,24 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
             "fingerprint": settings,
-            "optimizer_states": [
-                named(state_dicts.optimizer(optimizer), state_dicts.parameter_names(run.task, optimizer))
-                for optimizer in run.optimization.optimizers
-            ],
-            "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
+            **training_states(trainer),
             **{name: part.state_dict() for name, part in run.parts().items()},
         }
     # last: a hook may look at all of it, and replace some
     run.hooks.call("on_save_checkpoint", found)
     return found
+
+
+def training_states(trainer: "Trainer") -> dict[str, Any]:
+    """Return the states of optimizers, by the names of parameters, and of their schedulers; every rank calls it."""
+    run, state_dicts = trainer.current_run, trainer.strategy.state_dicts
+    return {
+        "optimizer_states": [
+            named(state_dicts.optimizer(optimizer), state_dicts.parameter_names(run.task, optimizer))
+            for optimizer in run.optimization.optimizers
+        ],
+        "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
+    }
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ...base.location import Location
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
 from ..checkpoints import find
 from ..checkpoints.background import Writer
+from ..checkpoints.codec import flatten
 from ..checkpoints.storage import folder_at
 from ..optimization.diagnosis import require_finite
 from ..processes.ranks import Ranks
@@ -24,7 +25,7 @@ from ..runs import record as run_record
 from ..runs.lock import RunLock
 from ..runs.run_file import config_of
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
-from .contents import contents, contents_after_workers
+from .contents import contents, contents_after_workers, training_states
 from .left_out import tell_left_out
 
 if TYPE_CHECKING:
@@ -140,6 +141,22 @@ class Saver:
         raise run_directory_gone(folder)
 
     # --- saving -----------------------------------------------------------------------------------------------------
+    def require_storable(self) -> None:
+        """Raise CheckpointError for a state that no checkpoint holds, before training is spent on it.
+
+        Every rank calls it. What on_save_checkpoint adds is seen by a save alone: a hook may need what training sets.
+        """
+        run, trainer, savers = self.trainer.current_run, self.trainer, self.trainer.checkpoint_callbacks
+        if not isinstance(self.format, DirectoryFormat) or not savers or trainer.fast_dev_run:
+            return
+        flatten({"state_dict": trainer.strategy.state_dicts.model(run.task)})
+        if all(callback.save_weights_only for callback in savers):
+            return
+        flatten(training_states(trainer))
+        for callback in trainer.callbacks:
+            with suppress(AttributeError):  # of what a user's callback sets while it trains
+                flatten({"callbacks": {callback.state_key: callback.state_dict()}})
+
     def save(self, path: Location, weights_only: bool, asynchronous: bool) -> None:
         """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
 

@@ -73,6 +73,8 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     trainer = run.trainer
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
+    if run.stage == "fit":
+        trainer.saver.require_storable()
     # also where processes were started again before there was a checkpoint: what they had logged is void
     goes_on = run.stage == "fit" and (run.source is not None or restart_count() > 0)
     open_loggers(run, run.state.global_step if goes_on else None)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...base.errors import ConfigError, TaskError, first_names
 from ...base.place import Place
+from ...base.tensors import plain_tensors
 from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
@@ -139,7 +140,7 @@ class DDPStrategy(GroupStrategy):
         self.ddp, self.ddp_forward, self.require_reduced = None, None, nullcontext
 
     def _share_weights(self, task: "Task") -> None:
-        if self.ddp is None:  # which has done it
+        if self.ddp is None or _is_quantized(task):  # else DDP has done it
             super()._share_weights(task)
 
     def _wrap(self, task: "Task") -> DistributedDataParallel:
@@ -154,6 +155,7 @@ class DDPStrategy(GroupStrategy):
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
                 broadcast_buffers=False,  # in each forward; `end_step` does it
+                init_sync=not _is_quantized(task),  # which takes views that quantized weights have not
                 **options,
             )
 
@@ -231,6 +233,11 @@ class DDPStrategy(GroupStrategy):
                 f"(requires_grad_(False)) or remove it; if only some batches use it, set find_unused_parameters=true "
                 f"for strategy ddp."
             ) from error
+
+
+def _is_quantized(task: nn.Module) -> bool:
+    """Return whether weights of a task are made of several tensors."""
+    return any(plain_tensors(weight)[0] is not weight for weight in (*task.parameters(), *task.buffers()))
 
 
 class DDPSteps(nn.Module):
