@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _counts_devices(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and len(set(value)) == len(value) and all(index >= 0 for index in value)
+        return bool(value) and all(index >= 0 for index in value)
     if isinstance(value, str):
         return value in ("auto", "-1") or (value.isdecimal() and int(value) > 0)
     return bool(value == -1 or value > 0)
@@ -35,14 +35,16 @@ PrecisionName = Literal[
 AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "mtia"]
 ACCELERATORS: tuple[str, ...] = get_args(AcceleratorName)
 """Words for trainer.accelerator; an extension of torch may bring others."""
-# torch alone knows the kinds that its extensions add: without it only a word that looks misspelt is refused
-Accelerator = (
-    AcceleratorName
-    | Annotated[str, Rule("a kind of torch's extensions", lambda word: not did_you_mean(word, ACCELERATORS))]
-)
-Devices = Annotated[
-    int | str | list[int], Rule("a positive count, a list of different indices, -1 or 'auto'", _counts_devices)
-]
+
+
+def _may_be_a_kind(word: str) -> bool:
+    # torch alone knows the kinds that its extensions add: without it only a word that looks misspelt is refused
+    kind = word.partition(":")[0]
+    return kind in ACCELERATORS[1:] or not did_you_mean(kind, ACCELERATORS)
+
+
+Accelerator = AcceleratorName | Annotated[str, Rule("a kind of torch's extensions", _may_be_a_kind)]
+Devices = Annotated[int | str | list[int], Rule("a positive count, a list of indices, -1 or 'auto'", _counts_devices)]
 Batches = Annotated[int, Range(0)] | Annotated[float, Range(0.0, 1.0)]
 """A count of batches (int), or a fraction of all (float)."""
 Interval = Annotated[int, Range(1)] | Annotated[float, Range(0.0, 1.0, exclusive=True)] | Duration
@@ -62,9 +64,9 @@ class TrainerArguments:
         strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and
             options.
         accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu", any other kind that torch supports, or "auto": the one it
-            sees.
+            sees. "cuda:1" is one device.
         devices: Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on
-            CPU.
+            CPU. Several processes share a device whose index is there several times.
         num_nodes: Number of machines.
         replicas: Logical data-parallel workers, constant for the whole run. None: one per data-parallel process at
             the start.
@@ -96,8 +98,8 @@ class TrainerArguments:
             replica has equally many, as steps need that gather from all replicas.
         loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
-        prefetch_to_device: Copy a batch to a CUDA device while it computes the one before; takes memory for one more
-            batch there.
+        prefetch_to_device: Copy a batch to a device with streams while it computes the one before; takes memory for
+            one more batch there.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
             never. A resume calls them once more for the resumed epoch, with `current_epoch` as it was then.
         leave_out_samples: Indices of the training dataset that are in no batch of any epoch; all other samples keep

@@ -15,8 +15,8 @@ PREFIX = "DeviceStatsMonitor"
 class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging steps, before and after a batch.
 
-    Of CUDA devices all of torch.cuda.memory_stats, of MPS the allocated memory, of the processor (with psutil) its load
-    and memory, as `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    Of an accelerator all of its memory_stats (such as torch.cuda.memory_stats), of MPS the allocated memory, of the
+    processor (with psutil) its load and memory, as `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:
         cpu_stats: True: log the processor's too; None: only where it is the device; False: never.
@@ -57,10 +57,11 @@ class DeviceStatsMonitor(Callback):
         import torch
 
         device, found = trainer.strategy.device, dict[str, float]()
-        if device.type == "cuda":
-            found = {name: float(value) for name, value in torch.cuda.memory_stats(device).items()}
-        elif device.type == "mps":
-            found = {"mps_current_allocated_bytes": float(torch.mps.current_allocated_memory())}
+        module: Any = getattr(torch, device.type, None)
+        if hasattr(module, "current_allocated_memory"):  # a kind with one device
+            found = {f"{device.type}_current_allocated_bytes": float(module.current_allocated_memory())}
+        elif hasattr(module, "memory_stats"):
+            found = {name: float(value) for name, value in module.memory_stats(device).items()}
         wanted = device.type == "cpu" if self._cpu_stats is None else self._cpu_stats
         # without an argument psutil is optional; asked for, setup has refused the run that lacks it
         if wanted and find_spec("psutil") is not None:

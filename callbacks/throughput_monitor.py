@@ -39,8 +39,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock."""
-        device = trainer.strategy.device
-        self._device = None if device.type in ("cpu", "mps") else device  # which have no streams
+        self._device = trainer.strategy.device if trainer.strategy.queues_work else None
         self._restart(trainer, time.perf_counter())
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
 
 RESERVED = 0.1
-"""Share of a device's memory that CUDA itself and gaps of torch's allocator are expected to take."""
+"""Share of a device's memory that its driver and gaps of torch's allocator are expected to take."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
 
 
@@ -283,6 +283,8 @@ class Plan:
             used += activations // self.run.parts.layers
         share = used / memory
         # temporary tensors and gaps of the allocator are not in the sum
-        verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: CUDA takes some"
+        verdict = (
+            "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: the driver takes some"
+        )
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

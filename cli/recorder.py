@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..callbacks.callback import MonitoringCallback
+from ..trainer.accelerators import peak_memory
 from ..trainer.processes.layout import describe_layout, entry_of
 from ..trainer.strategies.strategy import trainable
 
@@ -89,8 +90,8 @@ class Recorder(MonitoringCallback):
         """Record a completed step."""
         # kernels are launched ahead of the device: without this a step's time would be that of its launches
         for device in trainer.strategy.parts or [trainer.strategy.device]:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
         now = time.monotonic()
         # loading included, which is what a run is slow by as often as by its model
         self.record.seconds.append(now - self.since)
@@ -142,8 +143,7 @@ class Recorder(MonitoringCallback):
         unit = 1 if sys.platform == "darwin" else 1024
         record.host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         devices = trainer.strategy.parts or [trainer.strategy.device]
-        peaks = [torch.cuda.max_memory_allocated(device) for device in devices if device.type == "cuda"]
-        record.device_bytes = max(peaks, default=None)
+        record.device_bytes = max(filter(None, map(peak_memory, devices)), default=None)
         path = trainer.run_dir / f"check-{record.rank}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(record)))

@@ -21,7 +21,6 @@ from typing import Any
 
 import yaml
 
-from ..base.environment import get_variable
 from ..base.errors import ConfigError, WorkerError
 from ..base.messages import STDOUT, tell
 from ..trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals, raise_for_signal
@@ -169,7 +168,7 @@ class Trial:
     step: int | None = None
     process: "subprocess.Popen[bytes] | None" = None
     devices: str = ""
-    """CUDA_VISIBLE_DEVICES of its process; "" leaves it as is."""
+    """The variable that gives its process some of the devices, as NAME=VALUE; "" leaves it as is."""
 
     def read(self, metric: str, mode: str) -> str:
         """Take the result from the run directory; return the state of the run, "" if it has not begun."""
@@ -196,8 +195,8 @@ class Trial:
         place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
         # the module and not the script `legato`, which may be another installation's
         command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
-        # read when CUDA starts; the program env changes nothing here
-        command = ["env", f"CUDA_VISIBLE_DEVICES={devices}", *command] if devices else command
+        # read when the device starts; the program env changes nothing here
+        command = ["env", devices, *command] if devices else command
         # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which then ends each trial once.
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
@@ -401,19 +400,15 @@ def _objective(options: Namespace, base: Config) -> tuple[str, str]:
 
 
 def devices_of_jobs(config: Config, jobs: int) -> list[str]:
-    """Return the CUDA devices of each of `jobs` trials at a time; none where the trials do not use them."""
-    trainer = config.values["trainer"]
-    if trainer["accelerator"] in ("cpu", "mps") or isinstance(trainer["devices"], list):
-        return []
-    names = get_variable("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        import torch
+    """Return what gives each of `jobs` trials at a time its devices, as NAME=VALUE; none where they use no others'."""
+    from ..trainer.accelerators import visible_devices  # imports torch
 
-        names = ",".join(map(str, range(torch.cuda.device_count())))
-    devices = str(trainer["devices"])
-    return share_devices(
-        names.replace(" ", "").split(",") if names else [], jobs, int(devices) if devices.isdecimal() else None
-    )
+    trainer = config.values["trainer"]
+    if isinstance(trainer["devices"], list):
+        return []
+    (variable, names), devices = visible_devices(trainer["accelerator"]), str(trainer["devices"])
+    each = int(devices) if devices.isdecimal() else None
+    return [f"{variable}={share}" for share in share_devices(names.split(",") if names else [], jobs, each)]
 
 
 def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:

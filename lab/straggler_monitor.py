@@ -36,7 +36,7 @@ class StragglerMonitor(Callback):
             )
         self.threshold = threshold
         self.slowest, self.wait_seconds, self.wait_share = -1, 0.0, 0.0
-        self._clock: HostClock | CudaClock = HostClock()
+        self._clock: HostClock | DeviceClock = HostClock()
         self._spans: list[tuple[Any, Any]] = []
         """Begin and end of this rank's own work in each step since the last agreement."""
         self._began: Any = None
@@ -59,7 +59,7 @@ class StragglerMonitor(Callback):
                 "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
             )
         # kernels run behind the host, whose clock would measure launches
-        self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
+        self._clock = DeviceClock(trainer.strategy.device) if trainer.strategy.queues_work else HostClock()
         self._warm, self._suspect, self._warned = False, -1, set()
         rank, ranks = trainer.global_rank, trainer.world_size
         # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
@@ -87,7 +87,7 @@ class StragglerMonitor(Callback):
             return
         if self._began is not None:
             # without a gradient (a frozen step) only loading was own work
-            # stamps and not seconds: an event of CUDA has no time before it has happened
+            # stamps and not seconds: an event of a device has no time before it has happened
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
             # a hook on every parameter costs each step; the order of gradients stays that of the first step
@@ -170,18 +170,21 @@ class HostClock:
         return end - begin
 
 
-class CudaClock:
-    """Clock of a CUDA stream, which runs behind the host."""
+class DeviceClock:
+    """Clock of a device's current stream, which runs behind the host."""
 
-    def stamp(self) -> "torch.cuda.Event":
+    def __init__(self, device: "torch.device") -> None:
+        self.device = device
+
+    def stamp(self) -> "torch.Event":
         """Return an event at the stream's current position."""
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def seconds(self, begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None:
+    def seconds(self, begin: "torch.Event", end: "torch.Event") -> float | None:
         """Return the seconds between two events; None if the later one has not happened yet."""
         # never waits for the device: an event that has not happened is left out
         return begin.elapsed_time(end) / 1000 if end.query() else None

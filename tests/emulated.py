@@ -5,6 +5,9 @@ events and generators, are stand-ins here; CALLS holds the names of those that w
 `torch.backends` (`install`) registers the device in every process that imports torch, fork servers included.
 """
 
+import os
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -65,7 +68,16 @@ class DeviceModule:
         CALLS.append("set_rng_state")
 
     def get_amp_supported_dtype(self):
-        return [torch.float16, torch.bfloat16]
+        return [getattr(torch, name) for name in os.environ.get("EMUL_AUTOCAST", "float16,bfloat16").split(",")]
+
+    def get_device_properties(self, device=None):
+        return SimpleNamespace(total_memory=2**30)
+
+    def max_memory_allocated(self, device=None):
+        return 2**20
+
+    def memory_stats(self, device=None):
+        return {"allocated_bytes.all.current": 2**10}
 
 
 class Event:
@@ -125,7 +137,8 @@ def device_view(host):
     base = BASES.get(memory._cdata)
     # an address is used again once its storage is gone
     if base is None or base.dtype != host.dtype or MEMORY[base.untyped_storage()._cdata]._cdata != memory._cdata:
-        base = BASES[memory._cdata] = torch._C._acc.create_empty_tensor([0], host.dtype)
+        with torch.inference_mode(False):  # tensors of training may share it later
+            base = BASES[memory._cdata] = torch._C._acc.create_empty_tensor([0], host.dtype)
         MEMORY[base.untyped_storage()._cdata] = memory
     as_strided = torch.ops.aten.as_strided.default
     return as_strided.redispatch(META, base, host.size(), host.stride(), host.storage_offset())
@@ -179,6 +192,19 @@ def convolution_backward(gradient, inputs, weight, *rest):
     transposed, groups = rest[3], rest[5]
     biases = weight.shape[1] * groups if transposed else weight.shape[0]
     return torch.ops.aten.convolution_backward(gradient, inputs, weight, [biases], *rest)
+
+
+def autocast_to(op, dtype=None):
+    """Return what autocast does with an operation: tensors in this dtype, or in that of autocast."""
+
+    def run(*args):
+        to = dtype or torch.get_autocast_dtype(NAME)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            args = tree_map_only(Tensor, lambda tensor: tensor.to(to) if tensor.is_floating_point() else tensor, args)
+            CALLS.append(f"{op.__name__} in {to}")
+            return op(*args)
+
+    return run
 
 
 class Group(torch.distributed.ProcessGroup):
@@ -238,6 +264,10 @@ def register():
     aten.impl("convolution_overrideable", on_host(torch.ops.aten.convolution.default), "PrivateUse1")
     aten.impl("convolution_backward_overrideable", on_host(convolution_backward), "PrivateUse1")
     aten.impl("record_stream", lambda tensor, stream: CALLS.append("record_stream"), "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in ("conv2d", "linear", "matmul", "cross_entropy_loss", "group_norm"):
+        dtype = torch.float32 if name in ("cross_entropy_loss", "group_norm") else None
+        aten.impl(name, autocast_to(getattr(torch.ops.aten, name).default, dtype), "AutocastPrivateUse1")
     LIBRARIES.extend([every, aten])  # what they register lives as long as they do
     torch.distributed.Backend.register_backend("emulccl", make_group, devices=[NAME])
     torch.Stream, torch.accelerator.current_stream = Stream, lambda device=None: (ENTERED or [Stream()])[-1]

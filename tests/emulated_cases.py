@@ -9,9 +9,11 @@ from torch import nn
 
 import legato as lg
 from legato.base.errors import ConfigError
+from legato.callbacks import Checkpoint, DeviceStatsMonitor
 from legato.tasks.digits import Digits, DigitsData
 from legato.trainer import accelerators
 from legato.trainer.data.randomness import generator_states, seed_generators, set_generators
+from legato.trainer.processes.devices import find_devices
 
 
 class Small(Digits):
@@ -28,7 +30,8 @@ def fit(accelerator, folder, steps=6, resume=None, **options):
     """Train; return what is the same on every device, and where it was computed."""
     torch.manual_seed(3)
     task = Small()
-    arguments = {"max_steps": steps, "limit_val_batches": 2, "val_check_interval": 3, "seed": 3}
+    arguments = {"max_steps": steps, "limit_val_batches": 2, "val_check_interval": 3, "seed": 3, "log_every_n_steps": 3}
+    arguments["callbacks"] = [Checkpoint(asynchronous=True), DeviceStatsMonitor(cpu_stats=False)]
     trainer = lg.Trainer(
         accelerator=accelerator, default_root_dir=folder, enable_progress_bar=False, **arguments, **options
     )
@@ -46,13 +49,24 @@ def fit(accelerator, folder, steps=6, resume=None, **options):
 
 def choice():
     """Which device is found, and what is said where it is asked for wrongly."""
-    found = {wanted: accelerators.find_kind(wanted) for wanted in ("auto", "emul", "cpu")}
+    found = {wanted: str(find_devices(wanted, "auto")[0]) for wanted in ("auto", "emul", "emul:0", "cpu")}
     try:
         accelerators.find_kind("cuda")
     except ConfigError as error:
         found["error"] = str(error)
     device = torch.device("emul", 0)
+    found["memory"] = accelerators.memory_of(device), accelerators.peak_memory(device), accelerators.pins_memory()
     return found | {"name": accelerators.name_of(device), "backend": accelerators.backend_for(device)}
+
+
+def refused(**arguments):
+    """Return why a trainer is not made, or does not train."""
+    try:
+        trainer = lg.Trainer(max_steps=1, logger=False, enable_checkpointing=False, **arguments)
+        trainer.fit(Small(), DigitsData())
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {}
 
 
 def generators():
@@ -73,7 +87,7 @@ def mixed():
     return {}
 
 
-CASES = {"fit": fit, "choice": choice, "generators": generators, "mixed": mixed}
+CASES = {"fit": fit, "choice": choice, "refused": refused, "generators": generators, "mixed": mixed}
 
 if __name__ == "__main__":
     name, arguments, out = sys.argv[1:]

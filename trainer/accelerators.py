@@ -1,5 +1,10 @@
-"""Accelerators: what a run asks of a device of any kind. Only this module names kinds."""
+"""Accelerators: what a run asks of a device of any kind. Only this module names kinds.
 
+It asks torch's generic functions (torch.accelerator, the device's module). What is said of a kind by name is what torch
+has no question for.
+"""
+
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +16,10 @@ from ..base.environment import get_variable, set_default, unset_variable
 from ..base.errors import ConfigError, did_you_mean
 
 OTHER_NAMES = {"gpu": "cuda"}
+ONE_RANK_A_DEVICE = ("nccl",)
+"""Backends that refuse two ranks on one device."""
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""The variable by which a process is given some of a machine's devices, by kind."""
 _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -41,8 +50,37 @@ def has_streams(device: torch.device) -> bool:
 
 def name_of(device: torch.device) -> str:
     """Return the name of the device's product; where torch has none, its kind."""
-    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    ask = _question(device, "get_device_name")
     return device.type if ask is None else str(ask(device))
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device; None for the host, and where torch cannot tell."""
+    if (ask := _question(device, "recommended_max_memory")) is not None:  # of torch.mps, in the host's memory
+        return int(ask())
+    ask = _question(device, "get_device_properties")
+    return None if ask is None else getattr(ask(device), "total_memory", None)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes that tensors have taken on a device; None for the host, and where torch does not count."""
+    ask = _question(device, "max_memory_allocated")
+    return None if ask is None else int(ask(device))
+
+
+@cache
+def pins_memory() -> bool:
+    """Return whether torch can pin the host's memory for this process's accelerator."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _question(device: torch.device, name: str) -> Any:
+    """Return a function of the device's module, such as torch.cuda.get_device_name; None where it has none."""
+    return getattr(getattr(torch, device.type, None), name, None)
 
 
 def make_current(device: torch.device) -> None:
@@ -51,16 +89,35 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def backend_for(device: torch.device, chosen: str | None = None) -> str:
+def backend_for(device: torch.device, chosen: str | None = None, shared: bool = False) -> str:
     """Return the backends of a process group: for tensors on this device, and gloo for those on the host.
 
     chosen: the backend of the device's tensors; None: torch's default for the kind of device.
+    shared: several processes use this device.
+
+    Raises ConfigError where torch has none.
     """
     from torch import distributed
 
-    backend = chosen or distributed.get_default_backend_for_device(device)
+    kind = device.type
+    backend = chosen or distributed.Backend.default_device_backend_map.get(kind, "")
+    if shared and kind != "cpu" and backend in ONE_RANK_A_DEVICE:
+        if chosen:
+            raise ConfigError(
+                f"process_group_backend={chosen} takes a device for each process, but trainer.devices gives several "
+                f"the same one. Leave process_group_backend out (gloo), or name each device once."
+            )
+        backend = "gloo"
+    # torch knows no kinds of a backend that was registered without them
+    kinds = distributed.Backend.backend_capability.get(backend, [kind] if chosen else [])
+    if kind not in kinds and kind != "cpu":
+        has = f"its {backend} takes those of {' and '.join(kinds)}" if backend else "it knows no backend"
+        raise ConfigError(
+            f"Several processes on {kind} need a process group for {kind} tensors, and torch has none: {has}. Use one "
+            f"process (trainer.devices=1), accelerator=cpu, or the backend of a plug-in by process_group_backend."
+        )
     # others have no tensors of the host, where loss weights, flags and names live
-    return backend if device.type == "cpu" or backend in ("gloo", "mpi") else f"cpu:gloo,{device.type}:{backend}"
+    return backend if kind == "cpu" or backend in ("gloo", "mpi") else f"cpu:gloo,{kind}:{backend}"
 
 
 def has_bfloat16(kind: str) -> bool:
@@ -71,9 +128,35 @@ def has_bfloat16(kind: str) -> bool:
     return bool(ask(including_emulation=False) if kind == "cuda" else ask())
 
 
-def has_float64(device: torch.device) -> bool:
-    """Return whether the device computes in float64."""
-    return device.type != "mps"
+@cache  # asked in each step
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype in which the device adds up most exactly: float64, or float32 where it has no other."""
+    # to ask a device starts it, and of the others torch says that they have float64
+    if device.type == "xpu":
+        return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else torch.float32
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def autocasts(kind: str, dtype: torch.dtype) -> bool:
+    """Return whether autocast to this dtype does anything on a kind of device; else torch warns and switches it off."""
+    if not torch.amp.is_autocast_available(kind):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast(kind, dtype=dtype):
+            return torch.is_autocast_enabled(kind)
+
+
+def autocast_kinds() -> list[str]:
+    """Return the kinds of device whose dtype of autocast is recorded: the same on every machine, and this build's."""
+    module = torch.accelerator.current_accelerator()
+    return [*dict.fromkeys(("cpu", "cuda", "cpu" if module is None else module.type))]
+
+
+def built_with() -> dict[str, str | None]:
+    """Return the versions of the vendors' libraries that torch was built with."""
+    others = {name: getattr(torch.version, name, None) for name in ("hip", "xpu")}
+    return {"cuda": torch.version.cuda, **{name: version for name, version in others.items() if version}}
 
 
 @cache  # a build of torch has one accelerator at most: to ask in each step costs 3 us
@@ -101,7 +184,7 @@ def seed_devices(key: int) -> None:
     module = None if device_module() is None else _module_in_use()
     if module is not None:
         # torch.mps has one device, and no manual_seed_all
-        (module.manual_seed if module is torch.mps else module.manual_seed_all)(key)
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(key)
 
 
 def generator_states() -> list[torch.Tensor]:
@@ -116,6 +199,21 @@ def set_generators(states: list[torch.Tensor]) -> None:
     if module is not None:
         for index, state in enumerate(states):
             module.set_rng_state(state, index)
+
+
+def visible_devices(wanted: str) -> tuple[str, str]:
+    """Return the variable that gives a process some of the devices, and the devices' names in it; else "" and "".
+
+    wanted: trainer.accelerator.
+    """
+    kind, seen = OTHER_NAMES.get(wanted, wanted), find_kinds()[-1]
+    kinds = [kind] if kind != "auto" else [seen] if seen in VISIBLE else [*VISIBLE]
+    for variable in (VISIBLE[kind] for kind in kinds if kind in VISIBLE):
+        if (names := get_variable(variable)) is not None:
+            return variable, names.replace(" ", "")
+    if kinds != [seen] or seen not in VISIBLE:
+        return "", ""
+    return VISIBLE[seen], ",".join(map(str, range(torch.accelerator.device_count())))
 
 
 @contextmanager

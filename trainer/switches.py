@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .accelerators import autocast_kinds
+
 
 class Switch(NamedTuple):
     """A setting of the process: how it is read, as a JSON value, and set."""
@@ -99,8 +101,7 @@ SWITCHES: dict[str, Switch] = {
     "opt_einsum_strategy": of_attribute("opt_einsum.strategy"),
     "flush_denormal": Switch(_flushes_denormals, torch.set_flush_denormal),
     "autocast_cache": Switch(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "autocast_dtype_cpu": of_autocast("cpu"),
-    "autocast_dtype_cuda": of_autocast("cuda"),
+    **{f"autocast_dtype_{kind}": of_autocast(kind) for kind in autocast_kinds()},
 }
 
 

@@ -177,9 +177,9 @@ def test_bad_thresholds_and_elastic_runs_are_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_clock_of_a_stream():
-    from legato.lab.straggler_monitor import CudaClock
+    from legato.lab.straggler_monitor import DeviceClock
 
-    clock = CudaClock()
+    clock = DeviceClock(torch.device("cuda", 0))
     begin = clock.stamp()
     torch.cuda._sleep(20_000_000)  # cycles
     end = clock.stamp()

@@ -53,8 +53,10 @@ def on_device(tmp_path_factory):
 @pytest.mark.slow
 def test_it_is_found_and_named(tmp_path):
     said = run(tmp_path, "choice")
-    assert (said["auto"], said["emul"], said["cpu"]) == ("emul", "emul", "cpu")
+    assert (said["auto"], said["emul"], said["cpu"]) == ("emul:0", "emul:0", "cpu")
+    assert said["emul:0"] == "emul:0"
     assert (said["name"], said["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
+    assert said["memory"] == [2**30, 2**20, False]
     assert "torch sees no such device here; try accelerator=emul" in said["error"]
 
 
@@ -88,8 +90,12 @@ def test_its_generator_is_keyed_for_each_batch(on_device):
 
 @pytest.mark.slow
 def test_the_record_names_it(on_device):
-    records = [file.read_text() for file in Path(on_device["directory"]).glob("*.json")]
-    assert any("Emulated accelerator" in text for text in records)
+    directory = Path(on_device["directory"])
+    start = json.loads((directory / "environment.json").read_text())["starts"][0]
+    assert (start["device"], start["device_memory"]) == ("Emulated accelerator", 2**30)
+    assert '"DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.current": 1024' in (
+        directory / "metrics.jsonl"
+    ).read_text().replace("1024.0", "1024")
 
 
 @pytest.mark.slow
@@ -101,6 +107,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, on_device):
 
 @pytest.mark.slow
 def test_ddp_trains_on_two_processes(tmp_path, on_device):
+    """Started as two nodes, each with the device."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}
@@ -115,6 +122,50 @@ def test_ddp_trains_on_two_processes(tmp_path, on_device):
     alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
     assert first["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
     assert first["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_device(tmp_path):
+    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "devices": [0, 0], "strategy": "ddp"}
+    process, result = start(tmp_path, "fit", **arguments)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    together = json.loads(result.read_text())
+    assert "ranks 0-1 on emul:0 Emulated accelerator" in said
+    assert said.count("Ranks on the same device share its memory and its time.") == 1
+    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
+    assert together["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
+    assert together["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_it_trains_in_half_precision(tmp_path, precision):
+    where = {"cpu": "cpu", "emul": "emul:0"}
+    runs = {
+        kind: run(tmp_path, "fit", accelerator=kind, folder=str(tmp_path / kind), precision=precision) for kind in where
+    }
+    assert {kind: told["device"] for kind, told in runs.items()} == where
+    assert runs["emul"]["metrics"] == pytest.approx(runs["cpu"]["metrics"], abs=0.05)
+    dtype = "torch.float16" if precision == "16-mixed" else "torch.bfloat16"
+    assert f"conv2d.default in {dtype}" in runs["emul"]["calls"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
+        ({"accelerator": "emul:0", "devices": 1}, "names a device, and trainer.devices=1 others: say accelerator=emul"),
+        ({"devices": [1]}, "expected indices of emul devices, below 1"),
+        ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
+        ({"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}}, "one process needs different devices"),
+        ({"devices": [0, 0], "strategy": {"name": "ddp", "process_group_backend": "gloo"}}, "its gloo takes those of"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setenv("EMUL_AUTOCAST", "bfloat16")
+    assert message in run(tmp_path, "refused", **{"accelerator": "emul", **arguments})["error"]
 
 
 def test_without_one_there_is_the_cpu():

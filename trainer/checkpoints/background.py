@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.location import Location, to_absolute
-from ..accelerators import has_streams
+from ..accelerators import has_streams, pins_memory
 from ..processes.ranks import SINGLE, Ranks
 from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
@@ -101,12 +101,13 @@ class Writer:
             if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
                 memory = None  # freed first, so that there are never two copies
                 # only copies into pinned memory run behind the host
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=behind)
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=behind and pins_memory())
             self.memory[place] = copies[identity] = memory.copy_(tensor, non_blocking=behind)
         return copies[identity]
 
 
 def _identity(tensor: Tensor) -> object:
-    if not tensor.nbytes:  # empty tensors may all have the same address
+    # empty tensors may all have the same address, and those of some devices have none
+    if not tensor.nbytes or not tensor.data_ptr():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

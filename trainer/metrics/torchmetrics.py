@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...base.errors import TaskError
 from ...base.tensors import map_tensors
 from ...base.torch_private import reductions_of, set_synced, set_updates
+from ..accelerators import widest_float
 from ..processes.ranks import Ranks
 
 # torchmetrics' functions for the words of dist_reduce_fx whose merged state can be updated further with the same result
@@ -266,7 +267,7 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
         return sum(values[1:], values[0].clone())  # one after the other: float addition is not associative
     updated = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     if operation == "dim_zero_mean" and updated:
-        weighted = [value.double() * count for value, count in updated]
+        weighted = [value.to(widest_float(value.device)) * count for value, count in updated]
         return (sum(weighted[1:], weighted[0]) / sum(counts)).to(values[0].dtype)
     stacked = torch.stack([value for value, _ in updated] or values)
     return stacked if reduction is None else reduction(stacked)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...base.errors import TaskError
 from ...base.tensors import local_part
 from ...base.torch_private import divide_each
-from ..accelerators import has_float64
+from ..accelerators import widest_float
 from ..data.steps import ReplicaBatch, StepInput
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class BatchWeights:
     def begin_step(self) -> None:
         """Forget the weights of the step before."""
         device = self.strategy.device
-        kind = torch.float64 if has_float64(device) else torch.float32
-        self.sums, self.counts = torch.zeros(self.state.replicas, dtype=kind, device=device), [0, 0]
+        sums = torch.zeros(self.state.replicas, dtype=widest_float(device), device=device)
+        self.sums, self.counts = sums, [0, 0]
 
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
         """Return the factor of a batch's loss, and add the weight that training_step returned with it to the step's."""
@@ -132,6 +132,6 @@ def weight_of(output: Any) -> Any:
         return float(weight)
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         weight = weight.detach().reshape(())
-        return weight.double() if has_float64(weight.device) else weight.float()
+        return weight.to(widest_float(weight.device))
     came = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     raise TaskError(f"training_step returned the weight {came}; {EXPECTED_WEIGHT}.")

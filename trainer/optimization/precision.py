@@ -20,7 +20,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.tensors import map_tensors
 from ...base.torch_private import mark_stepped
-from ..accelerators import has_bfloat16, has_float64
+from ..accelerators import autocasts, has_bfloat16, widest_float
 
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -152,14 +152,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
-    if name == "64-true" and not has_float64(torch.device(device_type)):
+    if name == "64-true" and widest_float(torch.device(device_type)) is not torch.float64:
         raise ConfigError(
             f"trainer.precision 64-true: {device_type} devices have no float64. Use 32-true, or accelerator=cpu."
         )
-    if name in _AUTOCAST and not torch.amp.is_autocast_available(device_type):
-        raise ConfigError(f"trainer.precision {name}: torch has no autocast for {device_type}. Use 32-true.")
     if name.startswith("bf16") and not has_bfloat16(device_type):
         raise ConfigError(
             f"trainer.precision {name}: this {device_type} device has no bfloat16. "
             f"Use {name.replace('bf16', '16')} or 32-true."
+        )
+    if name in _AUTOCAST and not autocasts(device_type, _AUTOCAST[name]):
+        raise ConfigError(
+            f"trainer.precision {name}: torch has no autocast to {_AUTOCAST[name]} for {device_type}. Use 32-true."
         )

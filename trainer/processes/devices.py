@@ -11,14 +11,21 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
 
     Raises ConfigError where there are fewer than asked for.
     """
+    accelerator, _, index = accelerator.partition(":")
     kind = find_kind(accelerator)
+    if index:
+        if devices != "auto" or not index.isdecimal():
+            raise ConfigError(
+                f"trainer.accelerator={accelerator}:{index} names a device, and trainer.devices={devices} others: say "
+                f"accelerator={accelerator} and devices=[0], with the indices that you want."
+            )
+        devices = [int(index)]
     if kind == "cpu":  # its "devices" are processes that share it, so that any number will do
         return [torch.device("cpu")] * _wanted(devices, 1, "cpu", limited=False)
     there = torch.accelerator.device_count()
-    if isinstance(devices, list):
-        absent = [index for index in devices if index not in range(there)]
-        if absent or not devices or len(set(devices)) < len(devices):
-            raise ConfigError(f"trainer.devices={devices}: expected different indices below {there}.")
+    if isinstance(devices, list):  # an index that stands there twice is a device for two processes
+        if not devices or any(index not in range(there) for index in devices):
+            raise ConfigError(f"trainer.devices={devices}: expected indices of {kind} devices, below {there}.")
         return [torch.device(kind, index) for index in devices]
     return [torch.device(kind, index) for index in range(_wanted(devices, there, kind, limited=True))]
 

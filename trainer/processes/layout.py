@@ -99,4 +99,7 @@ def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) 
             ranks = [entry[0] for _, entry in run]
             runs.append(f"ranks {ranks[0]}-{ranks[-1]} on {device}" if ranks[1:] else f"rank {ranks[0]} on {device}")
         lines.append(f"  node {index} {host}: {'; '.join(runs)}")
+    places = [(host, device) for _, _, host, device in entries if device != "cpu"]
+    if len(set(places)) < len(places):
+        lines.append("  Ranks on the same device share its memory and its time.")
     return "\n".join(lines)

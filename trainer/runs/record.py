@@ -144,13 +144,14 @@ def package_versions() -> dict[str, str | None]:
     import torch
 
     from ...base.version import __version__
+    from ..accelerators import built_with
 
     return {
         "legato": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
-        "cuda": torch.version.cuda,
+        **built_with(),
     }
 
 

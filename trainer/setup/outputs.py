@@ -6,7 +6,7 @@ from typing import Any
 
 from ...base.environment import slurm_job
 from ...base.location import Location
-from ..accelerators import name_of
+from ..accelerators import memory_of, name_of
 from ..run import Call, Run
 from ..runs import places
 from ..runs import record as run_record
@@ -36,6 +36,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
         "nodes": strategy.place.nodes,
         "slurm_job": slurm_job(),
         "device": name_of(device),
+        "device_memory": memory_of(device),
         "precision": str(trainer.precision),
         "reproducible": trainer.reproducible,
     }

@@ -51,7 +51,8 @@ class GroupStrategy(Strategy):
         if place.local_world_size > len(devices) and devices[0].type != "cpu":
             raise ConfigError(
                 f"{place.local_world_size} processes on this machine, but {len(devices)} {devices[0].type} devices; "
-                f"start as many processes as there are devices."
+                f"start as many processes as there are devices, or let them share: trainer.devices="
+                f"{[index % len(devices) for index in range(place.local_world_size)]}."
             )
         # there may be more processes than entries for the CPU only, whose entries are all the same device
         self.device = devices[place.local_rank % len(devices)]
@@ -78,7 +79,7 @@ class GroupStrategy(Strategy):
 
     def _backend(self) -> str:
         """Return the backend of the process group."""
-        return backend_for(self.device, self.process_group_backend)
+        return backend_for(self.device, self.process_group_backend, shared=self.devices.count(self.device) > 1)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task for training; every rank begins with the weights of rank 0."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...base import torch_private
-from ...base.errors import ConfigError, TaskError
+from ...base.errors import ConfigError, TaskError, first_names
 from ...base.place import Place
-from ..accelerators import make_current
+from ..accelerators import has_streams, make_current
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
 from ..optimization.kernels import restore_classes
@@ -113,6 +113,11 @@ class Strategy:
         self.engine: Callable[..., Any] | None = None
         """The function behind torch.autograd.backward, where this torch has it as expected."""
 
+    @property
+    def queues_work(self) -> bool:
+        """Whether the device does its work behind the program, on streams."""
+        return has_streams(self.device)
+
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return how many processes this machine runs for these devices, before any is started."""
@@ -132,6 +137,7 @@ class Strategy:
                 f"strategy {self.name!r} runs in one process, but this is one of {place.world_size}; use strategy ddp, "
                 f"or set trainer.cluster=off so that each process runs by itself."
             )
+        refuse_twice(devices)
         self.place, self.devices, self.device = place, list(devices), devices[0]
         make_current(self.device)
         self.precision = Precision(precision, self.device.type)
@@ -347,6 +353,15 @@ class SingleStrategy(Strategy):
     """One process, one device; with several replicas, one after the other on it."""
 
     name = "single"
+
+
+def refuse_twice(devices: Sequence[torch.device]) -> None:
+    """Raise ConfigError where one process is to drive the same device twice."""
+    if devices[0].type != "cpu" and len(set(devices)) < len(devices):
+        raise ConfigError(
+            f"trainer.devices names {first_names([*map(str, devices)])} for one process: several processes can share a "
+            f"device (strategy ddp), but one process needs different devices."
+        )
 
 
 def refuse_empty(task: "Task") -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ....base.errors import ConfigError
 from ....base.tensors import local_part
 from ....base.torch_private import multiply_each
+from ...accelerators import widest_float
 from ...checkpoints.shards import StoredTensor, load_stored
 
 TensorChange = Callable[[Tensor], Any]
@@ -105,9 +106,9 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         # Squares are added in float64: float32 loses small parameters beside large ones, and then the result would
         # depend on how many ranks the sum is spread over.
-        squares.append(norm.double().square().to(device) * (parts(gradient) / ranks))
+        squares.append(norm.to(widest_float(norm.device)).square().to(device) * (parts(gradient) / ranks))
     # with no gradient here, too: others may have some
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=widest_float(device), device=device)
     # on the default group, which has every rank of the mesh: one collective, whatever meshes the parameters have
     dist.all_reduce(total)
     return total.sqrt().float()

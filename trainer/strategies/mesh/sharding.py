@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ....base.errors import ConfigError
 from ....base.tensors import map_tensors
 from ....base.torch_private import is_view
+from ...accelerators import pins_memory
 from ...optimization.kernels import modules_named
 from .dtensors import tensor_slots
 
@@ -36,7 +37,7 @@ class Sharding:
         """Shard the blocks of `task`, and what is left as one more with `root`, whose forward calls it; return that."""
         # no dtypes: a mixed precision is autocast's, as in one process, which computes with weights of full precision
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-        pinned = mesh.device_type != "cpu"
+        pinned = mesh.device_type != "cpu" and pins_memory()
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
         for block in find_sharded_blocks(task, self.blocks):
             block.register_forward_hook(owned)

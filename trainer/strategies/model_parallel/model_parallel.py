@@ -15,6 +15,7 @@ from ....base.tensors import count_samples
 from ...data.transfer import to_device
 from ..ddp import DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
+from ..strategy import refuse_twice
 from .parts import Split, check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"{len(devices)}."
             )
         self.parts = groups[place.local_rank]
+        refuse_twice(self.parts)
         # The loss device is the last part's: logits are the largest activations of a language model, so the batch goes
         # there once instead. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
