@@ -43,11 +43,11 @@ class RunLock:
         """
         self._remove_empty_marker()
         holder = holder_of(self.folder)
-        seconds = RELEASE_WAIT if patient or _is_alive(holder) is False else END_WAIT
-        if self.path.exists() and (not holder or _is_alive(holder) is None):
+        seconds = RELEASE_WAIT if patient or is_alive(holder) is False else END_WAIT
+        if self.path.exists() and (not holder or is_alive(holder) is None):
             seconds = LEASE + END_WAIT  # of a holder elsewhere only time tells whether it is at work
             log.info(
-                "%s is held by %s; looking on for up to %g s whether it is at work.", self.folder, _who(holder), LEASE
+                "%s is held by %s; looking on for up to %g s whether it is at work.", self.folder, who(holder), LEASE
             )
         try:
             self._lease.acquire(timeout=seconds)
@@ -56,7 +56,7 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be written to: {error.strerror}.") from error
         # beside the lease, whose file belongs to filelock: who it is, and what it does
-        record = {**_this_process(), "stage": self.stage, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        record = {**this_process(), "stage": self.stage, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         (self.folder / HOLDER).write_text(json.dumps(record), encoding="utf-8")
 
     def check(self) -> None:
@@ -89,10 +89,7 @@ class RunLock:
                 self.path.unlink()
 
     def _refusal(self) -> str:
-        return (
-            f"{self.folder} is being written to by {_who(holder_of(self.folder))}; nothing was changed. Wait until it "
-            f"ends, or end it; for a run beside it set another run.name, or leave resume out."
-        )
+        return refusal(self.folder, holder_of(self.folder))
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
@@ -115,23 +112,33 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return True
     # a lease runs on for half a minute after a kill; on this machine its process tells at once
-    alive = _is_alive(holder_of(folder))
+    alive = is_alive(holder_of(folder))
     return age < LEASE if alive is None else alive
 
 
-def _who(holder: dict[str, Any]) -> str:
+def refusal(folder: object, holder: dict[str, Any]) -> str:
+    """Return why a run may not write to a folder."""
+    return (
+        f"{folder} is being written to by {who(holder)}; nothing was changed. Wait until it ends, or end it; for a run "
+        f"beside it set another run.name, or leave resume out."
+    )
+
+
+def who(holder: dict[str, Any]) -> str:
+    """Return how messages call a holder."""
     if not holder:
         return "another run"
     stage, since = holder.get("stage"), holder.get("since")
     return f"process {holder.get('pid')} on {holder.get('host')} ({stage}, since {since})"
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from all others, for the record of a holder."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": _machine(), "pid": pid, "started": _state_and_start(pid)[1]}
 
 
-def _is_alive(holder: dict[str, Any]) -> bool | None:
+def is_alive(holder: dict[str, Any]) -> bool | None:
     """Return whether the process of a record exists; None if it is on another machine or in another container."""
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or holder.get("machine") != _machine():

@@ -1,0 +1,58 @@
+"""Object stores, through fsspec: how to connect to them, and which of their errors pass; without torch."""
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from ...base.errors import ConfigError
+
+T = TypeVar("T")
+
+TRIES, FIRST_WAIT = 6, 0.2
+"""Tries of a request, and the seconds before the second one; each further wait is twice as long: 6 s in all."""
+LASTING = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(NotImplementedError, TypeError, ValueError),
+)
+"""Errors that another try does not mend; everything else may be a lost connection or a store that throttles."""
+
+
+def connect(address: str) -> Any:
+    """Return the file system of fsspec for an address, whose methods take addresses. Raises ConfigError without it."""
+    return _connection("/".join(address.split("/")[:3]), os.getpid())
+
+
+@lru_cache
+def _connection(bucket: str, process: int) -> Any:
+    """Return the file system of a bucket, for one process: a connection does not outlive a fork."""
+    from fsspec.core import url_to_fs  # torch requires it
+
+    try:
+        # no listings of before: other processes write, too
+        return url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True)[0]
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{bucket}: {error}") from error
+
+
+def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return what a request answers, after a few tries. Raises OSError that names the address.
+
+    Errors in LASTING are raised as they come. The libraries try again by themselves, but not all of them, and not for
+    all errors.
+    """
+    for attempt in range(TRIES):
+        try:
+            return request(*arguments, **options)
+        except LASTING:
+            raise
+        except Exception as error:  # the libraries raise many kinds
+            # what s3fs makes of a request that the store refuses as it is
+            if getattr(error, "errno", None) == errno.EINVAL or attempt == TRIES - 1:
+                raise OSError(getattr(error, "errno", None) or errno.EIO, f"{address}: {error}") from error
+            # spread out: several ranks that were throttled together would come back together
+            time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.5, 1.0))
+    raise AssertionError
