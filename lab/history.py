@@ -49,6 +49,7 @@ class RunHistory:
         """The complete checkpoints of the run from which it could resume, oldest first."""
         identity, records = identity_of(self.directory), dict[int, CheckpointRecord]()
         for folder in (self.directory / CHECKPOINTS, *self.folders):
+            stored = folder_at(folder)
             for path in find.checkpoints_in(folder):
                 try:
                     # sizes alone: to hash gigabytes takes minutes, and who reads a checkpoint verifies it
@@ -56,7 +57,7 @@ class RunHistory:
                     # a folder elsewhere may hold checkpoints of several runs
                     if folder in self.folders and (not identity or content.run != identity):
                         continue
-                    state = folder_at(folder).fetch(path.name, [STATE_FILE]) / STATE_FILE
+                    state = stored.fetch(path.name, content, [STATE_FILE]) / STATE_FILE
                     tree = parse_json(state.read_bytes(), STATE_FILE)
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})

@@ -28,6 +28,8 @@ def on_ranks(size, work):
             results[number] = work(ThreadRank(number, size, shared))
         except BaseException as error:
             errors[number] = error
+            if not isinstance(error, Exception):  # it is dead, and the others learn of it
+                shared[0].abort()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(size)]
     for thread in threads:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from ...base.errors import CheckpointError
@@ -12,7 +13,7 @@ from .codec import MODEL, OTHERS, FlatState, flatten
 from .hashed import FileSum, write_bytes
 from .manifest import MODEL_FILE, STATE_FILE, TENSORS_FILE
 from .shards import file_name
-from .storage import Folder, folder_at
+from .storage import folder_at
 from .tensors import write_tensors
 
 T = TypeVar("T")
@@ -38,25 +39,26 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
     # of all ranks: the disk is theirs together, and each alone might fit
-    needed, begun = sum(ranks.gather_objects(flat.nbytes)), False
+    needed, begun, stage = sum(ranks.gather_objects(flat.nbytes)), False, ""
 
-    def begin() -> None:
+    def begin() -> str:
         nonlocal begun
-        if is_first:
-            folder.require_free_name(name)
-            begun = True
-            folder.open_stage(name, needed)
+        if not is_first:
+            return ""
+        folder.require_free_name(name)
+        begun = True
+        return folder.open_stage(name, needed, run)
 
     # Each of the three ends with a gather of errors: no rank goes on to the next while another has failed, and the
     # checkpoint is published only when every rank's files are synced.
     try:
-        on_all_ranks(ranks, begin)
-        sums = on_all_ranks(ranks, lambda: _write_files(folder, name, flat, ranks.rank))
+        stage = on_all_ranks(ranks, begin)[0]
+        sums = on_all_ranks(ranks, lambda: _write_files(partial(folder.write, name, stage), flat, ranks.rank))
         files = {file: entry for written in sums for file, entry in written.items()}
-        on_all_ranks(ranks, lambda: folder.publish(name, files, run) if is_first else None)
+        on_all_ranks(ranks, lambda: folder.publish(name, stage, files, run) if is_first else None)
     except BaseException as error:  # Ctrl-C too: a torn stage would take its space until the next save
         if begun:
-            folder.discard(name)
+            folder.discard(name, stage)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"{checkpoint} could not be written: {error.strerror or error} ({format_bytes(needed)} needed). "
@@ -65,19 +67,19 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         raise
 
 
-def _write_files(folder: Folder, name: str, flat: FlatState, rank: int) -> dict[str, FileSum]:
+def _write_files(write: Callable[..., FileSum], flat: FlatState, rank: int) -> dict[str, FileSum]:
     """Write this rank's files of a checkpoint: of rank 0 what is not sharded, and of each its shards."""
     files = {}
     if rank == 0:
         state = json.dumps(flat.tree, allow_nan=False).encode("ascii")
-        files[STATE_FILE] = write_bytes(folder.create(name, STATE_FILE), state)
+        files[STATE_FILE] = write(STATE_FILE, partial(write_bytes, data=state))
         for file, key in ((MODEL_FILE, MODEL), (TENSORS_FILE, OTHERS)):
-            files[file] = write_tensors(folder.create(name, file), flat.tensors[key])
+            files[file] = write(file, partial(write_tensors, tensors=flat.tensors[key]))
     for key, parts in flat.parts.items():
         if parts:  # a rank with replicas of what others write has no file at all
             file = file_name(key, rank)
             blocks = {tensor: part.block for tensor, part in parts.items()}
-            files[file] = write_tensors(folder.create(name, file), blocks)
+            files[file] = write(file, partial(write_tensors, tensors=blocks))
     return files
 
 

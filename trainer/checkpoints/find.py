@@ -34,8 +34,8 @@ def directory_name(step: int) -> str:
 
 def verify(checkpoint: Location) -> Manifest:
     """Return the manifest, after a check of every file; raises CheckpointError with the problem."""
-    content = check_sizes(checkpoint)
-    directory = folder_at(checkpoint.parent).fetch(checkpoint.name, content.files)
+    content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
+    directory = folder.fetch(checkpoint.name, content, content.files)
     for name, expected in content.files.items():
         check_file(directory / name, expected)
     return content
@@ -102,7 +102,11 @@ def checkpoint_step(checkpoint: Location) -> int:
     if STEP_NAME.fullmatch(name):
         return int(name.removeprefix("step-"))
     # not verified: the step only sorts, whoever reads the checkpoint checks it
-    state = parse_small(folder_at(checkpoint.parent).fetch(checkpoint.name, [STATE_FILE]) / STATE_FILE)
+    content, state, folder = Manifest({}, ""), None, folder_at(checkpoint.parent)
+    with suppress(CheckpointError):
+        content = folder.read_manifest(checkpoint.name)
+    with suppress(CheckpointError, OSError):
+        state = parse_small(folder.fetch(checkpoint.name, content, [STATE_FILE]) / STATE_FILE)
     step = state.get("global_step") if isinstance(state, dict) else None
     return step if isinstance(step, int) else -1
 

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors
 SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
 FORMAT = 4
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PREFIX = re.compile(r"([0-9a-f]{8})?")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
@@ -28,7 +28,7 @@ def are_file_names(names: Iterable[str]) -> bool:
     return all(name in whole or SHARD_FILE.fullmatch(name) for name in names)
 
 
-def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
+def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
     """Return the text of a manifest for these files of `run`; "" for no run."""
     # the version is for people: what may be read is decided by the format alone
     body: dict[str, Any] = {
@@ -36,6 +36,7 @@ def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
         "legato": __version__,
         "run": run,
         "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in files.items()},
+        **({"prefix": prefix} if prefix else {}),
     }
     return json.dumps({**body, "sha256": _sum_of(body)}, indent=1).encode("ascii")
 
@@ -46,6 +47,17 @@ class Manifest(NamedTuple):
     files: dict[str, FileSum]
     run: str
     """Id of the run that wrote the checkpoint; "": none."""
+    prefix: str = ""
+    """Folder, beside the manifest, of the files; "": they are beside it. See object_folder.py."""
+
+    def path(self, file: str) -> str:
+        """Return the path of a file in the checkpoint."""
+        return path_below(self.prefix, file)
+
+
+def path_below(prefix: str, file: str) -> str:
+    """Return the path of a file in a checkpoint whose files have a prefix."""
+    return f"{prefix}/{file}" if prefix else file
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -66,18 +78,19 @@ def parse_manifest(data: bytes) -> Manifest:
     if recorded != _sum_of(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
     # Whoever computes that sum may still write anything: names that lead out of the checkpoint, sizes that are none.
-    files, texts = body.get("files"), [body.get("legato"), body.get("run")]
+    files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
         type(written) is not int
         or written != FORMAT
         or body.keys() != {"format", "legato", "run", "files"}
         or not all(isinstance(text, str) for text in texts)
+        or not (isinstance(prefix, str) and _PREFIX.fullmatch(prefix))
         or not isinstance(files, dict)
         or not all(_is_entry(*item) for item in files.items())
         or not files.keys() >= {MODEL_FILE, TENSORS_FILE, STATE_FILE}
     ):
         raise CheckpointError(f"{MANIFEST} is not one that Legato has written: its fields, or its files, are others.")
-    return Manifest({name: FileSum(**entry) for name, entry in files.items()}, body["run"])
+    return Manifest({name: FileSum(**entry) for name, entry in files.items()}, body["run"], prefix)
 
 
 def _is_entry(name: str, entry: Any) -> bool:
@@ -125,16 +138,9 @@ def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
     return status.st_size
 
 
-def require_removable(directory: Path, run: str | None) -> None:
-    """Raise CheckpointError for what is no checkpoint of `run`, or holds files that its manifest does not name."""
-    try:
-        if directory.is_symlink():
-            raise CheckpointError("it is a link.")
-        content = load_manifest(directory)
-        foreign = sorted({entry.name for entry in os.scandir(directory)} - {*content.files, MANIFEST})
-        if run is not None and run != content.run:
-            raise CheckpointError("another run wrote it.")
-        if foreign:
-            raise CheckpointError(f"it holds {foreign[0]}, which Legato did not write.")
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{directory} is not removed: {error}") from error
+def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
+    """Raise CheckpointError for a checkpoint that is not of `run`, or holds `foreign` files."""
+    if run is not None and run != content.run:
+        raise CheckpointError(f"{place} is not removed: another run wrote it.")
+    if foreign:
+        raise CheckpointError(f"{place} is not removed: it holds {foreign[0]}, which Legato did not write.")

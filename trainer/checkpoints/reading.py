@@ -20,7 +20,7 @@ from .foreign import read_file
 from .hashed import FileSum, check_file, parse_json
 from .manifest import MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
 from .shards import ShardFiles, load_stored
-from .storage import fetch_file, folder_at, is_file
+from .storage import folder_at, is_file, local_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
@@ -29,7 +29,10 @@ KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
 
 def read(source: Location) -> dict[str, Any]:
     """Read the checkpoint that `resolve` finds at a place, or a file of another program there, with its own names."""
-    return read_file(fetch_file(source)) if is_file(source) else read_checkpoint(resolve(source))
+    if not is_file(source):
+        return read_checkpoint(resolve(source))
+    with local_file(source) as path:
+        return read_file(path)
 
 
 def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
@@ -40,11 +43,11 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
     """
     contents: dict[str, Any] = {}
     # the manifest that rank 0 has read: another rank may see an older one on a network disk
-    files = ranks.from_first(lambda: check_sizes(checkpoint)).files
-    folder = folder_at(checkpoint.parent)
+    content = ranks.from_first(lambda: check_sizes(checkpoint))
+    files, folder = content.files, folder_at(checkpoint.parent)
 
     def fetch(file: str) -> Path:
-        return folder.fetch(checkpoint.name, [file]) / file
+        return folder.fetch(checkpoint.name, content, [file]) / file
 
     shards = ShardFiles(fetch, files)
 

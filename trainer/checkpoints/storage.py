@@ -9,18 +9,20 @@ of an interrupted process have fixed names, which the next start cleans up.
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from ...base.checkpoint_index import INDEX, CheckpointIndex, parse_index
 from ...base.errors import CheckpointError
-from ...base.location import Location
+from ...base.location import Address, Location
 from ...base.quantities import format_bytes
 from ...base.run_names import parse_small, require_local
 from . import manifest
 from .hashed import FileSum, HashedFile, write_bytes
+from .object_folder import ObjectFolder, download, is_object
 
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
 PARTIAL, REPLACED = "partial", "replaced"
@@ -36,9 +38,8 @@ def temporary_path(checkpoint: Path, kind: str) -> Path:
 class Folder(Protocol):
     """Folder of checkpoints, which are named by text.
 
-    A save is `require_free_name` and `open_stage` on rank 0, `create` on every rank for each of its files, and
-    `publish` on rank 0: the commit. No caller knows of renames, so that an object store, which has none, can have the
-    same methods.
+    A save is `require_free_name` and `open_stage` on rank 0, `write` on every rank for each of its files, and `publish`
+    on rank 0: the commit. No caller knows of renames, which an object store has not.
     """
 
     @property
@@ -61,8 +62,11 @@ class Folder(Protocol):
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest, and check the sizes of its files. Raises CheckpointError."""
 
-    def fetch(self, name: str, files: Collection[str]) -> Path:
-        """Return a local folder that has these files of a checkpoint; nobody has verified them."""
+    def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
+        """Return a local folder that has these files of a checkpoint, as long as this object is there.
+
+        Nobody has verified them.
+        """
 
     def read_index(self) -> CheckpointIndex | None:
         """Return the index; None where there is none, or one that Legato has not written."""
@@ -77,16 +81,16 @@ class Folder(Protocol):
     def require_free_name(self, name: str) -> None:
         """Raise CheckpointError for a name of something that is no checkpoint."""
 
-    def open_stage(self, name: str, needed: int) -> None:
-        """Make the place where a checkpoint of about `needed` bytes is written."""
+    def open_stage(self, name: str, needed: int, run: str) -> str:
+        """Make the place where a checkpoint of about `needed` bytes is written; return what the others call it."""
 
-    def create(self, name: str, file: str) -> HashedFile:
-        """Open a new file of the checkpoint that is being written."""
+    def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Write a new file of a checkpoint by `fill`, which may be called again where that fails. Raises OSError."""
 
-    def publish(self, name: str, files: Mapping[str, FileSum], run: str) -> None:
+    def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name. Raises OSError."""
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, stage: str) -> None:
         """Delete what was written for a checkpoint that is given up."""
 
     def sweep(self) -> None:
@@ -145,14 +149,14 @@ class LocalFolder:
         content = self.read_manifest(name)
         # links and devices are refused before any is opened
         for file, expected in content.files.items():
-            size = manifest.regular_size(directory, file)
+            size = manifest.regular_size(directory, content.path(file))
             if size != expected.size:
                 raise CheckpointError(f"{directory}: {file} has {size:,} bytes, {expected.size:,} were written.")
         return content
 
-    def fetch(self, name: str, files: Collection[str]) -> Path:
-        """Return the directory of a checkpoint."""
-        return self.path / name
+    def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
+        """Return the directory of a checkpoint's files."""
+        return self.path / name / content.prefix
 
     def read_index(self) -> CheckpointIndex | None:
         """Read the index."""
@@ -178,39 +182,40 @@ class LocalFolder:
         if not is_folder or not ((path / manifest.MANIFEST).exists() or manifest.are_file_names(os.listdir(path))):
             raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced. Choose another name.")
 
-    def open_stage(self, name: str, needed: int) -> None:
-        """Make the place where a checkpoint of about `needed` bytes is written."""
+    def open_stage(self, name: str, needed: int, run: str) -> str:
+        """Make the folder in which a checkpoint of about `needed` bytes is written."""
         make_folder(self.path)
         self._clean_up(name)
         free_space_check(self.path, needed)
         os.mkdir(temporary_path(self.path / name, PARTIAL))
+        return ""
 
-    def create(self, name: str, file: str) -> HashedFile:
-        """Open a new file of the checkpoint that is being written."""
-        stage = temporary_path(self.path / name, PARTIAL)
-        if not stage.is_dir():
+    def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Write a new file of the checkpoint that is being written."""
+        folder = temporary_path(self.path / name, PARTIAL)
+        if not folder.is_dir():
             raise CheckpointError(
-                f"{stage} is not there: a checkpoint to which every process writes needs a folder that all of them "
+                f"{folder} is not there: a checkpoint to which every process writes needs a folder that all of them "
                 f"share. Set default_root_dir to one."
             )
-        return HashedFile(stage / file)
+        return fill(HashedFile(folder / file))
 
-    def publish(self, name: str, files: Mapping[str, FileSum], run: str) -> None:
+    def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name; raises OSError where that fails."""
-        stage, old, target = (
+        new, old, target = (
             temporary_path(self.path / name, PARTIAL),
             temporary_path(self.path / name, REPLACED),
             self.path / name,
         )
-        write_bytes(HashedFile(stage / manifest.MANIFEST), manifest.dump_manifest(files, run))
+        write_bytes(HashedFile(new / manifest.MANIFEST), manifest.dump_manifest(files, run))
         # names before the rename: a file system may keep a rename through a power cut and lose what it points to
-        sync_folder(stage)
+        sync_folder(new)
         if target.exists():
             self._rename(target, old)
-        self._rename(stage, target)
+        self._rename(new, target)
         _delete(old)
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, stage: str) -> None:
         """Delete what was written for a checkpoint that is given up."""
         with suppress(OSError):
             self._clean_up(name)
@@ -224,18 +229,26 @@ class LocalFolder:
                 self._clean_up(name)
 
     def remove(self, name: str, run: str | None = None) -> None:
-        """Delete a checkpoint, of `run` if given; raises CheckpointError for anything else.
-
-        A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
-        """
+        """Delete a checkpoint, and no link to one."""
         path, gone = self.path / name, temporary_path(self.path / name, PARTIAL)
-        manifest.require_removable(path, run)
+        self._require_removable(path, run)
         with _naming(path):
             # first, or the checkpoint that was replaced before would later be restored
             _delete(temporary_path(self.path / name, REPLACED))
             _delete(gone)
             self._rename(path, gone)
             _delete(gone)
+
+    def _require_removable(self, path: Path, run: str | None) -> None:
+        try:
+            if path.is_symlink():
+                raise CheckpointError("it is a link.")
+            content = manifest.load_manifest(path)
+            present = {entry.relative_to(path).as_posix() for entry in path.rglob("*")} - {content.prefix}
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{path} is not removed: {error}") from error
+        foreign = sorted(present - {manifest.MANIFEST, *map(content.path, content.files)})
+        manifest.require_removable(path, content, foreign, run)
 
     def _clean_up(self, name: str) -> None:
         old, path = temporary_path(self.path / name, REPLACED), self.path / name
@@ -251,18 +264,22 @@ class LocalFolder:
 
 def folder_at(location: Location) -> Folder:
     """Return the folder of checkpoints at a place."""
-    require_local(location, "The folder of checkpoints")
-    return LocalFolder(Path(location))
+    return ObjectFolder(location) if isinstance(location, Address) else LocalFolder(location)
 
 
 def is_file(location: Location) -> bool:
     """Return whether there is a file at a place: no checkpoint of Legato, but maybe weights of another program."""
-    return Path(location).is_file()
+    return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
-def fetch_file(location: Location) -> Path:
-    """Return a local file with the contents of the file at a place."""
-    return Path(location)
+@contextmanager
+def local_file(location: Location) -> Iterator[Path]:
+    """Yield a file with the contents of the file at a place: itself, or a copy for the time of this context."""
+    if isinstance(location, Path):
+        yield location
+        return
+    with tempfile.TemporaryDirectory(prefix="legato-") as folder:
+        yield download(location, Path(folder))
 
 
 def remove(checkpoint: Location, run: str | None = None) -> None:

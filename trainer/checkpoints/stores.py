@@ -12,6 +12,8 @@ from ...base.errors import ConfigError
 
 T = TypeVar("T")
 
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
+"""Extras of the package by protocol."""
 TRIES, FIRST_WAIT = 6, 0.2
 """Tries of a request, and the seconds before the second one; each further wait is twice as long: 6 s in all."""
 LASTING = (
@@ -34,8 +36,21 @@ def _connection(bucket: str, process: int) -> Any:
     try:
         # no listings of before: other processes write, too
         return url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True)[0]
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        extra = EXTRAS.get(bucket.partition(":")[0], "")
+        advice = f" Install it: pip install 'legato[{extra}]'." if extra else ""
+        raise ConfigError(f"{bucket}: {error}.{advice}") from error
+    except ValueError as error:  # of a protocol that nobody knows
         raise ConfigError(f"{bucket}: {error}") from error
+
+
+def require_writable(address: str) -> None:
+    """Raise ConfigError for a repository of the Hugging Face Hub, which can be read only."""
+    if address.startswith("hf://") and not address.startswith("hf://buckets/"):
+        raise ConfigError(
+            f"{address} is a repository, in which each file written is a commit; a run can read from it, but not write "
+            f"to it. Write to a bucket, hf://buckets/USER/NAME, and upload the result: legato export."
+        )
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:

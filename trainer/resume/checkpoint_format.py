@@ -70,9 +70,10 @@ class DirectoryFormat:
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
-        if storage.is_file(path):
-            return read_contents(storage.fetch_file(path), names)
-        return read_checkpoint(path, in_parts, ranks)
+        if not storage.is_file(path):
+            return read_checkpoint(path, in_parts, ranks)
+        with storage.local_file(path) as file:
+            return read_contents(file, names)
 
     def remove(self, path: Location, run: str) -> None:
         """Delete the directory, if this run's id is in its manifest."""

@@ -163,7 +163,7 @@ class Saver:
         Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
         then.
         """
-        require_local(path, "The checkpoint to write")  # before the background writer takes it
+        self._for_format(path)  # before the background writer takes it
         trainer = self.trainer
         with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
             if trainer.strategy.task is None:

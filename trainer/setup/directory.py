@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
 from ...base.location import Location, to_location
-from ...base.run_names import EVALUATIONS, require_local
+from ...base.run_names import EVALUATIONS
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
@@ -167,8 +167,8 @@ def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
     return [to_location(str(saver.dirpath)) for saver in elsewhere if not (is_fit and saver.save_weights_only)]
 
 
-def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Path:
-    """Return the path of a checkpoint: one that exists, or "last" or "best", which the Checkpoint callback knows."""
+def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Location:
+    """Return the place of a checkpoint: one that exists, or "last" or "best", which the Checkpoint callback knows."""
     callback = trainer.checkpoint_callback
     last, best = ("", "") if callback is None else (callback.last_model_path, callback.best_model_path)
     if name == "best" and last and not best:
@@ -179,9 +179,9 @@ def named_checkpoint(trainer: "Trainer", name: Any, is_fit: bool) -> Path:
     path = {"last": last, "best": best}.get(str(name), name)
     if not path:
         raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Give a path.")
-    require_local(path, "The checkpoint to resume from" if is_fit else "The checkpoint")
-    if not Path(path).exists():
+    place = to_location(path)
+    if isinstance(place, Path) and not place.exists():
         hint = did_you_mean(str(path), ("auto", "last", "best", "none"))
         others = "'auto', 'last', 'best' or nothing." if is_fit else f"'last' or 'best'; {FRESH}"
         raise CheckpointError(f"There is no checkpoint at {path}.{hint} Expected a path, {others}")
-    return Path(path)
+    return place

@@ -1,0 +1,256 @@
+"""ObjectFolder: folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
+
+A store has no rename, but shows an object whole or not at all, to everybody at once. So each process uploads its files
+in place, and the manifest comes last: it is the commit. No object of a checkpoint is ever overwritten but the manifest:
+the files of one that takes the place of another are in a folder of their own, which the manifest names as `prefix`.
+
+step-00001200/
+|-- .writing               while it is written or removed; its text is the run
+|-- model.safetensors      and the other files, as on a disk (find.py)
+|-- 1f0c9a7e/...           those of a checkpoint that has replaced an older one
+`-- manifest.json
+"""
+
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...base.checkpoint_index import INDEX, CheckpointIndex, parse_index
+from ...base.errors import CheckpointError
+from ...base.location import Address
+from . import manifest
+from .hashed import FileSum, HashedFile, HashedUpload, file_sum
+from .stores import connect, require_writable, retried
+
+T = TypeVar("T")
+
+WRITING = ".writing"
+"""Object that marks what is being written or removed; it goes last, so that a sweep can repeat what was interrupted."""
+PART = 32 << 20
+"""Bytes of a part of a large file: S3 takes 10,000 of them."""
+
+
+class ObjectFolder:
+    """Folder of checkpoints in an object store; each process has a connection of its own."""
+
+    def __init__(self, location: Address) -> None:
+        self.location, self._store = location, connect(location)
+        self._downloads: Path | None = None
+
+    def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
+        return retried(place, getattr(self._store, request), place, *arguments, **options)
+
+    def _sizes(self, name: str = "") -> dict[str, int]:
+        """Return the sizes of all objects of a checkpoint, by the rest of their names; of all checkpoints without."""
+        from fsspec.core import strip_protocol
+
+        place = self.location / name if name else self.location
+        self._store.invalidate_cache()
+        try:
+            objects = self._ask("find", place, detail=True)
+        except FileNotFoundError:
+            return {}
+        start = len(strip_protocol(place).rstrip("/")) + 1
+        return {path[start:]: entry["size"] for path, entry in objects.items()}
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def names(self) -> list[str]:
+        """Return the names of committed checkpoints."""
+        parts = [path.split("/") for path in _reading(self.location, self._sizes)]
+        return sorted(part[0] for part in parts if part[1:] == [manifest.MANIFEST] and part[0][:1] != ".")
+
+    def candidates(self) -> list[str]:
+        """Return the names of committed checkpoints: what a dying process leaves has no manifest."""
+        return self.names()
+
+    def committed(self, name: str) -> str | None:
+        """Return the name of a checkpoint that has a manifest."""
+        return name if is_object(self.location / name / manifest.MANIFEST) else None
+
+    def read_manifest(self, name: str) -> manifest.Manifest:
+        """Read a manifest."""
+        place = self.location / name
+        try:
+            return manifest.parse_manifest(_reading(place, self._ask, "cat_file", place / manifest.MANIFEST))
+        except FileNotFoundError:
+            raise CheckpointError(f"{place}: {manifest.MANIFEST} is missing.") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{place}: {error}") from error
+
+    def check_sizes(self, name: str) -> manifest.Manifest:
+        """Read a manifest, and check the sizes of its files."""
+        content = self.read_manifest(name)
+        _require_sizes(self.location / name, content, _reading(self.location / name, self._sizes, name))
+        return content
+
+    def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
+        """Download and verify files of a checkpoint, those that this object has not; return their local folder."""
+        if self._downloads is None:
+            self._downloads = Path(tempfile.mkdtemp(prefix="legato-"))
+            # when nobody reads from it any more, and else at exit
+            weakref.finalize(self, shutil.rmtree, self._downloads, ignore_errors=True)
+        folder = self._downloads / name / content.prefix
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            if not (folder / file).exists():
+                partial, place = folder / f"{file}.partial", self.location / name / content.path(file)
+                _reading(place, self._ask, "get_file", place, str(partial))
+                if file in content.files and file_sum(partial) != content.files[file]:
+                    raise CheckpointError(f"{place} is damaged: its SHA-256 is not the one that was written.")
+                partial.rename(folder / file)
+        return folder
+
+    def read_index(self) -> CheckpointIndex | None:
+        """Read the index."""
+        try:
+            return parse_index(manifest.parse_json(self._ask("cat_file", self.location / INDEX), INDEX))
+        except (FileNotFoundError, CheckpointError):
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{self.location / INDEX} cannot be read: {error}.") from error
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def make(self) -> None:
+        """Raise ConfigError where nothing can be written: a store has no folders."""
+        require_writable(self.location)
+
+    def write_index(self, index: CheckpointIndex) -> None:
+        """Replace the index."""
+        self._ask("pipe_file", self.location / INDEX, index.dump())
+
+    def require_free_name(self, name: str) -> None:
+        """Raise CheckpointError for a name of something that is no checkpoint."""
+        require_writable(self.location)
+        if foreign := _foreign(self._sizes(name)):
+            raise CheckpointError(
+                f"{self.location / name} has {foreign[0]} and is not a checkpoint, so it is not replaced. Choose "
+                f"another name."
+            )
+
+    def open_stage(self, name: str, needed: int, run: str) -> str:
+        """Mark a checkpoint as being written; return the prefix of its files, which is new for one that is there."""
+        place, sizes = self.location / name, self._sizes(name)
+        marks = [file for file in sizes if file.endswith(WRITING)]
+        if run and any(self._ask("cat_file", place / mark) == run.encode() for mark in marks):
+            self._tidy(name)  # of an earlier process of this run
+            sizes = self._sizes(name)
+        if not sizes:
+            # only one of two writers can create it, and the files of a third may have come before
+            with suppress(FileExistsError):
+                self._ask("pipe_file", place / WRITING, run.encode(), mode="create")
+                if self._sizes(name).keys() == {WRITING}:
+                    return ""
+        stage = uuid.uuid4().hex[:8]
+        self._ask("pipe_file", place / stage / WRITING, run.encode())
+        return stage
+
+    def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Upload a file, which is there when it is complete; from its beginning again where a request fails."""
+        place = self.location / name / manifest.path_below(stage, file)
+        return retried(place, lambda: fill(HashedUpload(self._store.open(place, "wb", block_size=PART))))
+
+    def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
+        """Write the manifest, and delete what only the older one has named."""
+        place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
+        _require_sizes(place, content, sizes)
+        if content.path(WRITING) not in sizes:
+            raise CheckpointError(f"{place} is not written: another process has cleaned up its files.")
+        older: list[str] = []
+        if manifest.MANIFEST in sizes:
+            with suppress(CheckpointError):  # a damaged one does not say what it names
+                before = self.read_manifest(name)
+                older = [before.path(file) for file in before.files]
+        self._ask("pipe_file", place / manifest.MANIFEST, manifest.dump_manifest(files, run, stage))
+        with suppress(OSError):  # it is committed; the mark stays, and the next sweep repeats this
+            self._delete(place, [*older, content.path(WRITING)])
+
+    def discard(self, name: str, stage: str) -> None:
+        """Delete what was written for a checkpoint that is given up."""
+        place, sizes = self.location / name, dict[str, int]()
+        with suppress(OSError, CheckpointError):
+            sizes = self._sizes(name)
+            # the answer of the store may have been lost, and the manifest be there
+            if manifest.MANIFEST not in sizes or self.read_manifest(name).prefix != stage:
+                above = f"{stage}/" if stage else ""
+                own = [file for file in sizes if file.startswith(above) and "/" not in file.removeprefix(above)]
+                self._delete(place, [file for file in own if file != manifest.MANIFEST])
+
+    # --- cleaning up ------------------------------------------------------------------------------------------------
+    def sweep(self) -> None:
+        """Clean up after interrupted saves and removals."""
+        try:
+            marks = [path for path in self._sizes() if path.endswith(f"/{WRITING}")]
+            for name in sorted({path.partition("/")[0] for path in marks}):
+                self._tidy(name)
+        except OSError as error:
+            raise CheckpointError(f"{self.location} could not be tidied up: {error}.") from error
+
+    def remove(self, name: str, run: str | None = None) -> None:
+        """Delete a checkpoint."""
+        place = self.location / name
+        try:
+            manifest.require_removable(place, self.read_manifest(name), _foreign(self._sizes(name)), run)
+            self._ask("pipe_file", place / WRITING, (run or "").encode())
+            self._delete(place, [manifest.MANIFEST])  # from now on the rest is no checkpoint
+            self._tidy(name)
+        except OSError as error:
+            raise CheckpointError(f"{place} could not be removed: {error}.") from error
+
+    def _tidy(self, name: str) -> None:
+        """Delete all of a checkpoint's files that its manifest does not name."""
+        sizes = self._sizes(name)
+        kept = set(_foreign(sizes))
+        if manifest.MANIFEST in sizes:
+            content = self.read_manifest(name)
+            kept |= {manifest.MANIFEST, *map(content.path, content.files)}
+        self._delete(self.location / name, sizes.keys() - kept)
+
+    def _delete(self, place: Address, files: Iterable[str]) -> None:
+        for file in sorted(files, key=lambda file: (file.endswith(WRITING), file)):  # the marks last
+            with suppress(FileNotFoundError):
+                self._ask("rm_file", place / file)
+
+
+def is_object(place: Address) -> bool:
+    """Return whether there is an object at a place. Raises CheckpointError where the store does not answer."""
+    try:
+        return bool(_reading(place, retried, place, connect(place).info, place)["type"] == "file")
+    except FileNotFoundError:
+        return False
+
+
+def download(place: Address, folder: Path) -> Path:
+    """Download an object to a folder; return the file."""
+    _reading(place, retried, place, connect(place).get_file, place, str(folder / place.name))
+    return folder / place.name
+
+
+def _reading(place: Address, request: Callable[..., T], *arguments: Any) -> T:
+    """Return what a request answers; raises CheckpointError where it fails, and FileNotFoundError."""
+    try:
+        return request(*arguments)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be read: {error}.") from error
+
+
+def _require_sizes(place: Address, content: manifest.Manifest, sizes: Mapping[str, int]) -> None:
+    """Raise CheckpointError for a file that is missing or has another size than the manifest says."""
+    for file, expected in content.files.items():
+        size = sizes.get(content.path(file))
+        if size is None:
+            raise CheckpointError(f"{place}: {content.path(file)} is missing.")
+        if size != expected.size:
+            raise CheckpointError(f"{place}: {content.path(file)} has {size:,} bytes, {expected.size:,} were written.")
+
+
+def _foreign(files: Iterable[str]) -> list[str]:
+    """Return those of a checkpoint's files that Legato has not written."""
+    names = {file: file.rpartition("/")[2] for file in files}
+    return sorted(file for file, name in names.items() if name != WRITING and not manifest.are_file_names([name]))
