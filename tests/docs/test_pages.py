@@ -26,6 +26,7 @@ NOT_RUN = {
     "srun ": "needs SLURM",
     "ray ": "needs Ray",
     "kubectl ": "needs Kubernetes",
+    "docker ": "needs Docker; tests/docs/test_image.py",
     "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
     "mypy": "does not find an editable install that is not its own; tests/cli/test_new.py",
 }
