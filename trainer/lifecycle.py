@@ -156,6 +156,8 @@ def tell_of_error(run: Call, errors: Errors) -> None:
     if run.datamodule is not None:
         errors.attempt(run.datamodule.on_exception, error)
     errors.attempt(run.restore_training_mode)
+    if isinstance(run, Run) and run.loop.doing == "validation":
+        errors.attempt(run.optimization.end_evaluation)
 
 
 def write_end(run: Call, error: BaseException | None) -> None:

@@ -129,6 +129,7 @@ class Preemption:
             if series.metric is not None:
                 series.metric.reset()
         run.hooks.call(f"on_{run.loop.doing}_model_train")
+        run.optimization.end_evaluation()
         run.loop.doing, run.metrics.suffix = "train", ""
         run.metrics.pending.clear()
         run.metrics.open("train", fresh=False)

@@ -355,6 +355,7 @@ class Run(Call):
     def end_training(self) -> None:
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
         self.require_same_weights()
+        self.optimization.begin_evaluation()  # for good
         # an exit from here on is none before the end of training, and is not reported as one
         self.loop.remaining = "hooks"
         self.seed_hooks("on_train_end")
@@ -444,8 +445,15 @@ class Run(Call):
         for callback in () if complete else self.trainer.checkpoint_callbacks:
             callback.save_cut_epoch(self.trainer)
 
+    def begin_validation(self) -> None:
+        """Begin a validation in the middle of training."""
+        self.check_losses()  # a NaN ends the run now, not after a validation of NaN
+        self.loop.doing = "validation"
+        self.optimization.begin_evaluation()
+
     def end_validation(self) -> None:
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""
+        self.optimization.end_evaluation()
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)
         self.agree_on_stop()

@@ -255,8 +255,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
     def validate_now(self) -> None:
         """Validate in the middle of training."""
         run = self.current_run
-        run.check_losses()  # a NaN ends the run now, not after a validation of NaN
-        run.loop.doing = "validation"
+        run.begin_validation()
         self.evaluate("validation")
         run.end_validation()
 

@@ -20,7 +20,7 @@ from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
 from .kernels import NOTHING_COMPILED
 from .nonfinite import SkipGuard
-from .optimizers import may_draw, optimizer_parameters
+from .optimizers import has_modes, may_draw, optimizer_parameters, to_evaluation, to_training
 from .outputs import describe_bad_loss
 from .training_mode import set_training_mode
 from .weight_watch import WeightWatch
@@ -126,6 +126,7 @@ class Optimization:
 
     def begin_training(self) -> None:
         """Put what is trained into training mode, and say so where a module came in evaluation mode."""
+        self.end_evaluation()
         names = set_training_mode(self.task)
         if names and self.trainer.is_global_zero:
             log.info(
@@ -139,6 +140,29 @@ class Optimization:
         """Warn where `trainer.compile` has made no graph so far, as far as that is known."""
         if self.trainer.compile and count_graphs() == self.graphs and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
+
+    def begin_evaluation(self) -> list[Optimizer]:
+        """Have optimizers with modes show the weights to evaluate by; return those that did not before."""
+        changed = []
+        for optimizer in filter(has_modes, self.optimizers):
+            with keyed_generators(self._update_key(optimizer)):  # some round at random
+                changed += [optimizer] * to_evaluation(optimizer)
+        return changed
+
+    def end_evaluation(self) -> None:
+        """Go on with the weights that optimizers train."""
+        for optimizer in filter(has_modes, self.optimizers):
+            to_training(optimizer)
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Have optimizers show the weights to evaluate by in this context, within an evaluation or outside of it."""
+        changed = self.begin_evaluation()
+        try:
+            yield
+        finally:
+            for optimizer in changed:
+                to_training(optimizer)
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:

@@ -1,7 +1,9 @@
 """What optimization asks of optimizers."""
 
 import inspect
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -9,6 +11,38 @@ from torch.optim import Optimizer
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+TRAINED = "trained_weights"
+"""Key, in an optimizer's state, of the weights that it trains while its parameters hold those to evaluate by."""
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer trains other weights than are evaluated, and changes over by `train` and `eval`."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
+def to_evaluation(optimizer: Any) -> bool:
+    """Change an optimizer with modes over to the weights to evaluate by; return False where they are there already."""
+    states = [(one, optimizer.state[one]) for one in optimizer_parameters(optimizer) if optimizer.state.get(one)]
+    # Before the first step both are the same, and eval() may fail.
+    if not states or any(TRAINED in state for _, state in states):
+        return False
+    for parameter, state in states:
+        state[TRAINED] = parameter.detach().clone()
+    optimizer.eval()
+    return True
+
+
+@torch.no_grad()
+def to_training(optimizer: Any) -> None:
+    """Change an optimizer with modes over to the weights that it trains, to the last bit."""
+    optimizer.train()
+    for parameter in optimizer_parameters(optimizer):
+        # train() computes them, with other last digits: a run with more validations or resumes would be another one
+        trained = optimizer.state.get(parameter, {}).pop(TRAINED, None)
+        if trained is not None:
+            parameter.copy_(trained)
 
 
 def may_draw(optimizer: Optimizer) -> bool:

@@ -5,7 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,19 +177,24 @@ class Saver:
             require_finite(trainer)
             trainer.current_run.require_same_weights()
             trainer.current_run.metrics.share()
-            found = contents(trainer, weights_only)
-            if trainer.is_global_zero:
-                if isinstance(self.format, DirectoryFormat):  # another one may hold them
-                    run = trainer.current_run
-                    tell_left_out({"": run.task, "datamodule_": run.datamodule}, found)
-                with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
-                    for logger in trainer.loggers:
-                        logger.save()
-                    self._store_config()
-            if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
-                self._write(path, found, asynchronous)
-                log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
+            run = trainer.current_run
+            with run.optimization.evaluated_weights() if run.is_complete else nullcontext():
+                self._save(path, weights_only, asynchronous)
             trainer.strategy.collectives.barrier()
+
+    def _save(self, path: Location, weights_only: bool, asynchronous: bool) -> None:
+        trainer, run = self.trainer, self.trainer.current_run
+        found = contents(trainer, weights_only)
+        if trainer.is_global_zero:
+            if isinstance(self.format, DirectoryFormat):  # another one may hold them
+                tell_left_out({"": run.task, "datamodule_": run.datamodule}, found)
+            with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
+                for logger in trainer.loggers:
+                    logger.save()
+                self._store_config()
+        if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
+            self._write(path, found, asynchronous)
+            log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
 
     def _store_config(self) -> None:
         """Store the config of a start that goes on with a run, now that there are weights which it has trained."""

@@ -18,7 +18,7 @@ from ...base.place import Place
 from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_own_data, without_data
 from ..data.randomness import generator_states, same_states
-from ..optimization.optimizers import may_draw, needs_closure
+from ..optimization.optimizers import has_modes, may_draw, needs_closure
 from ..processes.ranks import SINGLE
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts, StateParts
@@ -65,6 +65,11 @@ class Zero1Strategy(DDPStrategy):
                 f"{kind} evaluates the loss several times a step and compares all parameters, of which each process "
                 f"has a part under zero1. Use one process; or strategy ddp with automatic_optimization = False, and "
                 f"call optimizer.step(closure) in training_step."
+            )
+        if has_modes(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} changes all weights over for an evaluation, of whose state each process "
+                f"has a part under zero1. Use strategy ddp or fsdp."
             )
         # torch takes a class and its arguments; `optimizer.defaults` are not those (AdamW's has a key that it refuses)
         parts: Any = _Parts(optimizer)
