@@ -2,14 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, TaskError
+from ..base.torch_private import version_of
 from . import masked
 from .data.randomness import generator_states, set_generators
 from .optimization.optimization import Optimization
-from .optimization.optimizers import needs_closure
+from .optimization.optimizers import needs_closure, optimizer_parameters
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -18,14 +20,15 @@ if TYPE_CHECKING:
 class Closure:
     """The loss of a step, whose gradients are there at the first call.
 
-    Each further call, or a first one after the task has cleared the gradients, clears them, runs all batches of the
-    step again without logging, and clips.
+    Each further call, or a first one after the gradients were cleared or the weights changed, clears them, runs all
+    batches of the step again without logging, and clips.
     """
 
     def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:
         self.trainer, self.step, self.optimizer = trainer, step, optimizer
         # what a task cleared in an earlier step, or before this step's update, is no reason to run the step again
         self.is_called = trainer.current_run.optimization.are_cleared = False
+        self.versions = self._find_versions()
 
     def __call__(self) -> Tensor | None:
         """Return the loss, the mean over the samples of this process's batches; None if training_step returned none.
@@ -33,11 +36,17 @@ class Closure:
         Raises TaskError where it cannot run the step again.
         """
         optimization = self.trainer.current_run.optimization
-        if self.is_called or optimization.are_cleared:
+        if self.is_called or optimization.are_cleared or self.versions != self._find_versions():
             self._run_again()
         self.is_called = True
         return optimization.loss_of_step(self.optimizer)
 
+    def _find_versions(self) -> list[tuple[int, bool]]:
+        """Return what shows that an optimizer, such as SAM, has moved weights or cleared gradients before it asks."""
+        needed, parameters = self.trainer.current_run.optimization.needs_closure, optimizer_parameters(self.optimizer)
+        return [(version_of(parameter), parameter.grad is None) for parameter in parameters if needed]
+
+    @torch.enable_grad()  # not every optimizer does that
     def _run_again(self) -> None:
         run, step = self.trainer.current_run, self.step
         optimization, draws = run.optimization, run.optimization.draws_in_updates

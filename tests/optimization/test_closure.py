@@ -97,6 +97,45 @@ def test_values_are_logged_once_a_batch(play):
     assert len([point for point in memory.points if "loss_step" in point[1]]) == 5  # 18 samples in batches of 4
 
 
+class Sharp(torch.optim.SGD):
+    """Sharpness-aware minimization as it is commonly written; its step has a default that it refuses."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "requires closure"
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        moves = [0.1 * parameter.grad for parameter in parameters]
+        torch._foreach_add_(parameters, moves)
+        self.zero_grad()
+        closure()
+        torch._foreach_sub_(parameters, moves)
+        return super().step()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_that_refuses_none_is_given_a_closure(trainer, accumulate):
+    class Minimizing(Tiny):
+        def configure_optimizers(self):
+            return Sharp(self.parameters(), lr=0.1)
+
+    task, by_hand = Minimizing(), Minimizing()
+    trainer(accumulate_grad_batches=accumulate).fit(task, make_loader(16))
+    optimizer, batches = by_hand.configure_optimizers(), list(make_loader(16))
+    for start in range(0, 4, accumulate):
+
+        @torch.enable_grad()
+        def closure(start=start):
+            for batch in batches[start : start + accumulate]:
+                (by_hand.loss(batch) / accumulate).backward()
+
+        optimizer.zero_grad()
+        closure()
+        optimizer.step(closure)
+    assert_same_bits(task, by_hand)
+    with pytest.raises(ConfigError, match="Sharp evaluates the loss several times a step"):
+        trainer(replicas=2).fit(Minimizing(), make_loader())
+
+
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"nan": "skip"}])
 def test_where_there_can_be_no_closure(trainer, options):
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):

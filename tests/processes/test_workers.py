@@ -258,6 +258,22 @@ def test_an_error_whose_report_cannot_be_written_is_printed(capfd: pytest.Captur
     assert "ValueError: what went wrong" in capfd.readouterr().err
 
 
+class Composed(Exception):
+    """Makes a message of its argument."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} requires a closure.")
+
+
+@pytest.mark.slow
+def test_a_message_that_a_constructor_composes_is_composed_once() -> None:
+    def work() -> None:
+        raise Composed("SAM")
+
+    with pytest.raises(Composed, match=r"^SAM requires a closure\.$"):
+        run_workers(work, 1)
+
+
 @pytest.mark.slow
 def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
     def work() -> None:

@@ -1,6 +1,9 @@
 """What optimization asks of optimizers."""
 
+import copy
 import inspect
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +55,31 @@ def may_draw(optimizer: Optimizer) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step evaluates the loss itself, as that of LBFGS does."""
+    """Return whether an optimizer's step evaluates the loss itself, as that of LBFGS does, or of SAM."""
     # asked of the class: learning rate schedulers replace an instance's `step` by a wrapper
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    return bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
+    if not parameters or parameters[0].name != "closure" or not may_draw(optimizer):
+        return bool(parameters) and parameters[0].default is inspect.Parameter.empty
+    # Others take None and raise: a copy with small parameters, which have no gradients, is asked for a step.
+    try:
+        made = copy_with(optimizer, lambda one: nn.Parameter(torch.zeros([1] * one.dim(), dtype=one.dtype)))
+        made.step()
+    except Exception as error:  # any kind: each package has its own
+        return "closure" in f"{type(error).__name__} {error}".lower()
+    return False
+
+
+def copy_with(optimizer: Any, change: Callable[[nn.Parameter], nn.Parameter]) -> Any:
+    """Return a copy of an optimizer without states, that trains `change(parameter)` in the place of each parameter."""
+    memo: dict[int, Any] = {id(one): change(one) for one in optimizer_parameters(optimizer)}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Optimizer):
+            return copy.deepcopy(value, memo) if isinstance(value, list | dict) else value
+        if id(value) not in memo:  # of a wrapper the optimizer within, which may share its groups and states
+            made = memo[id(value)] = object.__new__(type(value))
+            memo.setdefault(id(value.state), defaultdict(dict))
+            made.__dict__.update({name: copied(one) for name, one in vars(value).items() if name != "step"})
+        return memo[id(value)]
+
+    return copied(optimizer)

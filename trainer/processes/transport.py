@@ -244,7 +244,7 @@ class Failure:
     text: str = ""
     """Traceback, with those of the exceptions that led to it."""
     raised: bytes | None = None
-    """The pickled exception; None if it cannot be pickled."""
+    """The pickled exception and its arguments; None if it cannot be pickled."""
     communication: bool = False
     """Whether it only noticed that another rank had exited."""
     signal: int = 0
@@ -268,7 +268,8 @@ class Failure:
             return cls(f"left by sys.exit({error.code!r}) before its work was done", text)
         what = f"failed with {type(error).__name__}"
         try:
-            raised = pack(error, named)
+            # its arguments once more: a constructor that makes a message of them makes one of the message, too
+            raised = pack((error, error.args), named)
         except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
             raised = None
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
@@ -305,11 +306,12 @@ class Failure:
         """
         cause = WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
         try:
-            error = None if self.raised is None else pickle.loads(self.raised)
+            error, arguments = (None, ()) if self.raised is None else pickle.loads(self.raised)
         except Exception:  # a constructor with required arguments is enough for that
             return cause
         if not isinstance(error, BaseException):
             return cause
+        error.args = arguments
         error.__cause__ = cause  # frames do not pickle; the text of the traceback does
         return error
 
