@@ -1,5 +1,6 @@
 """Reading of what `configure_optimizers` returns."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -79,6 +80,20 @@ def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     )
 
 
+def unknown_arguments(schedulers: Sequence[SchedulerConfig]) -> str:
+    """Return what is wrong with schedulers whose `step` takes more than the loop knows; "" if there are none."""
+    for config in schedulers:
+        given = inspect.signature(config.scheduler.step).parameters.values()
+        needed = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        if len(needed) > config.reduce_on_plateau and not hasattr(config.scheduler, "step_update"):
+            name = type(config.scheduler).__name__
+            return (
+                f"{name}.step takes {', '.join(needed)}, which only the task can know: define lr_scheduler_step(self, "
+                f"scheduler, metric) there, and call scheduler.step({needed[0]}=...) in it."
+            )
+    return ""
+
+
 def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     entries, schedulers = returned, []
     if returned is None:
@@ -126,8 +141,17 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
             f"The lr_scheduler dict takes the interval 'step' or 'epoch' and a positive integer as frequency; got "
             f"{config.interval!r} and {config.frequency!r}."
         )
-    # or as the dict says: a scheduler of the task's own may take a metric, too
-    config.reduce_on_plateau |= isinstance(config.scheduler, ReduceLROnPlateau)
+    in_epochs = getattr(config.scheduler, "t_in_epochs", None)  # timm's schedulers know what they count
+    interval = config.interval if in_epochs is None else "epoch" if in_epochs else "step"
+    if "interval" in values and config.interval != interval:
+        raise TaskError(
+            f"The lr_scheduler dict has interval={config.interval!r}, but its {type(config.scheduler).__name__} has "
+            f"t_in_epochs={in_epochs}, so it would never change a learning rate. Leave the interval out."
+        )
+    config.interval = interval
+    # or as the dict says: a scheduler of the task's own may take a metric, too; timm's holds torch's
+    inner = getattr(config.scheduler, "lr_scheduler", config.scheduler)
+    config.reduce_on_plateau |= isinstance(inner, ReduceLROnPlateau)
     # it may also stand beside "optimizer"; what the scheduler's own dict says goes before that
     config.monitor = config.monitor or monitor
     return config

@@ -12,7 +12,7 @@ from ..base.location import to_location
 from ..base.tensors import require_samples
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
-from .optimizers import SchedulerConfig, read_optimizers, unknown_parameters
+from .optimizers import SchedulerConfig, read_optimizers, unknown_arguments, unknown_parameters
 from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
@@ -198,7 +198,10 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         Raises TaskError for any other form, and for parameters that are not the task's.
         """
         optimizers, schedulers = read_optimizers(self.configure_optimizers(), self.automatic_optimization)
-        if fault := unknown_parameters(self, optimizers):
+        fault = unknown_parameters(self, optimizers)
+        if self.automatic_optimization and type(self).lr_scheduler_step is Task.lr_scheduler_step:
+            fault = fault or unknown_arguments(schedulers)
+        if fault:
             raise TaskError(fault)
         return optimizers, schedulers
 
@@ -342,7 +345,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step a learning rate scheduler; `metric` is the monitored value of ReduceLROnPlateau."""
-        if metric is None:
+        if hasattr(
+            scheduler, "step_update"
+        ):  # timm's has a count by steps or by epochs, and leaves the other one alone
+            scheduler.step_update(self.global_step, metric)
+            scheduler.step(self.current_epoch + 1, metric)
+        elif metric is None:
             scheduler.step()
         else:
             scheduler.step(metric)

@@ -46,7 +46,8 @@ def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
                 # times zero and not left out: FSDP's backward gathers and reduces from all ranks
-                strategy.backward(loss * 0.0, meet, inputs[index], index + 1 < len(losses))
+                reached = None if len(losses) == 1 else inputs[index]
+                strategy.backward(loss * 0.0, meet, reached, index + 1 < len(losses))
 
 
 def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:

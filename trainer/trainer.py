@@ -178,7 +178,8 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
                 run.metrics.watch(loss)
             if optimization.losses is not None:
                 optimization.losses.append((index, scaled.detach()))
-            strategy.backward(scaled, last, optimization.loss_inputs[index], index + 1 < len(losses))
+            inputs = None if len(losses) == 1 else optimization.loss_inputs[index]
+            strategy.backward(scaled, last, inputs, index + 1 < len(losses))
             for hook in hooks["on_after_backward"]:
                 hook()
         if not losses:

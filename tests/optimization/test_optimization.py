@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import Tiny, Two, Validated, assert_same_bits, make_loader, train_by_hand, weights
+from tiny import Tiny, Two, Validated, assert_close, assert_same_bits, make_loader, train_by_hand, weights
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import legato as lg
@@ -182,9 +182,7 @@ def test_own_backward_gets_every_loss(trainer):
     assert_same_bits(task, two_by_hand(Two(), list(make_loader(20))))
 
 
-@pytest.mark.parametrize(
-    "found", [lambda losses: losses[0], lambda losses: losses[:1], lambda losses: [*losses, *losses]]
-)
+@pytest.mark.parametrize("found", [lambda losses: losses[:1], lambda losses: [*losses, *losses]])
 def test_one_loss_for_each_optimizer(trainer, found):
     class Wrong(Two):
         def training_step(self, batch, batch_idx):
@@ -192,6 +190,90 @@ def test_one_loss_for_each_optimizer(trainer, found):
 
     with pytest.raises(TaskError, match="losses for 2 optimizers"):
         trainer().fit(Wrong(), make_loader())
+
+
+class TwoKinds(Tiny):
+    """Muon for the matrix that two processes share out evenly, AdamW for the rest, and one loss."""
+
+    def configure_optimizers(self):
+        first, *rest = self.parameters()
+        return Muon([first], lr=0.05), AdamW(rest, lr=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"replicas": 2}])
+def test_one_loss_trains_what_all_optimizers_have(trainer, options):
+    task, by_hand = TwoKinds(), TwoKinds()
+    trainer(**options).fit(task, make_loader(16))
+    optimizers, batches = by_hand.configure_optimizers(), list(make_loader(16))
+    size = 2 if options else 1
+    for start in range(0, 4, size):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for batch in batches[start : start + size]:
+            (by_hand.loss(batch) / size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(task, by_hand)
+
+
+def test_one_loss_of_two_optimizers_is_unscaled_for_both(trainer):
+    task = TwoKinds()
+    trainer(precision="16-mixed", gradient_clip_val=1.0).fit(task, make_loader(16))
+    moved = [(now - then).abs().max() for now, then in zip(task.parameters(), TwoKinds().parameters(), strict=True)]
+    assert all(0.01 < move < 0.5 for move in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_one_loss_of_two_optimizers_on_two_processes(trainer, strategy):
+    alone, two = TwoKinds(), TwoKinds()
+    trainer(replicas=2).fit(alone, make_loader(18))
+    trainer(devices=2, strategy=strategy).fit(two, make_loader(18))
+    # Muon multiplies in bfloat16, over shards in another order
+    assert weights(alone) == pytest.approx(weights(two), abs=5e-3 if strategy == "fsdp" else 1e-6)
+
+
+@pytest.mark.slow
+def test_fsdp_takes_one_loss_alone(refused):
+    class Losses(TwoKinds):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            return [loss, 2 * loss]
+
+    assert "return one loss" in refused(TaskError, Losses(), devices=2, strategy="fsdp")
+
+
+class Counts:
+    """A scheduler that has to be told a number."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, number):
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0 / number
+
+    def state_dict(self):
+        return {}
+
+
+class Told(Tiny):
+    def configure_optimizers(self):
+        optimizer = SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": Counts(optimizer), "interval": "step"}]
+
+
+def test_a_scheduler_that_has_to_be_told_more_is_refused_unless_the_task_tells_it(trainer):
+    with pytest.raises(TaskError, match=r"Counts.step takes number, .* define lr_scheduler_step"):
+        trainer().fit(Told(), make_loader())
+
+    class Tells(Told):
+        def lr_scheduler_step(self, scheduler, metric):
+            scheduler.step(number=self.global_step)
+
+    made = trainer()
+    made.fit(Tells(), make_loader(16))
+    assert made.optimizers[0].param_groups[0]["lr"] == 1 / 4
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------------

@@ -234,11 +234,6 @@ class ByHand(CNN):
     automatic_optimization = False
 
 
-class TwoOptimizers(CNN):
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.wide)]
-
-
 class Planned(CNN):
     def __init__(self, plan):
         super().__init__()
@@ -270,7 +265,6 @@ REFUSED = {
     ),
     r"bitwise under strategy 'mesh'.*use strategy ddp": (CNN, mesh(data=2), {"reproducible": "bitwise"}),
     r"needs automatic optimization": (ByHand, SHARD, {}),
-    r"takes one optimizer, got 2": (TwoOptimizers, SHARD, {}),
     r"cannot be compiled. The blocks between them can": (CNN, SHARD, {"compile": True}),
     r"compiler fails on layers that are cut": (CNN, TENSOR, {"compile": {"blocks": ["Linear"]}}),
     r"its own share of the data, .* equally many batches": (CNN, SHARD, {"use_distributed_sampler": False}),

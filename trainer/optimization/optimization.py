@@ -89,9 +89,9 @@ class Optimization:
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
         # Index and share of each loss of the newest step, where a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        # Parameters that the gradient of each loss reaches; None for all
+        # Parameters that the gradient of each loss reaches, where there are several; None for all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
-        if self.automatic and len(self.optimizers) > 1:
+        if self.automatic and len(self.optimizers) > 1 and not self.strategy.takes_one_loss:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
@@ -301,8 +301,9 @@ class Optimization:
 
     def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:
         """Return the loss of an optimizer in the newest step: the mean over the samples of this process's batches."""
-        number = self.optimizers.index(optimizer)
-        shares = [share for index, share in self.losses or () if index == number]
+        losses, number = self.losses or (), self.optimizers.index(optimizer)
+        is_shared = all(index == 0 for index, _ in losses)  # one loss trains what all optimizers have
+        shares = [share for index, share in losses if is_shared or index == number]
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:

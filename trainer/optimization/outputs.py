@@ -9,29 +9,31 @@ from ...base.errors import TaskError
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
-    """Return the loss for each optimizer; empty if the step returned None to skip the batch.
+    """Return the loss of all optimizers, or one for each; empty if the step returned None to skip the batch.
 
     Raises TaskError for any other output.
     """
     # the usual case first: this is in every step
-    if isinstance(output, Tensor) and optimizers == 1:
+    if isinstance(output, Tensor):
         return (output,)
     if output is None:
         return ()
     found = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and "loss" not in output:
         raise TaskError(f"The dict that training_step returned has no 'loss'; its keys are {sorted(map(str, output))}.")
-    losses = found if isinstance(found, (list, tuple)) else (found,)
+    is_list = isinstance(found, (list, tuple))
+    losses: Sequence[Any] = found if is_list else (found,)  # type: ignore[assignment]  # a list, as asked
     for loss in losses:
         if not isinstance(loss, Tensor):
             raise TaskError(
                 f"training_step must return a scalar loss tensor, a dict with 'loss', or None to leave the batch out; "
                 f"it returned {type(loss).__name__}."
             )
-    if len(losses) != optimizers:
+    if is_list and len(losses) != optimizers:
         raise TaskError(
-            f"training_step returned {len(losses)} losses for {optimizers} optimizers; return a list with one for "
-            f"each, in the order of configure_optimizers, or set automatic_optimization = False."
+            f"training_step returned {len(losses)} losses for {optimizers} optimizers; return one loss, which trains "
+            f"what all of them have, or a list with one for each, in the order of configure_optimizers (not under fsdp "
+            f"and mesh), or set automatic_optimization = False."
         )
     return losses
 

@@ -54,6 +54,8 @@ class Strategy:
     """Whether a step fails where a trained parameter gets no gradient on some rank."""
     finds_unused = False
     """Whether the config says that batches may leave parameters out (find_unused_parameters=true)."""
+    takes_one_loss = False
+    """Whether a batch has one loss, also for several optimizers, whose parameters cannot be told apart."""
     gradients_in_parts = False
     """Whether ranks have different gradients after `end_step`, each its part."""
 

@@ -58,17 +58,17 @@ def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
     return Ranks(index, count, group)
 
 
-def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
-    """Raise ConfigError for optimizers that a strategy that `gathers` parameters around whole steps cannot use."""
+def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], is_pipeline: bool) -> None:
+    """Raise ConfigError for optimizers that a strategy that gathers parameters around whole steps cannot use."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: it gathers parameters around whole steps, which "
             f"training_step would cut. Use strategy ddp."
         )
-    if len(optimizers) > 1 and gathers:
+    if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
-            f"strategy {name!r} takes one optimizer, got {len(optimizers)}: torch cannot tell the parameters of each "
-            f"apart while they are gathered. Use parameter groups of one optimizer, or strategy ddp."
+            f"strategy {name!r} takes one optimizer, got {len(optimizers)}: a stage may have no parameter of one of "
+            f"them. Use parameter groups of one optimizer, or strategy fsdp or ddp."
         )
     # torchao compiles its update, which goes wrong on an empty part, in torch's fully_shard by hand too (torch 2.13,
     # torchao 0.18)
@@ -184,6 +184,8 @@ class MeshStrategy(GroupStrategy):
         self.has_all_weights = self.sizes.pipeline == 1
         # pipelines run their batches independently unless they share parameters
         self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
+        # what is gathered is no parameter of an optimizer's, to which a gradient could be confined
+        self.takes_one_loss = self.data_ranks.size > 1
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
@@ -260,7 +262,7 @@ class MeshStrategy(GroupStrategy):
         if self.mesh is not None:
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
-            refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1 or self.sizes.pipeline > 1)
+            refuse_optimizers(self.name, task, optimizers, self.sizes.pipeline > 1)
             dtensors.step_one_by_one(optimizers)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
