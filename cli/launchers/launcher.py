@@ -75,4 +75,5 @@ def machines_of(config: "Config", name: str) -> Machines:
     # only their number counts: this machine may have none of that kind
     processes, _ = processes_of(config.changed({"devices": count}))
     nodes = trainer["num_nodes"]
-    return Machines(nodes, processes // nodes, 0 if accelerator == "cpu" else count)
+    gpus = len(set(devices)) if isinstance(devices, list) else count  # an index that is there twice is one for two
+    return Machines(nodes, processes // nodes, 0 if accelerator == "cpu" else gpus)

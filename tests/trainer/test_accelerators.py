@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import ROOT
+from tiny import Tiny, make_loader
 
+import legato as lg
 from legato.base.errors import ConfigError
 from legato.trainer import accelerators
 from legato.trainer.optimization.precision import Precision
@@ -141,3 +143,16 @@ def test_a_layout_says_once_that_a_device_is_shared():
     assert shared.count("share its memory") == 1
     apart = describe_layout([(rank, rank, f"host-{rank}", "cuda:0 H100") for rank in range(4)], "torchrun", "here")
     assert "share" not in apart + describe_layout([(rank, 0, "host", "cpu") for rank in range(4)], "legato", "here")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_processes_share_a_gpu(tmp_path):
+    def weights(**options):
+        task = Tiny()
+        lg.Trainer(accelerator="cuda", max_steps=4, default_root_dir=tmp_path, logger=False, **options).fit(
+            task, make_loader()
+        )
+        return torch.cat([parameter.detach().cpu().flatten() for parameter in task.parameters()])
+
+    torch.testing.assert_close(weights(devices=[0, 0]), weights(devices=[0], replicas=2))

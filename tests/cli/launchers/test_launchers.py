@@ -144,6 +144,14 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(folder, capsys):
     assert subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, timeout=60).returncode == 0
 
 
+def test_processes_that_share_a_device_are_given_one(folder, capsys):
+    words = ["launcher=slurm", "launcher.dry_run=true", "trainer.accelerator=cuda", "trainer.devices=[0, 0]"]
+    assert launch(*words) == 0
+    script = capsys.readouterr().out
+    assert "--ntasks-per-node=2" in script
+    assert "--gpus-per-node=1" in script
+
+
 def test_what_sbatch_says_is_passed_on(folder, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     assert launch("launcher=slurm") == 1
