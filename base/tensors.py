@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from .errors import DataError
 
@@ -67,36 +68,58 @@ def count_samples(batch: Any) -> int:
     return lengths[0] if lengths else _length_of_list(batch) or 1
 
 
-def require_samples(batch: Any) -> int:
-    """Return the length that the tensors and arrays in `batch` have along their first dimension.
+def require_samples(batch: Any, items: int | None = None) -> int:
+    """Return the number of samples in a batch: the length that its parts have along their first dimension.
 
-    Raises DataError where they have several. A tensor without dimensions has none; without any, see `count_samples`.
+    items: how many items the loader has collated; it decides where parts differ.
+
+    Raises DataError where they differ. A tensor without dimensions has none; without any, see `count_samples`.
     """
-    lengths = set(_lengths(batch))
+    lengths = set(_lengths(batch, items))
+    if items is not None and (items in lengths or (items > 1 and len(lengths) > 1)):
+        return items
     if len(lengths) > 1:
         raise DataError(
             f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
             f"is to say how many samples it has, by which it is weighted. Give the task a method count_samples(batch) "
             f"that returns that number."
         )
-    return lengths.pop() if lengths else count_samples(batch)
+    return lengths.pop() if lengths else _length_of_list(batch) or items or 1
 
 
-def _lengths(batch: Any) -> list[int]:
-    """Return the lengths of all tensors and arrays, in order."""
+def _lengths(batch: Any, collated: int | None = None) -> list[int]:
+    """Return the lengths of all parts that have one, in order."""
     lengths, items = list[int](), [batch]
     while items:  # a loop and no generator, since it runs in every step of a stream
         item = items.pop()
         if isinstance(item, torch.Tensor):  # asked first: the other questions take three times as long
             if item.ndim:
-                lengths.append(item.shape[0])
+                lengths.append(item.size(0))  # not its shape, which a nested tensor has not
+        elif isinstance(item, PackedSequence):
+            lengths.append(int(item.batch_sizes[0]))
         elif isinstance(item, (list, tuple)):
+            if item and isinstance(item[0], torch.Tensor) and item[0].ndim == 3 and _are_images(item, collated):
+                lengths.append(len(item))
             items.extend(reversed(item))
+        # graphs (PyG, DGL) say it; the shape of a TensorDict is its batch size
+        elif isinstance(size := getattr(item, "num_graphs", getattr(item, "batch_size", None)), int):
+            lengths.append(size)
         elif shape := getattr(item, "shape", None):
             lengths.append(int(shape[0]))
         else:
             items.extend(reversed(_values_of(item)))
+            positions = item.get("position_ids") if isinstance(item, Mapping) else None
+            # several texts in one row, of which each begins at position 0
+            if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.size(0) == 1:
+                lengths.append(max(1, int((positions == 0).sum())))
     return lengths
+
+
+def _are_images(items: Any, collated: int | None) -> bool:
+    """Return whether a list may be of images [channels, height, width], one a sample, rather than of fields."""
+    if not all(isinstance(item, torch.Tensor) and item.ndim == 3 and item.size(0) <= 4 for item in items):
+        return False
+    return len(items) == collated or len({item.shape[1:] for item in items}) > 1
 
 
 def _values_of(item: Any) -> list[Any]:

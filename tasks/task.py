@@ -310,9 +310,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch of a stream, by which it is weighted.
 
-        By default the first dimension of its tensors. Override it where these differ: packed sequences, graphs, images
-        of several sizes. Of map-style data the numbers are known. For a loss that is no mean over samples, see
-        `training_step`.
+        By default the first dimension of its tensors, the number of its graphs or packed sequences, or where these
+        differ the items that were collated. Override it where the loader does not tell, or they are no samples. Of
+        map-style data the numbers are known. For a loss that is no mean over samples, see `training_step`.
         """
         return require_samples(batch)
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import legato as lg
 from legato.base.errors import DataError
+from legato.base.tensors import require_samples
 
 SIZES = (8, 2, 6, 4)
 
@@ -71,3 +73,45 @@ def test_tensors_without_dimensions_do_not_count(trainer):
     made = trainer()
     made.fit(Undecided(), batches)
     assert made.state.samples_seen == sum(SIZES)
+
+
+# --- how many samples a batch has -------------------------------------------------------------------------------------
+class Graphs:
+    """What PyG's Batch says of itself."""
+
+    num_graphs = 4
+
+
+packed = pack_sequence([torch.ones(4), torch.ones(3), torch.ones(2)])
+images = [torch.ones(3, 8, 9), torch.ones(3, 7, 8)]
+boxes = [{"boxes": torch.ones(5, 4)}, {"boxes": torch.ones(2, 4)}]
+flattened = {"input_ids": torch.ones(1, 9), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])}
+CASES = [
+    (packed, None, 3),
+    ((packed, torch.ones(3)), None, 3),
+    (Graphs(), None, 4),
+    ([Graphs(), torch.ones(4)], None, 4),
+    (torch.nested.nested_tensor([torch.ones(4, 2), torch.ones(3, 2)], layout=torch.jagged), None, 2),
+    ({"scale": torch.tensor(1.0), "x": torch.ones(4, 3)}, None, 4),
+    ({"scale": torch.ones(1), "x": torch.ones(4, 3)}, 4, 4),
+    (images, 2, 2),
+    ([torch.ones(3, 8, 8)] * 2, 2, 2),
+    ((images, boxes), 2, 2),
+    ([torch.ones(32, 7, 5), torch.ones(32, 3, 5)], 32, 32),  # fields, and no images
+    ([torch.ones(3, 7, 5), torch.ones(3, 3, 5)], 3, 3),  # their last batch
+    ((torch.ones(32, 3), torch.ones(32)), 1, 32),  # a batch that the dataset made, as a single item
+    (flattened, 3, 3),
+    (flattened, 1, 1),  # a row that the dataset packed
+    ({"input_ids": torch.ones(1, 9), "cu_seqlens": torch.tensor([0, 4, 6, 9])}, 3, 3),
+]
+
+
+@pytest.mark.parametrize(("batch", "items", "samples"), CASES)
+def test_a_batch_says_how_many_samples_it_has(batch, items, samples):
+    assert require_samples(batch, items) == samples
+
+
+@pytest.mark.parametrize("batch", [images, (images, boxes), flattened, {"scale": torch.ones(1), "x": torch.ones(4)}])
+def test_what_it_does_not_say_is_asked_of_the_task(batch):
+    with pytest.raises(DataError, match=r"Give the task a method count_samples\(batch\)"):
+        require_samples(batch)
