@@ -302,6 +302,12 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 """Return whether a profiler of torch runs."""
 
 
+def iterates_plainly(loader: Any) -> bool:
+    """Return whether a DataLoader of any class yields what its collate_fn returns."""
+    plain, kind = torch.utils.data.DataLoader, type(loader)
+    return kind.__iter__ is plain.__iter__ and kind._get_iterator is plain._get_iterator
+
+
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
     """Return the function that reads the next batch of a loader's iterator, and for how many batches it is right.
 

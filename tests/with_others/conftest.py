@@ -17,6 +17,7 @@ PACKAGES = [
     "schedulefree",
     "streaming",
     "timm",
+    "torch_geometric",
     "torchao",
     "torchdata",
 ]

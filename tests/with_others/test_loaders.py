@@ -3,13 +3,12 @@
 Each is made in `train_dataloader`, by every process for itself, as its own documentation has it.
 """
 
-import io
-import tarfile
 import warnings
 
 import pytest
 import torch
-from torch import distributed, nn
+from streams_of_others import BATCH, SAMPLES, Sum, decode, options, write_samples
+from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 import legato as lg
@@ -24,14 +23,11 @@ import litdata  # noqa: E402
 import streaming  # noqa: E402
 import webdataset  # noqa: E402
 from datasets.distributed import split_dataset_by_node  # noqa: E402
-from litdata.streaming.cache import Cache  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated", "ignore:Length of IterableDataset", "ignore::ResourceWarning"
 )
-
-SAMPLES, BATCH = 60, 2
 
 
 class Numbers(Dataset):
@@ -77,10 +73,6 @@ def split(data):
     return DataLoader(split_dataset_by_node(data, rank=rank, world_size=ranks), BATCH)
 
 
-def decode(sample):
-    return torch.tensor([float(sample["txt"])])
-
-
 def tars(folder):
     names = sorted(str(path) for path in (folder / "tar").iterdir())
     data = webdataset.WebDataset(names, nodesplitter=webdataset.split_by_node, shardshuffle=False).map(decode)
@@ -112,61 +104,6 @@ LOADERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a folder with the samples in the formats of webdataset, MosaicML and litdata."""
-    folder = tmp_path_factory.mktemp("samples")
-    (folder / "tar").mkdir()
-    for shard in range(4):
-        with tarfile.open(folder / "tar" / f"{shard}.tar", "w") as file:
-            for index in range(15 * shard, 15 * (shard + 1)):
-                member = tarfile.TarInfo(f"{index:02}.txt")
-                member.size = len(str(index))
-                file.addfile(member, io.BytesIO(str(index).encode()))
-    with streaming.MDSWriter(out=str(folder / "mds"), columns={"x": "float64"}) as writer:
-        for index in range(SAMPLES):
-            writer.write({"x": float(index)})
-    chunks = Cache(str(folder / "lit"), chunk_size=10)
-    for index in range(SAMPLES):
-        chunks[index] = {"x": float(index)}
-    chunks.done()
-    chunks.merge()
-    return folder
-
-
-class Sum(lg.Task):
-    """A weight that a step lowers by the mean of its samples; keeps the samples that it has seen."""
-
-    def __init__(self, make=None, folder=None):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.make, self.folder = make, folder
-        self.trained, self.validated = [], []
-
-    def training_step(self, batch, batch_idx):
-        values = (batch["x"] if isinstance(batch, dict) else batch).flatten()
-        self.trained += values.tolist()
-        return (self.weight * values).mean()
-
-    def validation_step(self, batch, batch_idx):
-        self.validated += (batch["x"] if isinstance(batch, dict) else batch).flatten().tolist()
-
-    def train_dataloader(self):
-        return self.make(self.folder) if self.make else None
-
-    def val_dataloader(self):
-        return self.make(self.folder) if self.make else None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def options(path, processes):
-    layout = {"devices": processes, "strategy": "ddp" if processes > 1 else "single", "accelerator": "cpu"}
-    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "save_code": False}
-    return {**layout, **silent, "enable_checkpointing": False, "default_root_dir": path, "num_sanity_val_steps": 0}
-
-
 def train_on_all(folder, processes):
     """Return for each loader what all ranks have trained on and validated, the weight and the steps."""
     results = {}
@@ -177,6 +114,12 @@ def train_on_all(folder, processes):
         trained, validated = (sorted(value for rank in ranks for value in rank) for ranks in zip(*every, strict=True))
         results[name] = trained, validated, task.weight.item(), trainer.global_step
     return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the samples in the formats of webdataset, MosaicML and litdata."""
+    return write_samples(tmp_path_factory.mktemp("samples"))
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -10,17 +10,23 @@ from typing import Any
 import torch
 
 from ...base.errors import DataError
+from ...base.tensors import require_samples
 from ..processes.ranks import SINGLE, Ranks
 from .combined import CombinedLoader, loaders_in, most_batches, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import kept_generators, seed_generators
 from .sampling import Layout, mix
-from .shares import Sample, hashes_of, require_different, require_same, tell_of_share
+from .shares import Sample, hashes_of, name_of, require_different, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
+from .tracked import tracked
 
 log = logging.getLogger("legato")
 
 _END = object()
+# Stream constant that separates the random numbers of loader workers from all others
+WORKER_STREAM = 0x776F726B657273
+# Keys by which a loader's state tells that it counts epochs itself: MosaicML's, litdata's
+EPOCHS = {"epoch", "current_epoch"}
 # Sentinel for a share without a length; any real length is smaller
 UNKNOWN = 2**62
 
@@ -48,10 +54,13 @@ class StreamData:
         count: counts the samples of a batch.
         """
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
+        self.tracked = tracked(loader)
         self.count_samples = sample_counter(loader, count)
         self.restored: dict[str, Any] = {}
         # `opened` is the epoch that was opened last, `ended` whether it was read to its end
         self.opened, self.ended = -1, False
+        # Whether the loader has gone on from its state in this epoch
+        self.is_restored = False
         # Description of the batches read, once an epoch is over; all ranks must have read the same
         self.amount_read = ""
         # An epoch whose first batch was read before it began, that batch, and the others
@@ -100,8 +109,9 @@ class StreamData:
     def _read(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[ReplicaBatch]:
         """Yield the batches of all replicas; those that this process runs for nobody have `_END` for their data."""
         dealing, keyed, key, self.amount_read = self.dealing, self.dealing.keyed, self.key(epoch), ""
+        tracked_loader, items = self.tracked, None
         replicas, own, leaders = dealing.layout.replicas, dealing.replicas, next(iter(dealing.leaders), range(0))
-        is_limited = isinstance(self.limit, int) or self.limit != 1.0
+        is_limited = self._is_limited
         # a stream that goes on beyond its length ends there: it may be endless
         limit = (self.share or 0) * replicas if is_limited else most_batches(self.loader)
         end = min(inf if most is None else most for most in (limit, batches_at_most))
@@ -111,18 +121,24 @@ class StreamData:
             # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
                 seed_generators(key + position)
-            batch = _END if self.ended else next(batches, _END)
+            batch: Any = _END if self.ended else next(batches, _END)
+            if tracked_loader is not None and batch is not _END:
+                if batch.state is not None:
+                    tracked_loader.note(batch)
+                batch, items, *_ = batch
             if position == first and self.ranks.size > 1:
                 require_same(batch, self.ranks, f"epoch {epoch} of {type(self.loader).__name__}")
             if batch is _END:
                 self.ended = True
                 break
-            size = self.count_samples(batch)
+            size = require_samples(batch, items) if self.count_samples is require_samples else self.count_samples(batch)
             samples += size
             round, replica = divmod(position, replicas)
             is_run = replica in own or replica in leaders
             yield ReplicaBatch(replica, round, batch if is_run else _END, size, masked=replica not in own)
             position += 1
+        if self.is_restored and not is_limited:
+            next(batches, None)  # litdata's loader goes on to its next epoch where it was read to its end
         self.amount_read = f"{position} batches, {samples} samples read"
         self.ended |= batches_at_most is None and not is_limited
 
@@ -134,7 +150,9 @@ class StreamData:
         """Return an iterator over the stream, positioned at `start_step` by its own state or by skipping batches."""
         skipped = start_step * self.dealing.accumulate * self.dealing.layout.replicas
         # for one opening: the next epoch begins at its own beginning, from a sampler that its epoch seeds
-        restored, self.restored = self.restored, {}
+        restored, self.restored, self.is_restored = self.restored, {}, False
+        if restored.get("epoch") == epoch - 1 and start_step == 0 and EPOCHS & {*restored.get("loader", ())}:
+            return self._next_epoch(epoch, restored["loader"])
         if restored.get("epoch") != epoch:
             restored = {}
         early, self.first_read = self.first_read, None
@@ -150,23 +168,62 @@ class StreamData:
             seed_samplers(key, getattr(part, "sampler", None), getattr(part, "batch_sampler", None))
         if "loader" in restored and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(restored["loader"])
-            skipped, early = 0, None
+            self.is_restored, skipped, early = True, 0, None
+        if skipped and self.tracked is not None and "states" in restored:
+            batch_key = self.key(epoch) + skipped - 1 if self.dealing.keyed else None
+            batches = self.tracked.resume(self._worker_key(epoch), restored, batch_key)
+            if batches is not None:
+                return batches
+            if self.dealing.keyed:  # the readers begin again
+                seed_generators(mix(self.dealing.seed, epoch))
         if early is not None and early[0] == epoch:
-            batches: Iterator[Any] = chain(() if early[1] is _END else early[1:2], early[2])
+            batches = chain(() if early[1] is _END else early[1:2], early[2])
         else:
-            combined = isinstance(self.loader, CombinedLoader)
-            batches = self.loader.batches() if combined else read_loader(self.loader)
+            batches = self._begin(epoch)
         if skipped:
-            log.warning(
-                "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
-                type(self.loader).__name__, skipped, start_step, epoch,
-            )  # fmt: skip
-        # under the keys that they had, or reading them again would leave another state behind in a loader that draws
-        for position in range(skipped):
+            self._skip(batches, epoch, start_step, skipped, "states" in restored)
+        return batches
+
+    def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
+        """Return an iterator over the epoch after the one in which a loader that counts epochs itself has stood."""
+        self.opened, self.ended, self.is_restored = epoch, False, True
+        self.loader.load_state_dict(state)
+        batches: Iterator[Any] = read_loader(self.loader)
+        if self.dealing.keyed:
+            seed_generators(self.key(epoch))
+        # restored at its end, MosaicML's loader yields nothing, and litdata's the next epoch
+        first = _END if self._is_limited else next(batches, _END)
+        if first is not _END:
+            return chain([first], batches)
+        for _ in batches:  # what a limit has left of the epoch before
+            pass
+        return read_loader(self.loader)
+
+    @property
+    def _is_limited(self) -> bool:
+        return isinstance(self.limit, int) or self.limit != 1.0
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        if isinstance(self.loader, CombinedLoader):
+            return self.loader.batches()
+        return read_loader(self.loader) if self.tracked is None else self.tracked.open(self._worker_key(epoch))
+
+    def _worker_key(self, epoch: int) -> int | None:
+        return mix(WORKER_STREAM, self.dealing.seed, epoch) if self.dealing.keyed else None
+
+    def _skip(self, batches: Iterator[Any], epoch: int, step: int, count: int, has_state: bool) -> None:
+        """Read batches again, under the keys that they had: else a loader that draws would have another state."""
+        reason = "a state that does not lead back to its place (a shuffle buffer?)" if has_state else "no state_dict"
+        log.warning(
+            "%s has %s: reading %d batches again to get back to step %d of epoch %d.",
+            name_of(self.loader), reason, count, step, epoch,
+        )  # fmt: skip
+        for position in range(count):
             if self.dealing.keyed:
                 seed_generators(self.key(epoch) + position)
-            next(batches, None)
-        return batches
+            batch: Any = next(batches, _END)
+            if self.tracked is not None and batch is not _END and batch.state is not None:
+                self.tracked.note(batch)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of the first batch of an epoch, by the name of its loader; the epoch begins with it."""
@@ -174,8 +231,10 @@ class StreamData:
             batches = self.open(epoch, 0)
             if self.dealing.keyed:
                 seed_generators(self.key(epoch))
-            batch = next(batches, _END)
+            batch: Any = next(batches, _END)
         self.first_read = epoch, batch, batches
+        if self.tracked is not None and batch is not _END:
+            batch = batch.batch
         if not isinstance(self.loader, CombinedLoader) or self.loader.mode == "sequential":
             return {"": [hashes_of(batch)]}
         names = self.loader.names
@@ -183,11 +242,14 @@ class StreamData:
         return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the opened epoch, whether it has ended, and the loader's own state (torchdata) if it has one."""
+        """Return the opened epoch, whether it has ended, and the state of the loader or its dataset if it has one."""
         if self.opened < 0 or self.first_read is not None:
             return {}
-        own = {"loader": self.loader.state_dict()} if hasattr(self.loader, "state_dict") else {}
-        return {"epoch": self.opened, "ended": self.ended, **own}
+        if hasattr(self.loader, "state_dict"):
+            place = {"loader": self.loader.state_dict()}
+        else:
+            place = {} if self.tracked is None else self.tracked.state_dict()
+        return {"epoch": self.opened, "ended": self.ended, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict`; used only if the same epoch is opened next."""

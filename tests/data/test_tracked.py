@@ -1,0 +1,107 @@
+"""Plain DataLoaders over streams with a state: a resume goes on from it, in the workers too, as if nothing had been."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import Tiny, assert_same_bits
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import legato as lg
+
+SAMPLES = 26
+
+
+class Counting(IterableDataset):
+    """Samples with noise, of which each worker reads a part: another number each, so that one ends before the other."""
+
+    def __init__(self):
+        self.place, self.read = 0, 0
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        mine = [index for index in range(SAMPLES) if min(index % 5, workers - 1) == number]
+        while self.place < len(mine):
+            self.place += 1
+            self.read += 1
+            noise = torch.rand(3) + random.random() + np.random.rand()
+            yield mine[self.place - 1] + noise, torch.zeros(1)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Buffered(Counting):
+    """Reads four samples ahead, which its state does not hold."""
+
+    def __iter__(self):
+        ahead = []
+        for sample in super().__iter__():
+            ahead.append(sample)
+            if len(ahead) > 4:
+                yield ahead.pop(0)
+        yield from ahead
+
+
+class Keeping(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.sums = []
+
+    def training_step(self, batch, batch_idx):
+        self.sums.append(batch[0].sum().item())
+        return super().training_step(batch, batch_idx)
+
+
+class SaveAtEnd(lg.Callback):
+    """Saves where the last step is done: a run that has ended has let go of its data."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(trainer, dataset, workers, persistent=False, save=None, **options):
+    resume, task = options.pop("resume", None), Keeping()
+    made = trainer(max_epochs=2, callbacks=[SaveAtEnd(save)], **options)
+    made.fit(task, DataLoader(dataset, 2, num_workers=workers, persistent_workers=persistent), resume=resume)
+    return made, task, dataset
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize("kind", [Counting, Buffered])
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_a_stream_goes_on_from_the_state_of_its_dataset(trainer, tmp_path, caplog, kind, workers):
+    made, whole, _ = fit(trainer, kind(), workers)
+    steps = made.global_step
+    for stop in range(1, steps) if workers == 0 else (1, 4, 5, steps // 2, steps // 2 + 3):
+        path = tmp_path / f"stop-{stop}"
+        _, task, _ = fit(trainer, kind(), workers, max_steps=stop, save=path)
+        _, again, dataset = fit(trainer, kind(), workers, resume=path)
+        assert task.sums + again.sums == whole.sums
+        assert_same_bits(again, whole)
+        if workers == 0 and kind is Counting:  # of the batch before, which shows that the state is right
+            assert dataset.read == 2 * SAMPLES - 2 * stop + 2
+    assert ("batches again" in caplog.text) == (kind is Buffered)
+    assert ("has a state that does not lead back" in caplog.text) == (kind is Buffered)
+
+
+@pytest.mark.slow
+def test_workers_that_persist_go_on_too(trainer, tmp_path, caplog):
+    made, whole, _ = fit(trainer, Counting(), 2, persistent=True)
+    for stop in (5, made.global_step // 2 + 3):
+        path = tmp_path / f"stop-{stop}"
+        _, task, _ = fit(trainer, Counting(), 2, persistent=True, max_steps=stop, save=path)
+        _, again, _ = fit(trainer, Counting(), 2, persistent=True, resume=path)
+        assert task.sums + again.sums == whole.sums
+    assert "again" not in caplog.text
