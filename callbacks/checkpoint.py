@@ -76,6 +76,9 @@ class Checkpoint(CheckpointCallback):
         save_on_train_epoch_end: save at the end of the training epoch (True) or after validation (False).
         save_weights_only: leave out everything that only a resume needs.
         asynchronous: write in the background; the previous checkpoint is deleted when the next save begins.
+        share_frozen: store weights that are not trained once, in `base/` beside the checkpoints, which then hold what
+            is trained; by content, so that a weight that changes all the same is stored again. None: where more than
+            half of the weights are frozen. `legato export RUN DIR/` makes a whole checkpoint of one.
         filename: a template for names, such as "epoch={epoch}-{val/acc:.3f}": fields are `step`, `epoch` and names in
             `trainer.callback_metrics`. A checkpoint of the same name is replaced if it would not be kept; else the new
             one gets a number, such as "best-v1".
@@ -97,6 +100,7 @@ class Checkpoint(CheckpointCallback):
         save_weights_only: bool = False,
         asynchronous: bool = False,
         filename: str | None = None,
+        share_frozen: bool | None = None,
     ) -> None:
         from ..base.run_names import require_local
 
@@ -118,7 +122,7 @@ class Checkpoint(CheckpointCallback):
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf
         self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
-        self.save_weights_only, self.filename = save_weights_only, filename
+        self.save_weights_only, self.filename, self.share_frozen = save_weights_only, filename, share_frozen
         self._metric = None if monitor is None else Monitor(monitor, mode, "Checkpoint")
         self.index = CheckpointIndex(monitor=monitor, mode=mode)
         """The checkpoints that it keeps, also in `index.json` beside them."""
@@ -375,8 +379,8 @@ class Checkpoint(CheckpointCallback):
         entries[name], self._begun_step = Entry(step, score, trainer.elapsed), step
         trainer.saver.write_index(self.dirpath, self.index)
         try:
-            trainer.save_checkpoint(
-                self.path(name), weights_only=self.save_weights_only, asynchronous=self.asynchronous
+            trainer.saver.save(
+                to_location(self.path(name)), self.save_weights_only, self.asynchronous, self.share_frozen
             )
         except BaseException:
             self.index.checkpoints = before

@@ -59,7 +59,11 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--debug", action="store_true", help="stop in pdb within the step")
     elif name == "export":
         add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or the newest one of {A_RUN}")
-        add("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2")
+        add(
+            "out",
+            metavar="OUT",
+            help="the file to write: x.safetensors, x.onnx or x.pt2, or a folder, for a whole checkpoint",
+        )
         add("config", metavar="CONFIG", nargs="*", default=[], help="config and overrides of the model (the run's own)")
     elif name == "convert":
         add("source", metavar="SOURCE", help=f"a checkpoint, or the newest one of {A_RUN}")

@@ -78,6 +78,8 @@ class Report:
     records: list[Record] = field(default_factory=list)
     """Records of the ranks in training."""
     checkpoint_bytes: int | None = None
+    base_bytes: int = 0
+    """Bytes of the weights that are stored once, beside the checkpoints."""
     weights_bytes: int = 0
     disk: list[str] = field(default_factory=list)
     """For each callback that saves: disk space for all checkpoints that it keeps at once plus one in progress."""
@@ -112,7 +114,8 @@ class Report:
             if records[0].device_bytes is not None:
                 yield "On the device", _largest([record.device_bytes or 0 for record in records])
         if self.checkpoint_bytes is not None:
-            yield "A checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *self.disk])
+            beside = [f"{format_bytes(self.base_bytes)} beside them all"] if self.base_bytes else []
+            yield "A checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *beside, *self.disk])
         logged = next((record.logged for record in records if record.logged is not None), None)
         if logged is not None:
             yield "Logged", ", ".join(logged) or "nothing"
@@ -196,6 +199,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
         saved = None if newest is None else Path(newest)
     if saved is not None:
         report.checkpoint_bytes = sum(path.stat().st_size for path in saved.iterdir())
+        report.base_bytes = sum(path.stat().st_size for path in (saved.parent / manifest.BASE).glob("*"))
         report.weights_bytes = (saved / manifest.MODEL_FILE).stat().st_size
     if "fit" in report.tried and trainer.checkpoint_callback is not None:
         attempt("resume", config, original, folder, report, resume=saved)
@@ -249,7 +253,8 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
     # built anew for each stage: callbacks keep what they have seen
     watching = [callback for callback in trial.trainer.callbacks if not isinstance(callback, SKIPPED)]
     # one checkpoint at the end tells its size, and whether the state can be stored
-    saving = [] if trainer.checkpoint_callback is None else [Checkpoint(every_n_epochs=0)]
+    share = getattr(trainer.checkpoint_callback, "share_frozen", None)
+    saving = [] if trainer.checkpoint_callback is None else [Checkpoint(every_n_epochs=0, share_frozen=share)]
     trial.trainer.callbacks = [Recorder(name), *watching, *saving]
     loggers = [logger for logger in trial.trainer.loggers if isinstance(logger, LOCAL_LOGGERS)]
     # a run that logs nothing has no directory for the records
@@ -329,15 +334,16 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
         size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
         # at least one has to fit where their number cannot be known
-        asked = size * (1 if count is None else count)
+        asked = size * (1 if count is None else count) + report.base_bytes
         folder = nearest(Path(callback.dirpath or run.trainer.default_root_dir).absolute())
         free = shutil.disk_usage(folder).free
+        beside = f" and {format_bytes(report.base_bytes)} beside them" if report.base_bytes else ""
         kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
         report.disk.append(f"{kept}, {format_bytes(free)} free")
         if asked > free:
             report.problems.append(
                 f"Checkpoints will take {format_bytes(asked)} in {folder}, where {format_bytes(free)} are free: "
-                f"{format_bytes(size)} each. Free some space, keep fewer (save_top_k), or set run.root."
+                f"{format_bytes(size)} each{beside}. Free some space, keep fewer (save_top_k), or set run.root."
             )
 
 

@@ -18,7 +18,7 @@ from ..base.errors import CheckpointError, ConfigError, TaskError
 from ..base.run_names import CONFIG
 from ..base.tensors import map_tensors
 from ..tasks.task import Task
-from ..trainer.checkpoints import find, reading, storage
+from ..trainer.checkpoints import commit, find, reading, storage
 from ..trainer.checkpoints.hashed import HashedFile
 from ..trainer.checkpoints.tensors import DTYPE_NAMES, write_tensors
 from ..trainer.resume.rebuild import averaged_weights
@@ -31,13 +31,17 @@ TOLERANCE = 1e-4
 
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`: the suffix of the file says what it is."""
+    """Run `legato export`: the suffix of the file says what it is; a folder is a whole checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if target.suffix in MODELS:
         storage.require_new(target)
         with storage.whole_file(target) as partial:
             export_model(source, partial, arguments.config)
         print(f"forward, outputs compared  {target}")
+    elif arguments.out.endswith("/") or not target.suffix:
+        storage.require_new(target)
+        commit.copy_whole(find.resolve(source), target.absolute())
+        print(f"whole checkpoint  {target}")
     else:
         print(f"{export_weights(source, target)} tensors  {target}")
 
@@ -60,13 +64,16 @@ def export_weights(source: Path, target: Path) -> int:
     if target.suffix != ".safetensors":
         raise CheckpointError(
             f"{target}: the file is one of safetensors, and its name must end in .safetensors. The whole model is "
-            f"written to {' or '.join(f'x{suffix}' for suffix in MODELS)}."
+            f"written to {' or '.join(f'x{suffix}' for suffix in MODELS)}. A whole checkpoint goes "
+            f"to a folder, {target.stem}/."
         )
     storage.require_new(target)
     # those of an averaging callback where there are some: they are what evaluation uses
     weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
+    # those of a quantized weight under the names that they have in a checkpoint
+    weights = {name: part for key, value in weights.items() for name, part in _parts(key, value).items()}
     # types such as complex numbers that older readers of safetensors do not know
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
     if odd:
@@ -76,6 +83,15 @@ def export_weights(source: Path, target: Path) -> int:
     with storage.whole_file(target) as partial:
         write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
     return len(weights)
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """Return the tensors that a weight is made of, which are in a dict where its class is not imported."""
+    if hasattr(value, "__tensor_flatten__"):
+        value = {inner: getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: part for inner, each in value.items() for key, part in _parts(f"{name}.{inner}", each).items()}
 
 
 def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:

@@ -75,11 +75,11 @@ class FaultyFileSystem(AbstractFileSystem):
 
         return STORE.request(look)
 
-    def cat_file(self, path: str, **options: Any) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         def read() -> bytes:
             if (key := self._strip_protocol(path)) not in STORE.objects:
                 raise FileNotFoundError(path)
-            return STORE.objects[key]
+            return STORE.objects[key][start:end]
 
         return STORE.request(read)
 

@@ -116,7 +116,7 @@ OTHERS = "is not one that Legato has written"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=5), "newer than this Legato reads"),
+        (lambda body: body.update(format=6), "newer than this Legato reads"),
         (
             lambda body: body.update(format=2),
             "of an earlier Legato; the last commit that reads it is [0-9a-f]{7}",

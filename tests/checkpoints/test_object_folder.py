@@ -265,3 +265,51 @@ def test_a_missing_package_is_named() -> None:
         pytest.skip("gcsfs is installed")
     with pytest.raises(ConfigError, match=r"pip install 'legato\[gs\]'"):
         storage.folder_at(Address("gs://bucket/run"))
+
+
+# --- weights that are stored once -------------------------------------------------------------------------------------
+def save_adapted(step: int) -> dict[str, torch.Tensor]:
+    weights = {"base": torch.arange(4096.0), "head": torch.full((4,), float(step))}
+    commit.write(ROOT / find.directory_name(step), {"state_dict": weights}, run="me", frozen={"base"})
+    return weights
+
+
+def bases() -> list[str]:
+    return [path for path in STORE.objects if "/checkpoints/base/" in path]
+
+
+def test_a_base_is_uploaded_once_and_goes_with_the_last_checkpoint() -> None:
+    for step in (1, 2):
+        weights = save_adapted(step)
+        back = reading.read_checkpoint(ROOT / find.directory_name(step))["state_dict"]
+        assert all(torch.equal(back[name], value) for name, value in weights.items())
+    (base,) = bases()
+    assert len(storage.folder_at(ROOT).bases()) == 1
+    assert sum(len(data) for path, data in STORE.objects.items() if path != base) < 6000 < len(STORE.objects[base])
+    remove(1)
+    assert bases() == [base]
+    data = STORE.objects[base]
+    STORE.objects[base] = data[:-1] + b"\1"
+    with pytest.raises(CheckpointError, match=r"base/.*is damaged"):
+        reading.read_checkpoint(ROOT / "step-00000002")
+    del STORE.objects[base]
+    with pytest.raises(CheckpointError, match=r"its base base/.* is not beside it"):
+        reading.read_checkpoint(ROOT / "step-00000002")
+    save_adapted(3)  # uploads it again
+    remove(2)
+    reading.read_checkpoint(ROOT / "step-00000003")
+    remove(3)
+    assert STORE.objects == {}
+
+
+def test_nothing_torn_is_read_where_requests_fail_while_a_base_is_shared() -> None:
+    for step in range(1, 60):
+        STORE.set_fault(some_fail(step))
+        problem = problem_of(lambda step=step: save_adapted(step))  # type: ignore[misc]
+        assert problem is None or isinstance(problem, CheckpointError)
+        STORE.set_fault()
+        for name in storage.folder_at(ROOT).names():
+            assert reading.read_checkpoint(ROOT / name)["state_dict"]["base"].sum() == torch.arange(4096.0).sum()
+        if step > 2 and find.directory_name(step - 2) in storage.folder_at(ROOT).names():
+            remove(step - 2)
+        assert len(bases()) <= 1

@@ -1,7 +1,7 @@
 """Background saves: training waits only for a copy in host memory; a thread writes it."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class Writer:
         *,
         ranks: Ranks = SINGLE,
         run: str = "",
+        frozen: Collection[str] = (),
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
 
@@ -45,7 +46,7 @@ class Writer:
         """
         self.wait()  # two at once would need memory for two copies
         # in the caller's step, where a value that cannot be stored names its path and the call that saved it
-        flat = flatten(contents)
+        flat = flatten(contents, frozen)
         flat.assign_writers(ranks)
         self._snapshot(flat)
         self._checkpoint = to_absolute(checkpoint)

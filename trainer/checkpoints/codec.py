@@ -7,7 +7,7 @@ import base64
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -103,12 +103,8 @@ class FlatState:
     """The same for this process's parts of sharded tensors."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Marks of those tensors in the tree."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors and parts."""
-        tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
-        return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
+    frozen: set[str] = field(default_factory=set)
+    """Names in `model` of weights that may be stored in a base (frozen_base.py)."""
 
     def assign_writers(self, ranks: Ranks) -> None:
         """Assign a writer to every part, the first rank that has it, and to the rest rank 0; every rank calls it.
@@ -136,12 +132,13 @@ class FlatState:
 
 
 # --- taking apart -----------------------------------------------------------------------------------------------------
-def flatten(contents: Mapping[str, Any]) -> FlatState:
+def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatState:
     """Split a nested value; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
 
+    frozen: keys of the state dict whose weights are not trained.
     Raises CheckpointError with the path of a value that is neither JSON nor a tensor.
     """
-    flat = FlatState({})
+    flat = FlatState({}, frozen=set(frozen))
     flat.tree = _encode(dict(contents), (), flat)
     return flat
 
@@ -203,6 +200,8 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors has no lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
         unique += "'"  # "a.b" and "a" -> "b" give the same name
+    if file == MODEL and path[1] in flat.frozen:
+        flat.frozen.add(unique)  # also of a tensor that is made of several
     mark: dict[str, Any] = {MARK: kind, "file": file, "name": unique}
     dtype = (value if part is None else part.block).dtype
     dtype_name = str(dtype).removeprefix("torch.")

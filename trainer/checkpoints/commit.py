@@ -1,32 +1,44 @@
 """Commit of a checkpoint by all ranks, each of which writes its files."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.location import Location, to_absolute
 from ...base.quantities import format_bytes
 from ..processes.ranks import SINGLE, Ranks
 from .codec import MODEL, OTHERS, FlatState, flatten
+from .find import verify
+from .frozen_base import Base, take_base
 from .hashed import FileSum, write_bytes
-from .manifest import MODEL_FILE, STATE_FILE, TENSORS_FILE
+from .manifest import BASE, MODEL_FILE, STATE_FILE, TENSORS_FILE, base_of
 from .shards import file_name
-from .storage import folder_at
-from .tensors import write_tensors
+from .storage import Folder, fetch_file, folder_at
+from .tensors import read_tensors, write_tensors
 
 T = TypeVar("T")
 
 
-def write(checkpoint: Location, contents: Mapping[str, Any], *, ranks: Ranks = SINGLE, run: str = "") -> None:
+def write(
+    checkpoint: Location,
+    contents: Mapping[str, Any],
+    *,
+    ranks: Ranks = SINGLE,
+    run: str = "",
+    frozen: Collection[str] = (),
+) -> None:
     """Write a checkpoint, replacing an existing one of this name atomically.
 
     Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
-    `run`: id of the run for the manifest; "": none. Raises CheckpointError if a value cannot be stored, the disk is too
+    `run`: id of the run for the manifest; "": none. `frozen`: keys of the state dict whose weights are stored once for
+    all checkpoints of the folder. Raises CheckpointError if a value cannot be stored, the disk is too
     full or writing fails; nothing is left behind then.
     """
-    flat = flatten(contents)
+    flat = flatten(contents, frozen)
     flat.assign_writers(ranks)
     commit(checkpoint, flat, ranks, run)
 
@@ -38,24 +50,36 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
     """
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
-    # of all ranks: the disk is theirs together, and each alone might fit
-    needed, begun, stage = sum(ranks.gather_objects(flat.nbytes)), False, ""
+    files, bases = _tensors_by_file(flat, ranks.rank), list[Base]()
+    needed, begun, stage = 0, False, ""
+
+    def take_bases() -> int:
+        for file in filter(base_of, files):
+            base = take_base(folder, file, files[file], flat.frozen)
+            bases.extend([base] if base is not None else ())
+        written = [*files.values(), *(base.new for base in bases if base.stored is None)]
+        return sum(tensor.nbytes for tensors in written for tensor in tensors.values())
 
     def begin() -> str:
         nonlocal begun
         if not is_first:
             return ""
+        if name == BASE:
+            raise CheckpointError(f"A checkpoint cannot be called {BASE!r}, as the folder of frozen weights is.")
         folder.require_free_name(name)
         begun = True
         return folder.open_stage(name, needed, run)
 
-    # Each of the three ends with a gather of errors: no rank goes on to the next while another has failed, and the
+    # Each of the four ends with a gather of errors: no rank goes on to the next while another has failed, and the
     # checkpoint is published only when every rank's files are synced.
     try:
+        # of all ranks: the disk is theirs together, and each alone might fit
+        needed = sum(on_all_ranks(ranks, take_bases))
         stage = on_all_ranks(ranks, begin)[0]
-        sums = on_all_ranks(ranks, lambda: _write_files(partial(folder.write, name, stage), flat, ranks.rank))
-        files = {file: entry for written in sums for file, entry in written.items()}
-        on_all_ranks(ranks, lambda: folder.publish(name, stage, files, run) if is_first else None)
+        write, tree = partial(folder.write, name, stage), flat.tree if is_first else None
+        sums = on_all_ranks(ranks, lambda: _write_files(write, tree, files) | _write_bases(folder, bases))
+        written = {file: entry for each in sums for file, entry in each.items()}
+        on_all_ranks(ranks, lambda: folder.publish(name, stage, written, run) if is_first else None)
     except BaseException as error:  # Ctrl-C too: a torn stage would take its space until the next save
         if begun:
             folder.discard(name, stage)
@@ -67,20 +91,48 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         raise
 
 
-def _write_files(write: Callable[..., FileSum], flat: FlatState, rank: int) -> dict[str, FileSum]:
-    """Write this rank's files of a checkpoint: of rank 0 what is not sharded, and of each its shards."""
-    files = {}
-    if rank == 0:
-        state = json.dumps(flat.tree, allow_nan=False).encode("ascii")
-        files[STATE_FILE] = write(STATE_FILE, partial(write_bytes, data=state))
-        for file, key in ((MODEL_FILE, MODEL), (TENSORS_FILE, OTHERS)):
-            files[file] = write(file, partial(write_tensors, tensors=flat.tensors[key]))
+def _tensors_by_file(flat: FlatState, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of this rank's files: of rank 0 what is not sharded, and of each its shards."""
+    files = {MODEL_FILE: dict(flat.tensors[MODEL]), TENSORS_FILE: dict(flat.tensors[OTHERS])} if rank == 0 else {}
     for key, parts in flat.parts.items():
         if parts:  # a rank with replicas of what others write has no file at all
-            file = file_name(key, rank)
-            blocks = {tensor: part.block for tensor, part in parts.items()}
-            files[file] = write(file, partial(write_tensors, tensors=blocks))
+            files[file_name(key, rank)] = {name: part.block for name, part in parts.items()}
     return files
+
+
+def _write_files(
+    write: Callable[..., FileSum], tree: Any, files: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, FileSum]:
+    """Write this rank's files of a checkpoint, and of rank 0 the state, which is None elsewhere."""
+    sums = {}
+    if tree is not None:
+        state = json.dumps(tree, allow_nan=False).encode("ascii")
+        sums[STATE_FILE] = write(STATE_FILE, partial(write_bytes, data=state))
+    return sums | {file: write(file, partial(write_tensors, tensors=tensors)) for file, tensors in files.items()}
+
+
+def _write_bases(folder: Folder, bases: Iterable[Base]) -> dict[str, FileSum]:
+    # after the files: a rank whose folder is not that of the others has found that out
+    return {base.file: base.write(folder) for base in bases}
+
+
+def copy_whole(source: Location, target: Location) -> None:
+    """Copy a checkpoint to a new place, with the weights of its bases in its own files. Raises CheckpointError."""
+    content, beside, folder = verify(source), folder_at(source.parent), folder_at(target.parent)
+    sums, stage = {}, folder.open_stage(target.name, sum(entry.size for entry in content.files.values()), content.run)
+    try:
+        for file in content.split()[0].files:
+            path, base, fill = fetch_file(beside, source.name, content, file), base_of(file), None
+            if base in content.files:
+                tensors = {**read_tensors(fetch_file(beside, source.name, content, base)), **read_tensors(path)}
+                fill = partial(write_tensors, tensors=tensors)
+            sums[file] = folder.write(target.name, stage, file, fill or partial(write_bytes, data=path.read_bytes()))
+        folder.publish(target.name, stage, sums, content.run)
+    except BaseException as error:
+        folder.discard(target.name, stage)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
+        raise
 
 
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:

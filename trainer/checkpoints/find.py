@@ -5,6 +5,8 @@ step-00001200/
 |-- tensors.safetensors    every other tensor
 |-- model-00002.safetensors, tensors-00002.safetensors
 |                          rank 2's shards of sharded tensors (shards.py)
+|-- ../base/3f5a...safetensors
+|                          weights that are not trained, of all checkpoints of the folder (frozen_base.py)
 |-- state.json             everything else, with marks in place of tensors (codec.py)
 `-- manifest.json          sizes and SHA-256 sums of the files; written last: the commit mark
 """
@@ -18,7 +20,7 @@ from ...base.location import Location, to_absolute
 from ...base.run_names import CHECKPOINTS, parse_small
 from .hashed import check_file
 from .manifest import MANIFEST, STATE_FILE, Manifest
-from .storage import STEP_NAME, folder_at, is_file
+from .storage import STEP_NAME, fetch_file, folder_at, is_file
 
 log = logging.getLogger("legato")
 
@@ -35,9 +37,8 @@ def directory_name(step: int) -> str:
 def verify(checkpoint: Location) -> Manifest:
     """Return the manifest, after a check of every file; raises CheckpointError with the problem."""
     content, folder = check_sizes(checkpoint), folder_at(checkpoint.parent)
-    directory = folder.fetch(checkpoint.name, content, content.files)
     for name, expected in content.files.items():
-        check_file(directory / name, expected)
+        check_file(fetch_file(folder, checkpoint.name, content, name), expected)
     return content
 
 

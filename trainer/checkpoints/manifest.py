@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +15,50 @@ from .hashed import FileSum
 from .hashed import parse_json as parse_json
 
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
-SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
-FORMAT = 4
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHARD_FILE = re.compile(r"(model|tensors|base)-[0-9]{5,}\.safetensors")
+BASE, BASE_FILE = "base", "base.safetensors"
+"""Folder of the bases beside checkpoints, and the name of that of model.safetensors in a manifest (frozen_base.py)."""
+DIGESTS = "sha256"
+"""Key, in the header of a base, of the SHA-256 of each of its tensors."""
+FORMAT, OLDEST = 5, 4
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"([0-9a-f]{8})?")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
 def are_file_names(names: Iterable[str]) -> bool:
     """Return whether these are names of files that a checkpoint may have."""
-    whole = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST)
+    whole = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
     return all(name in whole or SHARD_FILE.fullmatch(name) for name in names)
+
+
+def base_of(file: str) -> str:
+    """Return the name of the base of a file with weights, in a manifest; "" for any other file."""
+    return file.replace("model", BASE, 1) if file.startswith("model") else ""
+
+
+def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, str]:
+    """Return the SHA-256 of each tensor, from the header of a base of `size` bytes; nothing where it is not complete.
+
+    read: returns the bytes from one place to another.
+    """
+    try:
+        length = int.from_bytes(read(0, 8), "little")
+        header = parse_json(read(8, 8 + min(length, _LARGEST)), BASE)
+        digests: dict[str, str] = parse_json(header.pop("__metadata__")[DIGESTS].encode(), BASE)
+        end = max(entry["data_offsets"][1] for entry in header.values())
+        return digests if digests.keys() == header.keys() and size == 8 + length + end else {}
+    except (CheckpointError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
+        return {}
+
+
+def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
+    """Return the error for a checkpoint without a base that it names."""
+    return CheckpointError(
+        f"{checkpoint} has only the weights that are trained, and its base {BASE}/{stored} is not beside it: "
+        f"the others, stored once for all checkpoints of a run. Copy that file, too; or make a whole checkpoint where "
+        f"it is there, by: legato export RUN DIR/ (or its weights alone, by: legato export RUN x.safetensors)."
+    )
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
@@ -50,6 +83,12 @@ class Manifest(NamedTuple):
     prefix: str = ""
     """Folder, beside the manifest, of the files; "": they are beside it. See object_folder.py."""
 
+    def split(self) -> "tuple[Manifest, Manifest]":
+        """Return the manifest without the bases, and one of these under the names that they have in their folder."""
+        own = {name: entry for name, entry in self.files.items() if not name.startswith(BASE)}
+        stored = {f"{entry.sha256}.safetensors": entry for name, entry in self.files.items() if name not in own}
+        return self._replace(files=own), Manifest(stored, self.run)
+
     def path(self, file: str) -> str:
         """Return the path of a file in the checkpoint."""
         return path_below(self.prefix, file)
@@ -69,7 +108,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise CheckpointError(
             f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
         )
-    if type(written) is int and 1 <= written < FORMAT:
+    if type(written) is int and 1 <= written < OLDEST:
         raise CheckpointError(
             f"{MANIFEST}: format {written} is of an earlier Legato; the last commit that reads it is {LAST_READER}."
         )
@@ -81,7 +120,7 @@ def parse_manifest(data: bytes) -> Manifest:
     files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
         type(written) is not int
-        or written != FORMAT
+        or not OLDEST <= written <= FORMAT
         or body.keys() != {"format", "legato", "run", "files"}
         or not all(isinstance(text, str) for text in texts)
         or not (isinstance(prefix, str) and _PREFIX.fullmatch(prefix))
@@ -103,7 +142,7 @@ def _is_entry(name: str, entry: Any) -> bool:
         and type(entry["size"]) is int
         and 0 <= entry["size"] < 1 << 63
         and isinstance(entry["sha256"], str)
-        and _SHA256.fullmatch(entry["sha256"]) is not None
+        and SHA256.fullmatch(entry["sha256"]) is not None
     )
 
 

@@ -11,12 +11,14 @@ step-00001200/
 `-- manifest.json
 """
 
+import os
 import shutil
 import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +87,12 @@ class ObjectFolder:
     def check_sizes(self, name: str) -> manifest.Manifest:
         """Read a manifest, and check the sizes of its files."""
         content = self.read_manifest(name)
-        _require_sizes(self.location / name, content, _reading(self.location / name, self._sizes, name))
+        own, bases = content.split()
+        _require_sizes(self.location / name, own, _reading(self.location / name, self._sizes, name))
+        sizes = _reading(self.location, self._sizes, manifest.BASE) if bases.files else {}
+        for stored in bases.files.keys() - sizes.keys():
+            raise manifest.lacks_base(self.location / name, stored)
+        _require_sizes(self.location / manifest.BASE, bases, sizes)
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
@@ -157,7 +164,7 @@ class ObjectFolder:
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest, and delete what only the older one has named."""
         place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
-        _require_sizes(place, content, sizes)
+        _require_sizes(place, content.split()[0], sizes)
         if content.path(WRITING) not in sizes:
             raise CheckpointError(f"{place} is not written: another process has cleaned up its files.")
         older: list[str] = []
@@ -180,6 +187,23 @@ class ObjectFolder:
                 own = [file for file in sizes if file.startswith(above) and "/" not in file.removeprefix(above)]
                 self._delete(place, [file for file in own if file != manifest.MANIFEST])
 
+    def bases(self) -> dict[FileSum, dict[str, str]]:
+        """Read the headers of the bases."""
+        bases, above = {}, self.location / manifest.BASE
+        for file, size in self._sizes(manifest.BASE).items():
+            read = partial(self._ask, "cat_file", above / file)
+            digests = manifest.digests_of_base(size, lambda start, end: read(start=start, end=end))  # noqa: B023
+            bases.update({FileSum(size, file.partition(".")[0]): digests} if digests else {})
+        return bases
+
+    def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Upload a base, unless it is there; its name is not known before all of it is hashed."""
+        entry = write(HashedUpload(open(os.devnull, "wb")))  # noqa: SIM115 - which closes it
+        file = f"{entry.sha256}.safetensors"
+        if self._sizes(manifest.BASE).get(file) != entry.size:
+            self.write(manifest.BASE, "", file, write)
+        return entry
+
     # --- cleaning up ------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals."""
@@ -187,6 +211,7 @@ class ObjectFolder:
             marks = [path for path in self._sizes() if path.endswith(f"/{WRITING}")]
             for name in sorted({path.partition("/")[0] for path in marks}):
                 self._tidy(name)
+            self._remove_unused_bases()
         except OSError as error:
             raise CheckpointError(f"{self.location} could not be tidied up: {error}.") from error
 
@@ -198,8 +223,22 @@ class ObjectFolder:
             self._ask("pipe_file", place / WRITING, (run or "").encode())
             self._delete(place, [manifest.MANIFEST])  # from now on the rest is no checkpoint
             self._tidy(name)
+            self._remove_unused_bases()
         except OSError as error:
             raise CheckpointError(f"{place} could not be removed: {error}.") from error
+
+    def _remove_unused_bases(self) -> None:
+        """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
+        bases, used = self._sizes(manifest.BASE), set[str]()
+        if not bases or any(path.endswith(f"/{WRITING}") for path in self._sizes()):
+            return
+        try:
+            for name in self.names():
+                used |= self.read_manifest(name).split()[1].files.keys()
+        except CheckpointError:
+            return
+        unused = [file for file in bases if file not in used and manifest.SHA256.fullmatch(file.partition(".")[0])]
+        self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
         """Delete all of a checkpoint's files that its manifest does not name."""

@@ -18,12 +18,12 @@ from .commit import on_all_ranks
 from .find import check_sizes, resolve
 from .foreign import read_file
 from .hashed import FileSum, check_file, parse_json
-from .manifest import MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
+from .manifest import BASE_FILE, MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
 from .shards import ShardFiles, load_stored
-from .storage import folder_at, is_file, local_file
+from .storage import fetch_file, folder_at, is_file, local_file
 from .tensors import read_tensors
 
-KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
+KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_states"}
 """Key in the contents whose shards are in files of this name."""
 
 
@@ -47,7 +47,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
     files, folder = content.files, folder_at(checkpoint.parent)
 
     def fetch(file: str) -> Path:
-        return folder.fetch(checkpoint.name, content, [file]) / file
+        return fetch_file(folder, checkpoint.name, content, file)
 
     shards = ShardFiles(fetch, files)
 
@@ -79,7 +79,8 @@ def _read_rest(
 ) -> dict[str, Any]:
     """Verify and read the files that rank 0 reads for all; see `read_checkpoint`."""
     model, others, state = (check_file(fetch(name), files[name]) for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE))
-    tensors = {MODEL: read_tensors(model), OTHERS: read_tensors(others)}
+    base = read_tensors(check_file(fetch(BASE_FILE), files[BASE_FILE])) if BASE_FILE in files else {}
+    tensors = {MODEL: {**base, **read_tensors(model)}, OTHERS: read_tensors(others)}
     try:
         tree = parse_json(state.read_bytes(), STATE_FILE)
         contents = unflatten(tree, tensors, shards)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...base.errors import CheckpointError
+from .manifest import base_of
 
 Numbers = tuple[int, ...]
 
@@ -56,20 +57,31 @@ class ShardFiles:
         names: the files of the manifest; no other is opened, as nobody has verified it.
         """
         self.fetch, self.names = fetch, names
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, tuple[Any, set[str]]] = {}
 
     def shard(self, file: str, name: str) -> Any:
         """Return a shard that is read when sliced; raises CheckpointError if it is not there."""
+        base = base_of(file)
+        if base in self.names and (file not in self.names or name not in self._opened(file)[1]):
+            file = base
         if file not in self.names:
             raise CheckpointError(f"{file} is not among the files of the checkpoint.")
-        path = self.fetch(file)
         try:
-            if file not in self._open:
+            return self._opened(file)[0].get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} has no tensor {name!r}: {error}") from error
+
+    def _opened(self, file: str) -> tuple[Any, set[str]]:
+        """Return a file, and the names of the tensors in it."""
+        if file not in self._open:
+            path = self.fetch(file)
+            try:
                 # mapped, not read: a rank that needs some rows of a file reads no others
-                self._open[file] = safe_open(path, framework="pt", device="cpu")
-            return self._open[file].get_slice(name)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+                opened: Any = safe_open(path, framework="pt", device="cpu")
+                self._open[file] = opened, set(opened.keys())
+            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+        return self._open[file]
 
 
 class StoredTensor:

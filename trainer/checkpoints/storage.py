@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,6 +94,12 @@ class Folder(Protocol):
     def discard(self, name: str, stage: str) -> None:
         """Delete what was written for a checkpoint that is given up."""
 
+    def bases(self) -> dict[FileSum, dict[str, str]]:
+        """Return the bases that are there (frozen_base.py), each with the SHA-256 of its tensors by name."""
+
+    def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Give a base that `write` writes its name, which is its SHA-256. Any number of processes may do so at once."""
+
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
 
@@ -147,11 +154,16 @@ class LocalFolder:
         if not directory.is_dir():
             raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
         content = self.read_manifest(name)
+        own, bases = content.split()
+        for stored in bases.files:
+            if not os.path.lexists(self.path / manifest.BASE / stored):
+                raise manifest.lacks_base(directory, stored)
         # links and devices are refused before any is opened
-        for file, expected in content.files.items():
-            size = manifest.regular_size(directory, content.path(file))
-            if size != expected.size:
-                raise CheckpointError(f"{directory}: {file} has {size:,} bytes, {expected.size:,} were written.")
+        for folder, each in ((directory, own), (self.path / manifest.BASE, bases)):
+            for file, expected in each.files.items():
+                size = manifest.regular_size(folder, each.path(file))
+                if size != expected.size:
+                    raise CheckpointError(f"{folder}: {file} has {size:,} bytes, {expected.size:,} were written.")
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
@@ -220,6 +232,30 @@ class LocalFolder:
         with suppress(OSError):
             self._clean_up(name)
 
+    def bases(self) -> dict[FileSum, dict[str, str]]:
+        """Read the headers of the bases; one that is damaged is none."""
+        bases = {}
+        for path in sorted((self.path / manifest.BASE).glob("*.safetensors")):
+            with suppress(CheckpointError, OSError):
+                size = manifest.regular_size(path.parent, path.name)
+                with path.open("rb") as file:
+                    digests = manifest.digests_of_base(size, lambda start, end: file.read(end - start))
+                bases.update({FileSum(size, path.stem): digests} if digests else {})
+        return bases
+
+    def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
+        """Write under a name that nobody else has, and rename: two with the same content take each other's place."""
+        folder = self.path / manifest.BASE
+        make_folder(folder)
+        partial = folder / f"{uuid.uuid4().hex}.{PARTIAL}"
+        try:
+            entry = write(HashedFile(partial))
+            partial.rename(folder / f"{entry.sha256}.safetensors")
+            sync_folder(folder)
+        finally:
+            partial.unlink(missing_ok=True)
+        return entry
+
     # --- cleaning up ------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
@@ -227,6 +263,10 @@ class LocalFolder:
         for name in sorted({leftover[1] for entry in entries if (leftover := _LEFTOVER.fullmatch(entry))}):
             with _naming(self.path / name):
                 self._clean_up(name)
+        with _naming(self.path / manifest.BASE):
+            for path in (self.path / manifest.BASE).glob(f"{'[0-9a-f]' * 32}.{PARTIAL}"):
+                path.unlink(missing_ok=True)
+            self._remove_unused_bases()
 
     def remove(self, name: str, run: str | None = None) -> None:
         """Delete a checkpoint, and no link to one."""
@@ -238,12 +278,32 @@ class LocalFolder:
             _delete(gone)
             self._rename(path, gone)
             _delete(gone)
+            self._remove_unused_bases()
+
+    def _remove_unused_bases(self) -> None:
+        """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
+        bases, used = sorted((self.path / manifest.BASE).glob("*.safetensors")), set[str]()
+        for entry in os.listdir(self.path) if bases else ():
+            directory = self.path / entry
+            if entry.endswith(f".{PARTIAL}"):
+                return  # which may have taken one of them, and has no manifest yet
+            if (directory / manifest.MANIFEST).exists():
+                try:
+                    used |= manifest.load_manifest(directory).split()[1].files.keys()
+                except CheckpointError:
+                    return
+        for path in bases:
+            if path.name not in used and manifest.SHA256.fullmatch(path.stem):
+                path.unlink(missing_ok=True)
+        if bases:
+            with suppress(OSError):  # it is not empty
+                (self.path / manifest.BASE).rmdir()
 
     def _require_removable(self, path: Path, run: str | None) -> None:
         try:
             if path.is_symlink():
                 raise CheckpointError("it is a link.")
-            content = manifest.load_manifest(path)
+            content = manifest.load_manifest(path).split()[0]
             present = {entry.relative_to(path).as_posix() for entry in path.rglob("*")} - {content.prefix}
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{path} is not removed: {error}") from error
@@ -280,6 +340,14 @@ def local_file(location: Location) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="legato-") as folder:
         yield download(location, Path(folder))
+
+
+def fetch_file(folder: Folder, name: str, content: manifest.Manifest, file: str) -> Path:
+    """Return the local path of a file of a checkpoint, or of one of its bases."""
+    if file.startswith(manifest.BASE):
+        bases = content.split()[1]
+        name, content, file = manifest.BASE, bases, f"{content.files[file].sha256}.safetensors"
+    return folder.fetch(name, content, [file]) / file
 
 
 def remove(checkpoint: Location, run: str | None = None) -> None:

@@ -19,14 +19,14 @@ DTYPE_NAMES = {
 """Dtypes that every release of safetensors reads."""
 
 
-def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> FileSum:
+def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: str) -> FileSum:
     """Write and sync a new safetensors file; tensors on a device or not contiguous are copied one by one.
 
     The library's writer refuses tensors that share memory (tied weights), and leaves a second pass for the hash.
     """
     # the largest items first, so that every tensor is aligned for readers that map the file
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in order:
         tensor, start, end = tensors[name], end, end + tensors[name].nbytes

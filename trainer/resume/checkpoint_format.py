@@ -64,9 +64,11 @@ class DirectoryFormat:
         """Return `step-00001200`."""
         return find.directory_name(step)
 
-    def write(self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
-        """Write the shards of each of `ranks`, and the manifest last."""
-        commit.write(path, contents, ranks=ranks, run=run)
+    def write(
+        self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, frozen: Collection[str] = ()
+    ) -> None:
+        """Write the shards of each of `ranks`, and the manifest last; `frozen`: see `commit.write`."""
+        commit.write(path, contents, ranks=ranks, run=run, frozen=frozen)
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""

@@ -1,9 +1,11 @@
 """Contents of a checkpoint of a run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...base.errors import ConfigError, TaskError
 from ...tasks.hyperparameters import built_hyperparameters
@@ -49,6 +51,15 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     # last: a hook may look at all of it, and replace some
     run.hooks.call("on_save_checkpoint", found)
     return found
+
+
+def frozen_weights(task: nn.Module, weights: Mapping[str, Any], share: bool | None) -> set[str]:
+    """Return the names of weights that are stored once for all checkpoints; `share`: see `Checkpoint.share_frozen`."""
+    trained = {name for name, one in task.named_parameters(remove_duplicate=False) if one.requires_grad}
+    sizes = {name: math.prod(weight.shape) for name, weight in weights.items() if hasattr(weight, "shape")}
+    frozen = sizes.keys() - trained
+    is_most = sum(sizes[name] for name in frozen) > sum(sizes.values()) / 2
+    return frozen if share or (share is None and is_most) else set()
 
 
 def training_states(trainer: "Trainer") -> dict[str, Any]:

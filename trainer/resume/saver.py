@@ -25,7 +25,7 @@ from ..runs import record as run_record
 from ..runs.lock import RunLock
 from ..runs.run_file import config_of
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
-from .contents import contents, contents_after_workers, training_states
+from .contents import contents, contents_after_workers, frozen_weights, training_states
 from .left_out import tell_left_out
 
 if TYPE_CHECKING:
@@ -157,8 +157,10 @@ class Saver:
             with suppress(AttributeError):  # of what a user's callback sets while it trains
                 flatten({"callbacks": {callback.state_key: callback.state_dict()}})
 
-    def save(self, path: Location, weights_only: bool, asynchronous: bool) -> None:
+    def save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None = False) -> None:
         """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
+
+        share_frozen: see `Checkpoint`; another one is whole, as it may lie anywhere.
 
         Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
         then.
@@ -179,10 +181,10 @@ class Saver:
             trainer.current_run.metrics.share()
             run = trainer.current_run
             with run.optimization.evaluated_weights() if run.is_complete else nullcontext():
-                self._save(path, weights_only, asynchronous)
+                self._save(path, weights_only, asynchronous, share_frozen)
             trainer.strategy.collectives.barrier()
 
-    def _save(self, path: Location, weights_only: bool, asynchronous: bool) -> None:
+    def _save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None) -> None:
         trainer, run = self.trainer, self.trainer.current_run
         found = contents(trainer, weights_only)
         if trainer.is_global_zero:
@@ -193,7 +195,9 @@ class Saver:
                     logger.save()
                 self._store_config()
         if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
-            self._write(path, found, asynchronous)
+            is_shared = type(self.format) is DirectoryFormat and share_frozen is not False
+            frozen = frozen_weights(run.task, found["state_dict"], share_frozen) if is_shared else set()
+            self._write(path, found, asynchronous, frozen)
             log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
 
     def _store_config(self) -> None:
@@ -231,7 +235,7 @@ class Saver:
             return False
         return True
 
-    def _write(self, path: Location, found: dict[str, Any], asynchronous: bool) -> None:
+    def _write(self, path: Location, found: dict[str, Any], asynchronous: bool, frozen: Collection[str] = ()) -> None:
         ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
@@ -241,15 +245,15 @@ class Saver:
             lock.check()
         # the background writer copies and writes directories: another format is written at once
         if asynchronous and type(self.format) is DirectoryFormat:
-            self.writer.save(
-                path, found, ranks=ranks, run=self.run_id
-            )  # waits for the save before, and raises its error
+            # waits for the save before, and raises its error
+            self.writer.save(path, found, ranks=ranks, run=self.run_id, frozen=frozen)
             return
         # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
         # it
         self.writer.join()
         try:
-            self.format.write(self._for_format(path), found, ranks, self.run_id)
+            options = {"frozen": frozen} if frozen else {}  # which another format does not take
+            self.format.write(self._for_format(path), found, ranks, self.run_id, **options)
         except CheckpointError as error:
             try:
                 self.writer.check()
