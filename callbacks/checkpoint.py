@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import os
 import string
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,7 +71,8 @@ class Checkpoint(CheckpointCallback):
         every_n_train_steps: save every n optimizer steps. May be combined with `every_n_epochs` and
             `train_time_interval`; 0 disables it.
         train_time_interval: time between saves; a number is in minutes.
-        dirpath: another folder; `resume="auto"` finds what the same run saved there.
+        dirpath: another folder, or one in an object store, such as s3://bucket/run; `resume="auto"` finds what the same
+            run saved there.
         save_on_train_epoch_end: save at the end of the training epoch (True) or after validation (False).
         save_weights_only: leave out everything that only a resume needs.
         asynchronous: write in the background; the previous checkpoint is deleted when the next save begins.
@@ -102,8 +102,6 @@ class Checkpoint(CheckpointCallback):
         filename: str | None = None,
         share_frozen: bool | None = None,
     ) -> None:
-        from ..base.run_names import require_local
-
         if save_top_k < -1:
             raise ConfigError(f"Checkpoint: save_top_k must be a count, 0 (none) or -1 (all), got {save_top_k}.")
         for name, count in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
@@ -117,7 +115,6 @@ class Checkpoint(CheckpointCallback):
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
         self._given_dirpath = None if dirpath is None else str(dirpath)
         # absolute, in case the process changes its directory
-        require_local(dirpath, "Checkpoint's dirpath")
         self.dirpath = None if dirpath is None else to_absolute(dirpath)
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf
@@ -203,8 +200,8 @@ class Checkpoint(CheckpointCallback):
         # all of them: those that are set up later have no folder yet, or that of the last run
         for callback in trainer.checkpoint_callbacks:
             callback.find_folder(trainer)
-        folders = [os.path.realpath(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
-        if self.dirpath is not None and folders.count(os.path.realpath(self.dirpath)) > 1:
+        folders = [to_location(c.dirpath).resolve() for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+        if self.dirpath is not None and folders.count(self.dirpath.resolve()) > 1:
             reason = "where each would delete what the other keeps. Give one of them a dirpath of its own."
             raise ConfigError(f"Two Checkpoint callbacks write to the same folder, {self.dirpath}, {reason}")
         self._begun_step = -1

@@ -19,11 +19,8 @@ class OnExceptionCheckpoint(CheckpointCallback):
     """Suffix of `filename`."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
-        from ..base.run_names import require_local
-
         if not filename or not is_name(filename):
             raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")
-        require_local(dirpath, "OnExceptionCheckpoint's dirpath")
         self.dirpath, self.filename = to_absolute(dirpath), filename
 
     @property

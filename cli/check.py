@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError, LegatoError, WorkerError, did_you_mean
+from ..base.location import Address
 from ..base.messages import is_quiet
 from ..base.place import find_place
 from ..base.quantities import first_validation, format_bytes, time_taken
@@ -330,6 +331,9 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
     complete = next((record for record in report.records if record.logged is not None), Record())
     for callback in run.trainer.callbacks:
         if not isinstance(callback, Checkpoint):
+            continue
+        if isinstance(callback.dirpath, Address):
+            report.disk.append(f"{callback.dirpath} is a store, whose free space is not known")
             continue
         size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)

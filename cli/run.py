@@ -1,6 +1,5 @@
 """`legato fit`, `validate`, `test`, `predict` and `config`: run a config here, or hand it to its launcher."""
 
-import os
 import shlex
 import sys
 from argparse import Namespace
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
+from ..base.location import to_absolute, to_location
 from ..base.messages import STDOUT, is_quiet, shown_options
 from ..base.place import find_place
 from ..base.quantities import time_taken
@@ -150,8 +150,8 @@ def _resolve_own_run(config: "Config", command: str) -> None:
                 f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
             )
     elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
-        folders = [Path(one.dirpath) for one in run.trainer.checkpoint_callbacks if one.dirpath is not None]
-        values["checkpoint"] = os.path.abspath(weights_of(run).weights(folders))
+        folders = [to_location(one.dirpath) for one in run.trainer.checkpoint_callbacks if one.dirpath is not None]
+        values["checkpoint"] = str(to_absolute(weights_of(run).weights(folders)))
 
 
 # --- the result -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class CheckpointRecord:
 class RunHistory:
     """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N."""
 
-    def __init__(self, directory: Path, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, directory: Path, folders: Sequence[Location] = ()) -> None:
         """`folders`: those with checkpoints of the run besides the directory's own."""
         self.directory, self.folders = directory, folders
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, DataError, LegatoError
+from ..base.location import to_location
 from ..base.messages import STDOUT
 from ..base.quantities import counted
 from ..base.run_names import REPLAY
@@ -173,7 +174,8 @@ def replay(run: str | Path, make: Make, *, step: int, until: int | None = None) 
             f"legato.replay(run, make, step=N), where make() returns (trainer, task, loader)."
         )
     last = step if until is None else until
-    folders = [Path(callback.dirpath) for callback in made[0].checkpoint_callbacks if callback.dirpath is not None]
+    given = [callback.dirpath for callback in made[0].checkpoint_callbacks]
+    folders = [to_location(dirpath) for dirpath in given if dirpath is not None]
     history = RunHistory(Path(run), folders)
     if not 1 <= step <= last <= history.last_step:
         raise ConfigError(

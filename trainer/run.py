@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 
 from ..base.contracts import Stateful
 from ..base.errors import DataError, Errors, NonFiniteError, TaskError
-from ..base.location import Location
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
@@ -119,8 +119,8 @@ class Call:
     run_file: RunFile
     drift: DriftGuard
     membership: Membership = field(default_factory=Membership)
-    source: Location | None = None
-    """The checkpoint to resume from, or to take weights from; None too until the processes have met."""
+    source: Path | str | None = None
+    """The checkpoint to resume from, or to take weights from, a `Location`; None too until the processes have met."""
     goes_on: bool = False
     """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
     evaluated_point: tuple[int, int] | None = None

@@ -1,12 +1,16 @@
-"""Addresses of object stores: refused wherever a path is taken, since Legato writes and reads local folders."""
+"""Addresses of object stores: refused where only a local path will do, and without the package of the store."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import Tiny, make_loader, make_trainer
 
 import legato as lg
 from legato.base.errors import ConfigError
+from legato.base.location import to_location
 from legato.cli.main import main
 from legato.trainer.checkpoints import commit
 
@@ -28,10 +32,6 @@ def folder(config_folder: Path) -> Path:
     [
         ("fit", "base.yaml", "run.root=s3://b/runs"),
         ("fit", "base.yaml", "run.root=memory://b/runs"),
-        ("fit", "base.yaml", "resume=s3://b/r"),
-        ("validate", "base.yaml", "checkpoint=s3://b/r"),
-        ("fit", "base.yaml", "callbacks.c={_target_: legato.callbacks.Checkpoint, dirpath: s3://b/r}"),
-        ("fit", "base.yaml", "callbacks.c={_target_: legato.callbacks.OnExceptionCheckpoint, dirpath: s3://b/r}"),
         ("fit", "base.yaml", "loggers.a={_target_: legato.loggers.JSONLinesLogger, path: s3://b/r}"),
         ("fit", "s3://b/r"),
         ("validate", "memory://b/r"),
@@ -40,8 +40,6 @@ def folder(config_folder: Path) -> Path:
         ("compare", "s3://b/r", "gs://b/r"),
         ("fit", "base.yaml", "launcher={name: slurm, folder: s3://b/r}"),
         ("clean", "s3://b/r"),
-        ("export", "s3://b/r", "here.safetensors"),
-        ("convert", "s3://b/r", "here.ckpt"),
         ("replay", "s3://b/r", "step=1"),
         ("replay", "runs", "step=1", "save=s3://b/r"),
         ("samples", "s3://b/r", "step=1"),
@@ -62,17 +60,27 @@ def test_python_refuses_an_address(tmp_path: Path) -> None:
     for argument in ("gs://b/r", Path("gs://b/r")):
         with pytest.raises(ConfigError, match=REFUSED):
             lg.Trainer(default_root_dir=argument)
-        with pytest.raises(ConfigError, match=REFUSED):
-            lg.callbacks.Checkpoint(dirpath=argument)
-        with pytest.raises(ConfigError, match=REFUSED):
-            Tiny.load_from_checkpoint(argument)
-        with pytest.raises(ConfigError, match=REFUSED):
-            commit.write(Path(argument), {"state_dict": {}})
-        for stage in ("fit", "test"):
-            with pytest.raises(ConfigError, match=REFUSED):
-                getattr(make_trainer(tmp_path), stage)(Evaluable(), make_loader(), ckpt_path=argument)
     with pytest.raises(ConfigError, match=REFUSED):
         lg.runs.open("s3://b/r")
+
+
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_missing_package_is_told_before_the_first_step(tmp_path: Path) -> None:
+    def fit(place: str | Path, **options: Any) -> None:
+        own = {} if options else {"callbacks": [lg.callbacks.Checkpoint(dirpath=place)], "enable_checkpointing": True}
+        make_trainer(tmp_path, **own).fit(Evaluable(), make_loader(), **options)
+
+    tries: list[Callable[[str | Path], object]] = [
+        fit,
+        Tiny.load_from_checkpoint,
+        lambda place: commit.write(to_location(place), {"state_dict": {}}),
+        lambda place: fit(place, ckpt_path=place),
+        lambda place: make_trainer(tmp_path).test(Evaluable(), make_loader(), ckpt_path=place),
+    ]
+    for place in ("gs://b/r", Path("gs://b/r")):
+        for attempt in tries:
+            with pytest.raises(ConfigError, match=r"pip install 'legato\[gs\]'"):
+                attempt(place)
 
 
 def test_a_file_address_is_told_its_path() -> None:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.location import to_location
 from ...base.torch_private import mark_stepped, schedulers_within
 from ..checkpoints.storage import is_file
 from ..optimization import kernels
@@ -314,7 +315,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError for weights alone, and for other numbers of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
-        foreign = run.source is not None and is_file(run.source)
+        foreign = run.source is not None and is_file(to_location(run.source))
         hint = " A run of Lightning's goes on from its file by `legato lightning SCRIPT`." if foreign else ""
         raise CheckpointError(
             f"The checkpoint holds weights only (save_weights_only), so a run cannot go on from it. Begin a new run "

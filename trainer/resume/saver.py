@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.checkpoint_index import INDEX, CheckpointIndex
 from ...base.environment import restart_count
 from ...base.errors import CheckpointError, ConfigError, LegatoError
-from ...base.location import Location
+from ...base.location import Address, Location, to_location
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
 from ..checkpoints import find
 from ..checkpoints.background import Writer
@@ -23,6 +23,7 @@ from ..processes.ranks import Ranks
 from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
+from ..runs.object_lock import ObjectLock
 from ..runs.run_file import config_of
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers, frozen_weights, training_states
@@ -59,7 +60,7 @@ class Saver:
         self.writer = Writer()
         self.run_id = ""
         """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
-        self.locks: dict[Location, RunLock] = {}
+        self.locks: dict[Location, RunLock | ObjectLock] = {}
         """Locks of the folders that this process may write to."""
         self._run_dir: os.stat_result | None = None
         """Stat of the run directory at the start of the run."""
@@ -74,8 +75,7 @@ class Saver:
         # one lock for a folder, through whatever link it was named
         folder = folder.resolve()
         if folder not in self.locks:
-            require_local(folder, "The folder to write to")
-            lock = RunLock(Path(folder), stage)
+            lock = ObjectLock(folder, stage) if isinstance(folder, Address) else RunLock(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
             if stage == "fit":  # which may have died in a save; from now on nobody else writes here
@@ -206,7 +206,8 @@ class Saver:
         text, source = trainer.config_text, run.source
         if text is None or trainer.run_dir is None or run.stage != "fit" or not run.goes_on or source is None:
             return
-        if trainer.global_step > find.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
+        step = find.checkpoint_step(to_location(source))
+        if trainer.global_step > step and not run_record.is_stored(trainer.run_dir, text):
             run_record.store_config(trainer.run_dir, text, trainer.given_config)
             run.run_file.store_config(trainer.run_dir, config_of(text, trainer.given_config))
 

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from ...base.environment import slurm_job
-from ...base.location import Location
+from ...base.location import Location, to_location
 from ..accelerators import memory_of, name_of
 from ..run import Call, Run
 from ..runs import places
@@ -71,7 +71,7 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
     # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.save`
     config = {} if run.goes_on else config_of(trainer.config_text, trainer.given_config)
     if trainer.config_text is not None and not run.goes_on:
-        weights = run.source if run.stage != "fit" else None
+        weights = to_location(run.source) if run.stage != "fit" and run.source is not None else None
         places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     owners = [owner for owner in (run.datamodule, run.task) if owner is not None]

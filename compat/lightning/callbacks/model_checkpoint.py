@@ -464,7 +464,7 @@ class ModelCheckpoint(Checkpoint):
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
         """Return whether a checkpoint may go: not the one just written, nor the one that the run resumed from."""
         source = trainer.current_run.source
-        if previous == current or (source is not None and Path(previous).absolute() == source.absolute()):
+        if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False
         return Path(str(self.dirpath)).absolute() in Path(previous).absolute().parents
 
