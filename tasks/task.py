@@ -267,9 +267,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             for name, value in dictionary.items():
                 self.log(name, value, **given)
             return
-        metrics = self.trainer.current_run.metrics
-        for name, value in dictionary.items():
-            metrics.log(name, value, batch_size, options)
+        self.trainer.current_run.metrics.log_dict(dictionary, batch_size, options)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:

@@ -87,12 +87,12 @@ class SharedMetrics(Metrics):
 
     def drop_step(self) -> None:
         """Ignore all values logged for the newest step, including later ones."""
-        self.unshared = [row for row in self.unshared if row.step not in (self.step, self.dropped)]
+        self.unshared = [row for row in self.unshared if row[4] not in (self.step, self.dropped)]
         super().drop_step()
 
     def rewind(self, step: int) -> None:
         """Discard values logged in `step` and later, so that these steps can be repeated."""
-        self.unshared = [row for row in self.unshared if row.step < step and row.series.in_step]
+        self.unshared = [row for row in self.unshared if row[4] < step and row[0].in_step]
         super().rewind(step)
 
     # --- exchanges --------------------------------------------------------------------------------------------------
@@ -116,8 +116,7 @@ class SharedMetrics(Metrics):
         if self.stage == "train":
             self.flush()
         if self.processes == 1:
-            for row in self.unshared:
-                self.count(*row)
+            self.count(self.unshared)
             self.unshared, self.exchanges = [], self.exchanges + 1
             return list(extra)
         trained, states = self.stages.setdefault("train", {}), self.states.own_states()
@@ -127,10 +126,11 @@ class SharedMetrics(Metrics):
             self.compare([self._logged_in_step(rows) for rows in ranks], [bool(of_rank[1]) for of_rank in extras])
         states_of_all = self.collectives.gather_objects(states) if any(of_rank[0] for of_rank in extras) else []
         descriptions = self.exchange.descriptions
-        for number, replica, value, weight, step in (row for rows in ranks for row in rows):
-            if replica != ONCE_PER_PROCESS:
-                series = self.find_series(trained, descriptions[number])
-                self.count(series, replica, value, weight, step)
+        self.count(
+            (self.find_series(trained, descriptions[number]), replica, value, weight, step)
+            for number, replica, value, weight, step in (row for rows in ranks for row in rows)
+            if replica != ONCE_PER_PROCESS
+        )
         for remote in states_of_all:
             self.states.add_remote(remote)
         self.unshared, self.exchanges = [], self.exchanges + 1

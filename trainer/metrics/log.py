@@ -5,7 +5,7 @@ kept per replica in float64 and added up in replica order, so a logged mean is t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -16,15 +16,16 @@ from ...base.errors import DisagreementError, NonFiniteError, TaskError
 from ...base.torch_private import is_computed, newest_value_of
 from ..processes.ranks import Ranks
 from .reduce import (
+    BETWEEN_STEPS,
     LOADER_MARK,
     NAME_ONLY,
     ONCE,
     Exchange,
-    Key,
     Reduced,
     Row,
     Series,
     accumulate,
+    key_of,
     read_kind,
     sort_out,
     to_floats,
@@ -69,9 +70,10 @@ class Metrics:
         self.collectives, self.processes, self.task = collectives, processes, task
         self.exchange = Exchange(collectives)
         self.states = self.make_states([0], by_replica=False)
-        self.stages: dict[str, dict[Key, Series]] = {}
+        # By stage, and by `key_of` the name
+        self.stages: dict[str, dict[str, Series]] = {}
         # Those of the stage that is open; None: none is
-        self.series: dict[Key, Series] | None = None
+        self.series: dict[str, Series] | None = None
         self.stage = ""
         self.in_step = False
         # Whether a batch is being processed; False while the hooks after a step's last batch run
@@ -164,7 +166,8 @@ class Metrics:
         if self.suffix and not options[5]:
             self.loaders_of.setdefault(name, set()).add(self.loader)
         try:
-            series = self.series.get((name + self.suffix if options[5] else name, self.in_step))
+            key = name + self.suffix if options[5] else name
+            series = self.series.get(key if self.in_step else key + BETWEEN_STEPS)
         except TypeError:
             series = None  # no name
         if series is None:
@@ -180,6 +183,22 @@ class Metrics:
         weight = batch_size if batch_size is not None else self.samples if self.in_step else 1
         # no value.item() here, which would wait for the device in every step
         self.pending.append((series, value, weight, self.replica, self.step))
+
+    def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
+        """Record several values: equal to `log` for each, in half the time."""
+        # Checked once for all: for what is rare, no series is looked up, and each value goes through `log`.
+        is_plain = self.in_step and not (self.muted or self.suffix or options[6])
+        open_series = self.series if is_plain and self.series is not None else {}
+        replica, step, append = self.replica, self.step, self.pending.append
+        weight = self.samples if batch_size is None else batch_size
+        for name, value in values.items():
+            series = open_series.get(name)
+            if series is None or series.metric is not None:
+                self.log(name, value, batch_size, options)
+            elif isinstance(value, Tensor) and value.requires_grad:
+                append((series, value.detach(), weight, replica, step))
+            else:
+                append((series, value, weight, replica, step))
 
     def _open_series(self, name: str, value: Any, options: Options) -> Series:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only, synced = options
@@ -220,7 +239,7 @@ class Metrics:
             metric=value if kind == "metric" else None,
             synced=synced,
         )
-        self.series[series.name, self.in_step] = series
+        self.series[key_of(series.name, self.in_step)] = series
         return series
 
     def _path_of(self, name: str, metric: Any) -> str:
@@ -254,8 +273,7 @@ class Metrics:
     # --- reading: at logging steps and at the end of epochs ---------------------------------------------------------
     def flush(self) -> None:
         """Add all pending values to their sums, with one transfer per device and dtype."""
-        for row in self.read_pending():
-            self.count(*row)
+        self.count(self.read_pending())
 
     def read_pending(self) -> list[Row]:
         """Return all pending values as numbers, without those of a dropped step."""
@@ -264,22 +282,20 @@ class Metrics:
         # Of a series that has values of steps alone only the newest step's are read: each takes a microsecond.
         newest = {series: step for series, _, _, _, step in pending}
         pending = [item for item in pending if item[0].keeps_sums or item[4] == newest[item[0]]]
-        values, weights = to_floats([item[1] for item in pending]), [item[2] for item in pending]
-        if any(isinstance(weight, Tensor) for weight in weights):
-            weights = to_floats(weights)
-        return [
-            Row(series, replica, value, weight, step)
-            for (series, _, _, replica, step), value, weight in zip(pending, values, weights, strict=True)
-        ]
+        if not pending:
+            return []
+        series, values, weights, replicas, steps = zip(*pending, strict=True)
+        return list(zip(series, replicas, to_floats(values), to_floats(weights), steps, strict=True))
 
-    def count(self, series: Series, replica: int, value: float, weight: float, step: int) -> None:
-        """Add a value to its replica's sums of the epoch and of its step, which is the newest one of the series."""
-        if series.keeps_sums:
-            accumulate(series.sums, replica, series.kind, value, weight)
-        if series.on_step:
-            if series.step_at != step:
-                series.step, series.step_at = {}, step
-            accumulate(series.step, replica, series.kind, value, weight)
+    def count(self, rows: Iterable[Row]) -> None:
+        """Add values to the sums of the epoch and of their step, which is the newest one of its series."""
+        for series, replica, value, weight, step in rows:
+            if series.keeps_sums:
+                accumulate(series.sums, replica, series.kind, value, weight)
+            if series.on_step:
+                if series.step_at != step:
+                    series.step, series.step_at = {}, step
+                accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
         """Ignore all values logged for the newest step, including later ones."""
@@ -411,7 +427,7 @@ class Metrics:
         if self.processes == 1:
             return own, list(extra)
         rows = [
-            Row(series, replica, value, weight, series.step_at)
+            (series, replica, value, weight, series.step_at)
             for series, sums in own.items()
             if not self.is_complete(series)
             for replica, (value, weight) in (sums or {NAME_ONLY: [0.0, 0.0]}).items()
@@ -459,9 +475,9 @@ class Metrics:
             f"every rank, never under a condition on the rank or on the content of a batch."
         )
 
-    def find_series(self, among: dict[Key, Series], description: Sequence[Any]) -> Series:
+    def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:
         """Return the series with a description; create an empty one if there is none."""
-        key = description[0], description[-1]
+        key = key_of(description[0], description[-1])
         if key not in among:
             among[key] = series = Series(*description)
             if series.path is not None and series.path not in self.states.by_path:
