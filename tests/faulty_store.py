@@ -23,6 +23,7 @@ class Store:
     def reset(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.overwritten: list[str] = []
+        self.uploads: set[object] = set()
         self.set_fault()
 
     def set_fault(self, fault: Callable[[int], str] = lambda number: "") -> None:
@@ -104,17 +105,17 @@ class Upload(AbstractBufferedFile):
 
     def _initiate_upload(self) -> None:
         self.parts: list[bytes] = []
-        STORE.request(lambda: None)
+        STORE.request(lambda: STORE.uploads.add(self))
 
     def _upload_chunk(self, final: bool = False) -> bool:
         part = self.buffer.getvalue()
         STORE.request(lambda: self.parts.append(part))
         if final:
-            STORE.request(lambda: STORE.put(self.path, b"".join(self.parts)))
+            STORE.request(lambda: (STORE.put(self.path, b"".join(self.parts)), STORE.uploads.discard(self)))
         return True
 
     def discard(self) -> None:
-        STORE.request(lambda: None)
+        STORE.request(lambda: STORE.uploads.discard(self))
 
 
 def some_fail(seed: int, share: float = 0.05) -> Callable[[int], str]:

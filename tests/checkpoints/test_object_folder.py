@@ -157,6 +157,18 @@ def test_two_hundred_random_faults_cost_nothing() -> None:
     assert not [path for path in STORE.overwritten if not path.endswith(manifest.MANIFEST)]
 
 
+def test_an_upload_that_breaks_off_is_given_up_and_begun_again() -> None:
+    for count in itertools.count(1):
+        STORE.reset()
+        STORE.set_fault(lambda number, count=count: "failed" if number == count else "")
+        save(1, count)
+        if not STORE.faults:
+            break
+        assert read("step-00000001") == (1, count)
+        assert not STORE.uploads  # their parts would be paid for
+    assert count > 15
+
+
 def test_of_two_writers_neither_tears_what_is_read() -> None:
     problems = list[object]()
 

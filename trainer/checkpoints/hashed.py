@@ -75,13 +75,14 @@ class HashedUpload(HashedFile):
         return len(block)
 
     def _close(self, is_complete: bool) -> None:
+        is_there = False
         try:
             if is_complete:
                 self._file.close()
-                return
+                is_there = True
         finally:
             # else the finalizer of a file that was given up would complete its upload, over that of the next try
-            if not self._file.closed:
+            if not is_there:
                 with suppress(AttributeError):
                     self._file.closed = True
                 with suppress(Exception):
