@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from ddp_cases import QUIET, flat
-from mesh_cases import CNN, GPT, IMAGES, LAYOUTS, Tied, data_of, difference, fit, mesh
+from mesh_cases import CNN, GPT, IMAGES, LAYOUTS, LateGPT, Tied, data_of, difference, fit, mesh
 from shared_processes import run_cases
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Subset
@@ -403,3 +403,10 @@ def test_one_process_reads_what_two_wrote(two):
     trainer = lg.Trainer(**QUIET, strategy="fsdp")
     trainer.validate(task, DataLoader(data_of(task, 4), 2), ckpt_path=two["folder"] / "two")
     assert torch.equal(flat(task), two["weights"])
+
+
+def test_a_model_that_each_process_made_comes_back_whole():
+    task = LateGPT()
+    fit(task, strategy=SHARD, devices=2)
+    task.load_state_dict(task.state_dict())  # by hooks of its own, and no longer by those of FSDP
+    assert {parameter.shape for parameter in task.parameters()} == {parameter.shape for parameter in GPT().parameters()}

@@ -28,11 +28,20 @@ class Wrapping:
     def undo(self) -> None:
         """Take the wrappers away; parameters stay as they are."""
         for (module, kind, _), added in zip(self.before, self.added, strict=True):
-            for name, number in added:
+            # FSDP adds those around state_dict in the first forward
+            late = {
+                (name, key) for name, key in entries(module) if key is not None and is_fsdp(vars(module)[name][key])
+            }
+            for name, number in added | late:
                 owner: dict[Any, Any] = vars(module) if number is None else vars(module).get(name, {})
                 owner.pop(name if number is None else number, None)
             module.__class__ = kind
             forget_wrapping(module)
+
+
+def is_fsdp(hook: Any) -> bool:
+    """Return whether a hook is torch's own for sharded modules; it holds a process group, and cannot be pickled."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def entries(module: nn.Module) -> set[Entry]:
