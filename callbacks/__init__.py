@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .checkpoint_callback import CheckpointCallback as CheckpointCallback
     from .device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from .early_stopping import EarlyStopping as EarlyStopping
+    from .export_pretrained import ExportPretrained as ExportPretrained
     from .finetuning import BackboneFinetuning as BackboneFinetuning
     from .finetuning import BaseFinetuning as BaseFinetuning
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler as GradientAccumulationScheduler
@@ -36,6 +37,7 @@ _HOMES = {
     "DeviceStatsMonitor": ".device_stats_monitor",
     "EarlyStopping": ".early_stopping",
     "ExponentialMovingAverage": ".weight_averaging",
+    "ExportPretrained": ".export_pretrained",
     "GradientAccumulationScheduler": ".gradient_accumulation_scheduler",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".learning_rate_monitor",

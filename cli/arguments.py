@@ -59,12 +59,11 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--debug", action="store_true", help="stop in pdb within the step")
     elif name == "export":
         add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or the newest one of {A_RUN}")
-        add(
-            "out",
-            metavar="OUT",
-            help="the file to write: x.safetensors, x.onnx or x.pt2, or a folder, for a whole checkpoint",
-        )
+        out = "the file to write: x.safetensors, x.onnx or x.pt2, or a folder, for a whole checkpoint or --format"
+        add("out", metavar="OUT", help=out)
         add("config", metavar="CONFIG", nargs="*", default=[], help="config and overrides of the model (the run's own)")
+        add("--format", choices=("hf",), help="hf: a folder that from_pretrained reads, not a file")
+        add("--shard-size", metavar="SIZE", help="of hf: weights above it go into several files, such as 5GB")
     elif name == "convert":
         add("source", metavar="SOURCE", help=f"a checkpoint, or the newest one of {A_RUN}")
         add("target", metavar="TARGET", help="the file of Lightning's to write: x.ckpt")

@@ -1,6 +1,7 @@
 """`legato export`: a checkpoint's weights as safetensors, or its task's `forward` as ONNX or a program of torch.export.
 
-What was written is loaded again, and its outputs are compared with the task's.
+Such a program is loaded again, and its outputs are compared with the task's. `--format hf` has a model of the Hub write
+itself.
 """
 
 import inspect
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigError, TaskError
+from ..base.pretrained import save_pretrained
 from ..base.run_names import CONFIG
 from ..base.tensors import map_tensors
 from ..tasks.task import Task
@@ -33,7 +35,12 @@ TOLERANCE = 1e-4
 def run_export(arguments: Namespace) -> None:
     """Run `legato export`: the suffix of the file says what it is; a folder is a whole checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
-    if target.suffix in MODELS:
+    if arguments.format == "hf":
+        storage.require_new(target)
+        task = trained_task(source, arguments.config)
+        for folder in save_pretrained(task, target.absolute(), arguments.shard_size):
+            print(f"{type(task).__name__} for from_pretrained  {folder}")
+    elif target.suffix in MODELS:
         storage.require_new(target)
         with storage.whole_file(target) as partial:
             export_model(source, partial, arguments.config)
@@ -102,7 +109,7 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
     Raises ConfigError if no config is known or a package is missing, TaskError if the task's `forward` is missing or
     cannot be exported, CheckpointError if the file computes something else than the task.
     """
-    task = trained_task(source, words)
+    task = trained_task(source, words, check=require_forward)
     arguments, options = example_input(task)
     # the first size of each tensor may be another one, as far as forward allows
     sizes = torch.export.ShapesCollection()
@@ -125,8 +132,8 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
         compare_outputs(expected, compute(partial, arguments, options))
 
 
-def trained_task(source: Path, words: Sequence[str]) -> Any:
-    """Return the task with the weights of a checkpoint, in evaluation mode."""
+def trained_task(source: Path, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
+    """Return the task with the weights of a checkpoint, in evaluation mode; `check` sees it before these are read."""
     checkpoint = Path(find.resolve(source))
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     stored = checkpoint.parent.parent / CONFIG
@@ -135,19 +142,23 @@ def trained_task(source: Path, words: Sequence[str]) -> Any:
             f"There is no {CONFIG} beside {checkpoint}, which would name its task: give the config after the file."
         )
     task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task
-    name = type(task).__name__
-    # before weights are read, which may take minutes
-    if type(task).forward is Task.forward or task.example_input_array is None:
-        raise TaskError(
-            f"{name} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}. Its forward "
-            f"is exported, with example_input_array as input: a tensor, a tuple of arguments, or a dict of them."
-        )
+    check(task)  # before weights are read, which may take minutes
     task.configure_model()
     try:
         task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
     return task.eval()
+
+
+def require_forward(task: Task) -> None:
+    """Raise TaskError for a task without a forward, or without an input for it."""
+    if type(task).forward is Task.forward or task.example_input_array is None:
+        raise TaskError(
+            f"{type(task).__name__} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}"
+            f". Its forward is exported, with example_input_array as input: a tensor, a tuple of arguments, or a dict "
+            f"of them."
+        )
 
 
 def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:

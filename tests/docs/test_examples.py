@@ -10,7 +10,7 @@ from pages import ROOT, Reader
 
 pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "examples"
-NEEDS = {"transformers_finetuning": "transformers", "k_fold": "sklearn"}
+NEEDS = {"transformers_finetuning": "transformers", "finetune": "peft", "k_fold": "sklearn"}
 SMALL = {
     "gan.py": ("10", "losses: train/critic_loss"),
     "iterable_stream.py": ("", "4100 samples seen in 300 steps; there are 4100"),

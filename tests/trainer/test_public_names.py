@@ -60,6 +60,7 @@ def test_the_public_names():
         "DeviceStatsMonitor",
         "EarlyStopping",
         "ExponentialMovingAverage",
+        "ExportPretrained",
         "GradientAccumulationScheduler",
         "LambdaCallback",
         "LearningRateMonitor",

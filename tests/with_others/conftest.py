@@ -32,7 +32,7 @@ if not MISSING:
     with warnings.catch_warnings():  # its compiled parts do not load beside the CPU build of torch; see .ci/others
         warnings.filterwarnings("ignore", "Failed to load image Python extension", UserWarning)
         import torchvision  # noqa: F401 - before a test does
-    launch.PRELOAD += ["torchvision", "transformers"]  # before warnings are errors there too
+    launch.PRELOAD += ["torchvision", "transformers", "peft"]  # before warnings are errors there too
 
 
 @pytest.hookimpl(wrapper=True)

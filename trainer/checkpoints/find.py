@@ -14,6 +14,7 @@ step-00001200/
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from ...base.errors import CheckpointError
 from ...base.location import Location, to_absolute
@@ -129,6 +130,11 @@ def resolve(place: Location, check: Check = verify) -> Location:
     for folder in (place / CHECKPOINTS, place):
         if (newest := newest_complete(folder, check)) is not None:
             return newest
+    if isinstance(place, Path) and any(place.glob("*.safetensors")):  # such as an adapter
+        raise CheckpointError(
+            f"{place} has weights that another library wrote, and no {MANIFEST}: a run cannot go on from them. Begin a "
+            f"new run whose task loads them, as in PeftModel.from_pretrained(model, {str(place)!r}, is_trainable=True)."
+        )
     raise CheckpointError(
         f"There is no complete checkpoint at {place}: expected a directory with a {MANIFEST}, or one with "
         f"{directory_name(1200)}-like directories, itself or in {CHECKPOINTS}/."

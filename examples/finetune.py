@@ -1,0 +1,129 @@
+"""Fine-tuning a causal language model of the Hub: packed documents, LoRA, FSDP, and a folder for `from_pretrained`.
+
+    legato fit finetune.yaml                                        a tiny Llama learns sums; nothing is downloaded
+    legato fit finetune.yaml trainer.devices=2 trainer.strategy=fsdp
+    legato fit finetune.yaml task.model=PATH task.lora_rank=16 data.file=pairs.jsonl
+    legato export runs/finetune/version_0 tuned --format hf         or take pretrained/ of the run directory
+
+It needs `pip install transformers peft`. docs/how-to/fine-tuning.md explains it.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
+
+import legato as lg
+
+NO_LOSS = -100
+
+
+class FineTuning(lg.Task):
+    def __init__(
+        self, model=None, lora_rank=0, lora_modules="all-linear", adapter=None, lr=3e-3, warmup=20, prompt="2+3="
+    ):
+        """`model`: a folder or a name of the Hub. `adapter`: go on with this one, in place of a new one."""
+        super().__init__()
+        self.save_hyperparameters()
+        self.tokenizer = make_tokenizer(model)  # an export writes it beside the model
+
+    def configure_model(self):  # on each process: weights made in __init__ would be sent to all of them
+        if not hasattr(self, "model"):
+            self.model = self.make_model(**self.hparams)
+
+    def make_model(self, model, lora_rank, lora_modules, adapter, **_):
+        if model is None:
+            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+            net = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(self.tokenizer), **sizes))
+        else:  # in float32, whatever the file has: bfloat16 loses small updates; precision says what computes
+            net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        if adapter is not None:
+            return PeftModel.from_pretrained(net, adapter, is_trainable=True)
+        if not lora_rank:
+            return net
+        lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=lora_modules, task_type="CAUSAL_LM")
+        return get_peft_model(net, lora)
+
+    def step(self, batch, name):
+        # by position_ids the model sees where documents begin, unless a cache or a mask is in the way
+        loss = self.model(**batch, use_cache=False).loss
+        tokens = (batch["labels"][:, 1:] != NO_LOSS).sum()
+        self.log(name, loss, prog_bar=True, batch_size=tokens)
+        return {"loss": loss, "weight": tokens}  # the gradient is the mean over all tokens of the step
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch, "train/loss")
+
+    def validation_step(self, batch, batch_idx):
+        self.step(batch, "val/loss")
+
+    def forward(self, **inputs):
+        return self.model.generate(**inputs, max_new_tokens=16, do_sample=False)
+
+    def on_validation_epoch_end(self):  # on all processes alike: under fsdp each gathers its part of the weights
+        inputs = self.tokenizer(self.hparams.prompt, return_tensors="pt", return_token_type_ids=False)
+        text = self.tokenizer.decode(self(**inputs.to(self.device))[0], skip_special_tokens=True)
+        for logger in self.loggers:
+            logger.log_text("val/sample", text, self.global_step)
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.hparams.lr, weight_decay=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = cosine_with_warmup(optimizer, self.hparams.warmup, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Documents(lg.DataModule):
+    """Prompts and answers of a file of JSON lines, or sums; a tenth is for validation."""
+
+    def __init__(self, model=None, file=None, length=64, batch_size=8):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage):
+        lines = Path(self.hparams.file).read_text(encoding="utf-8").splitlines() if self.hparams.file else []
+        pairs = [json.loads(line) for line in lines] or [
+            {"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(40) for b in range(40)
+        ]
+        tokenizer = make_tokenizer(self.hparams.model)
+        texts = [(tokenizer(pair["prompt"]).input_ids, pair["answer"] + tokenizer.eos_token) for pair in pairs]
+        documents = [(prompt, tokenizer(text, add_special_tokens=False).input_ids) for prompt, text in texts]
+        self.train = pack([d for n, d in enumerate(documents) if n % 10], self.hparams.length)
+        self.validation = pack(documents[::10], self.hparams.length)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.validation, self.hparams.batch_size)
+
+
+def pack(documents, length):
+    """Return rows of `length` tokens, each with as many documents as fit; only answers have a loss."""
+    rows = []
+    for prompt, answer in documents:
+        ids, labels = (prompt + answer)[:length], ([NO_LOSS] * len(prompt) + answer)[:length]
+        if not rows or len(rows[-1]["input_ids"]) + len(ids) > length:
+            rows.append({"input_ids": [], "labels": [], "position_ids": []})
+        for values, more in zip(rows[-1].values(), (ids, labels, range(len(ids))), strict=True):
+            values.extend(more)
+    empty = {"input_ids": 0, "labels": NO_LOSS, "position_ids": 0}
+    return [
+        {name: torch.tensor(values + [empty[name]] * (length - len(values))) for name, values in row.items()}
+        for row in rows
+    ]
+
+
+def make_tokenizer(model):
+    if model is not None:
+        return AutoTokenizer.from_pretrained(model)
+    words = {word: number for number, word in enumerate(["<end>", *"0123456789+="])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
