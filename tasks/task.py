@@ -184,7 +184,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def tensor_plan(self) -> Mapping[str, str]:
         """Return how to split layers for tensor parallelism: name patterns to "column", "row" or "replicated".
 
-        Used by strategy mesh with an axis `tensor`; see trainer/strategies/mesh/tensor_plan.py for the words.
+        Used by strategy mesh with an axis `tensor`; see trainer/strategies/mesh/tensor_plan.py for the words. Without a
+        plan of the task that of its models counts, such as `tp_plan` of transformers.
         """
         return {}
 

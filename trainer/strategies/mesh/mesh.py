@@ -30,7 +30,7 @@ from .sharding import Sharding, drop_unsent_gradients, sharded
 from .sizes import Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
 from .tensor_gradients import TensorGradients
-from .tensor_plan import apply_plan
+from .tensor_plan import apply_plan, plan_of
 from .unwrap import Wrapping
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class MeshStrategy(GroupStrategy):
             kernels.compile_forwards(task, options)
         # FSDP comes last: fully_shard takes DTensors of another axis of the same mesh, parallelize_module does not
         if self.sizes.tensor > 1:
-            apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
+            apply_plan(task, self.mesh["tensor"])
         self._shard(task, self.mesh[("data", "shard") if self.sizes.data > 1 else ("shard",)])
         self.wrapping.done()
         if self.meta_init:
@@ -300,7 +300,7 @@ class MeshStrategy(GroupStrategy):
         self.sends, self.gradients_in_parts = None, self.mesh is not None
         super().regroup(layout, place)
         if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
-            self.cut = TensorGradients(self.task, self.task.tensor_plan(), self.mesh.get_group("tensor"))
+            self.cut = TensorGradients(self.task, plan_of(self.task), self.mesh.get_group("tensor"))
 
     def _make_tree(self, task: "Task") -> ReplicaTree:
         if self.root is None:
