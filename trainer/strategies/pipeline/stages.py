@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ....base.errors import TaskError
 from ...processes.ranks import Ranks
 from ..model_parallel.parts import PartBlock, tensors_of
 from .intercept import BlockInterceptor
@@ -32,6 +33,7 @@ class Stage(nn.Module):
     def __init__(self, blocks: Sequence[PartBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block.module for block in blocks)
+        self.names = [block.name for block in blocks]
         self.calls = 0
         """Since its schedule is new. The first is torch's, which looks at shapes: it must leave no trace in buffers."""
 
@@ -40,8 +42,16 @@ class Stage(nn.Module):
         self.calls += 1
         buffers = list(self.buffers()) if self.calls == 1 else []
         before = [buffer.clone() for buffer in buffers]
-        for block in self.blocks:
-            given = (block(*given),)
+        for name, block in zip(self.names, self.blocks, strict=True):
+            try:
+                given = (block(*given),)
+            except (TypeError, AttributeError) as error:
+                raise TaskError(
+                    f"{name!r} failed with what a pipeline gives to a block: what the block before has returned, by "
+                    f"position, and nothing else ({type(error).__name__}: {error}). Layers of transformers also want "
+                    f"masks and rotary embeddings, which their model makes between its blocks, where a process of a "
+                    f"pipeline has no value. Use strategy fsdp, tensor in place of pipeline, or ddp_model_parallel."
+                ) from error
         for buffer, value in zip(buffers, before, strict=True):
             buffer.data.copy_(value)  # past autograd, which may have kept the buffer for backward
         if self.calls == 1:
