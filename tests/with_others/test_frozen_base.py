@@ -13,6 +13,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import legato as lg
+from legato.base.errors import ConfigError
 from legato.trainer.checkpoints import commit, reading
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -79,6 +80,11 @@ def test_a_quantized_base_is_saved_and_resumed_exactly(tmp_path, layout):
     for task in (second, loaded):
         assert type(task.base[0].weight) is type(whole.base[0].weight)
         assert torch.equal(task.base[0].weight.qdata, whole.base[0].weight.qdata)
+
+
+def test_a_quantized_base_that_cannot_be_cut_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"fsdp cuts each weight.*base\.0\.weight \(Int8Tensor\).*Use ddp or zero1"):
+        fit(tmp_path, Quantized, samples(), 1, **{**TWO, "strategy": "fsdp"})
 
 
 def test_an_8_bit_state_of_an_optimizer_comes_back_as_it_was(tmp_path):

@@ -250,7 +250,15 @@ class MeshStrategy(GroupStrategy):
         # training_step that calls self.body(x) and never self(x) would let each child take itself for the root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
-            self.root = self.sharding.apply(self.steps, task, mesh)
+            try:
+                self.root = self.sharding.apply(self.steps, task, mesh)
+            except NotImplementedError as error:  # of a class of quantized weights
+                weights = ((name, type(weight).__name__) for name, weight in task.named_parameters())
+                kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
+                raise ConfigError(
+                    f"strategy={self.name} cuts each weight into parts, which its class does not do: "
+                    f"{first_names(kinds)}. Use ddp or zero1, which keep weights whole. It said: {error}"
+                ) from error
             # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
