@@ -15,6 +15,7 @@ from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
 from ..trainer.checkpoints.manifest import STATE_FILE, parse_json
 from ..trainer.checkpoints.storage import folder_at
+from ..trainer.resume.fingerprint import CONTENT
 from ..trainer.runs.record import epochs_begun, read_starts
 from ..trainer.runs.run_file import identity_of
 from ..trainer.state import State
@@ -30,6 +31,8 @@ class CheckpointRecord:
     state: State
     threads: int | None
     """Threads of torch in the run, which some sums depend on."""
+    content: dict[str, Any]
+    """What tells whether data is that of the run."""
 
     @property
     def step(self) -> int:
@@ -61,8 +64,9 @@ class RunHistory:
                     tree = parse_json(state.read_bytes(), STATE_FILE)
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
-                        threads = (kept["fingerprint"] or {}).get("numerics.threads")
-                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads)
+                        kept["fingerprint"] = kept["fingerprint"] or {}
+                        threads, content = map(kept["fingerprint"].get, ("numerics.threads", CONTENT))
+                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads, content or {})
                         # the run's own folder comes first, and wins over a copy elsewhere
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:

@@ -27,7 +27,7 @@ from ..loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ..loggers.tensorboard import TensorBoardLogger
 from .history import CheckpointRecord, RunHistory
 from .straggler_monitor import StragglerMonitor
-from .watchers import STEPS_FILE, StepReport, StopAfterStep
+from .watchers import STEPS_FILE, SameData, StepReport, StopAfterStep
 
 log = logging.getLogger("legato")
 
@@ -214,7 +214,8 @@ def replay_steps(
     trainer.max_restarts, trainer.requeue = 0, False
     # a watcher ends the replay, and nothing else may keep it going or end it earlier
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
-    trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers]
+    content = next((record.content for record in history.checkpoints if record.content), {})
+    trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content)]
     # the task adds its callbacks when training begins, after this list was cut
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())

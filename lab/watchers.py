@@ -2,12 +2,13 @@
 
 import json
 import pdb
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.errors import DataError
 from ..base.tensors import local_part
 from ..callbacks.callback import Callback, MonitoringCallback
 from ..trainer.optimization.optimizers import optimizer_parameters
@@ -20,6 +21,23 @@ if TYPE_CHECKING:
 
 STEPS_FILE = "steps.jsonl"
 """File in the directory of a replay with a line for each step that was asked for."""
+
+
+class SameData(Callback):
+    """Ends a replay before its first step where the data is not that of the run."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Compare the data."""
+        changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
+        if changed:
+            names = " ".join(["", *filter(None, changed)])
+            raise DataError(
+                f"The replay is not what the run did: the samples of the dataset{names} are others than in the run. "
+                f"Replay on its data."
+            )
 
 
 class StepReport(MonitoringCallback):

@@ -74,7 +74,8 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
     for words in (["init", "-q"], ["add", "points.py", "points.yaml"], [*identity, "commit", "-qm", "begin"]):
         subprocess.run(["git", *words], check=True)
     text = Path("points.py").read_text()
-    Path("points.py").write_text(text.replace("0.01 *", "0.02 *"))  # not committed when the run begins
+    text = text.replace("0.01 *", "0.02 *")
+    Path("points.py").write_text(text)  # not committed when the run begins
     run = trained()
     assert "Code has changed" not in legato("replay", str(run), "step=7").stderr
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
@@ -82,6 +83,9 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
     assert re.search(r"Code has changed since the run \(commit \w{12}\): points.py\.", done.stderr)
     assert "The replay is not what the run did" in done.stderr
     assert "the first that differs is 'train/loss_step' of step 5" in done.stderr
+    Path("points.py").write_text(text.replace("0.02 *", "0.03 *"))
+    done = legato("replay", str(run), "step=7", fails=True)
+    assert "The replay is not what the run did: the samples of the dataset are others than in the run." in done.stderr
 
 
 def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> None:

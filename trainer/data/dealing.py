@@ -1,8 +1,9 @@
 """Training and evaluation data: loaders dealt out to replicas, one `StepInput` per optimizer step of this process."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -12,8 +13,20 @@ from ...base.errors import ConfigError, DataError
 from ..processes.ranks import SINGLE, Ranks
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
-from .sampling import Deal, EpochOrder, Layout
-from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
+from .randomness import KeyedDataset
+from .sampling import Deal, EpochOrder, KeyedIndices, Layout, keyed_batches
+from .shares import (
+    LOCKSTEP,
+    Sample,
+    are_shares,
+    differs,
+    hashes_of,
+    have_same,
+    read_again,
+    read_samples,
+    require_same,
+    tell_of_share,
+)
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import StreamData
 
@@ -50,6 +63,8 @@ class DealtData:
             )
         self.dealing, self.limit, self.ranks = dealing, limit, ranks
         self.warned = False
+        # What tells at a resume whether the data is the same: see `_note_content`; None for an evaluation
+        self.content: dict[str, Any] | None = None
 
     @property
     def rounds(self) -> int | None:
@@ -74,7 +89,47 @@ class DealtData:
             drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
+        if self.content == {} and self.dealing.keyed and self.dealing.process == 0:
+            batches = self._note_content(order, deal, start_step, epoch, batches)
         return self.steps(order, deal, start_step, batches)
+
+    def _note_content(
+        self, order: EpochOrder, deal: Deal, step: int, epoch: int, batches: Iterator[Any]
+    ) -> Iterator[Any]:
+        """Note the samples of the first batch, its place and hashes; nothing is read for that."""
+        spans = deal.spans(step, self.dealing.replicas)
+        if not spans:
+            return batches
+        first = next(batches)
+        self.content = {}
+        for name, own in order.by_loader().items():
+            indices = keyed_batches(own, spans[:1], epoch)[0]
+            if all(isinstance(index, int) for index in indices):
+                place = [indices.epoch, indices.position, list(indices)]
+                self.content[name] = {"place": place, "hashes": list(hashes_of(self._piece(first, name)))}
+        return chain([first], batches)
+
+    def _piece(self, batch: Any, name: str) -> Any:
+        """Return the part of a batch that a loader has made."""
+        combined = self.loader if isinstance(self.source, CombinedSource) else None
+        return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
+
+    def changed_content(self, before: Mapping[str, Any]) -> list[str]:
+        """Return the loaders whose samples are others than in `content` of a run that resumes; it is this run's too.
+
+        Each batch is read twice, by a worker where the loader has some. What differs between the two readings tells
+        nothing, nor does what cannot be read.
+        """
+        self.content, changed = dict(before), list[str]()
+        for name, part in self.source.map_loaders().items():
+            if name in before and self.dealing.keyed:
+                epoch, position, indices = before[name]["place"]
+                batches = [KeyedIndices(indices, position, epoch)] * 2
+                now = read_again(KeyedDataset(part.loader.dataset, part.seed, True), part.loader, batches)
+                if now is not None and differs([tuple(before[name]["hashes"]), now]):
+                    self.content[name] = {**before[name], "hashes": list(now)}
+                    changed.append(name)
+        return changed
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on, with the next of `batches` for each batch."""

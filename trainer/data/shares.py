@@ -79,18 +79,32 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     dataset opens when it is first read must not be open in the process that workers are forked from.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
-    # one worker reads all the samples: a look must not start eight processes
-    options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
     try:
+        # without the collate_fn, which may draw or refuse
         batches = [KeyedIndices(indices, 0)] * READINGS
-        probe = copy_loader(loader, KeyedDataset(loader.dataset, 0), batches, options)
-        # without a generator, as an iterator over a loader draws its base seed from it
-        probe.collate_fn, probe.generator = _hashes_of_each, None
-        with kept_generators():
-            readings = list(iterate_loader(open_loader(probe))) if indices else []
+        readings = _read(KeyedDataset(loader.dataset, 0), loader, batches, _hashes_of_each) if indices else []
     except Exception:  # its sampler may have other indices; and what is wrong with a sample is told when it is needed
         return []
     return [_repeated(several) for several in zip(*readings, strict=True)]
+
+
+def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[KeyedIndices]) -> Sample:
+    """Return the hashes of one collated batch of a loader that is read several times; None where it cannot be."""
+    try:
+        return _repeated([hashes_of(batch) for batch in _read(dataset, loader, batches)])
+    except Exception:
+        return None
+
+
+def _read(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None) -> list[Any]:
+    """Return batches of a loader's dataset; the generators continue where they were."""
+    # one worker reads all the samples: a look must not start eight processes
+    options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
+    probe = copy_loader(loader, dataset, batches, options)
+    # without a generator, as an iterator over a loader draws its base seed from it
+    probe.collate_fn, probe.generator = collate or probe.collate_fn, None
+    with kept_generators():
+        return list(iterate_loader(open_loader(probe)))
 
 
 def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
@@ -104,10 +118,11 @@ def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
     """Return whether most samples of each rank differ from those of the others; unknown ones are left out."""
     compared = [samples for samples in zip(*ranks, strict=False) if None not in samples]
     # most of them, as a few samples of any dataset may be equal
-    return 2 * sum(map(_sample_differs, compared)) > len(compared)
+    return 2 * sum(map(differs, compared)) > len(compared)
 
 
-def _sample_differs(samples: Sequence[Any]) -> bool:
+def differs(samples: Sequence[Any]) -> bool:
+    """Return whether readings of one sample differ in what each of them knows."""
     if len({len(sample) for sample in samples}) > 1:
         return True
     return any(None not in values and len(set(values)) > 1 for values in zip(*samples, strict=True))

@@ -1,7 +1,7 @@
 """Streams: iterables other than a plain DataLoader, dealt out by whole batches, or each process's own share."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, count, islice
 from math import inf
 from operator import attrgetter
@@ -39,6 +39,8 @@ class StreamData:
 
     is_even = True
     """True: a stream's length does not tell whether every replica has a batch in each round."""
+
+    content: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -240,6 +242,10 @@ class StreamData:
         names = self.loader.names
         pieces = [_END] * len(names) if batch is _END else self.loader.pieces(batch)
         return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
+
+    def changed_content(self, before: Mapping[str, Any]) -> list[str]:
+        """Return nothing: a stream is compared where it goes on, and cannot be read at another place."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the opened epoch, whether it has ended, and the state of the loader or its dataset if it has one."""

@@ -11,6 +11,7 @@ from ...base.errors import ConfigError, TaskError
 from ...tasks.hyperparameters import built_hyperparameters
 from ..checkpoints import reading
 from ..runs import places
+from . import fingerprint
 from .fingerprint import below
 from .left_out import BUILT, LEFT_OUT, split_hyperparameters
 from .parameter_names import named
@@ -40,6 +41,8 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
         samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
         settings = run.fingerprint | below("samples", samples) | below("numerics", run.numerics)
+        if run.data.training is not None and run.data.training.content:
+            settings |= {fingerprint.CONTENT: run.data.training.content}
         # whatever is collective here is called on every rank, in this order
         found |= {
             "state": trainer.state.to_dict(),

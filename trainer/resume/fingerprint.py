@@ -4,12 +4,15 @@
     training.*, schedulers.0.*   other settings that change the training
     optimizers.0.groups.1.lr     settings of parameter groups, which are restored from the checkpoint
     numerics.*                   what changes the last bits of a result
+    data.content                 the first batch that this run has read, to be read again
 
 A resume compares the checkpoint's with its own (`compare`); a name that only one of them has counts as equal.
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +36,12 @@ LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimiz
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
 """The setting of samples that may change within an epoch, and under bitwise: all other samples keep their step."""
+CONTENT = "data.content"
+SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
+DATA = (SAMPLES, LISTED, "dataset length")
+"""What tells that the data is another."""
+FILES = 256
+"""How many of a dataset's files are looked at, at most."""
 MISSING = object()
 
 
@@ -138,10 +147,31 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
     return {
         "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
         "dataset length" if dataset is not None else "batches": samples if dealt_out else None,
+        LISTED: describe_files(dataset) if dealt_out else None,
         "shuffle": order,
         "drop_last": _plain_or_missing(getattr(loader, "drop_last", None)),
         **workers,
     }
+
+
+def describe_files(dataset: Any) -> str | None:
+    """Return the number of files that a dataset lists in an attribute, with a hash of names and sizes of some."""
+    while getattr(dataset, "dataset", None) is not None:  # a Subset
+        dataset = dataset.dataset
+    for listed in getattr(dataset, "__dict__", {}).values():
+        if not isinstance(listed, (list, tuple)) or not listed or not os.path.isfile(_path_of(listed[0])):
+            continue
+        paths = [os.path.abspath(_path_of(item)) for item in listed[:: -(-len(listed) // FILES)]]
+        sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
+        root = os.path.commonpath(list(map(os.path.dirname, paths)))  # the folder may have moved
+        names = [os.path.relpath(path, root) for path in paths]
+        return f"{len(listed)} files {blake2b(repr((names, sizes)).encode(), digest_size=4).hexdigest()}"
+    return None
+
+
+def _path_of(item: Any) -> str:
+    item = item[0] if isinstance(item, (list, tuple)) and item else item
+    return os.fspath(item) if isinstance(item, (str, os.PathLike)) else ""
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -217,6 +217,11 @@ def find_changes(
     run, state = trainer.current_run, trainer.state
     samples, numerics = fingerprint.below("samples", run.data.samples), fingerprint.below("numerics", run.numerics)
     changes = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
+    if trainer.is_global_zero and fingerprint.CONTENT in before:
+        names = run.training_data.changed_content(before[fingerprint.CONTENT])
+        changes.samples += [
+            SettingChange(fingerprint.SAMPLES + (name and f" of {name}"), "these", "others") for name in names
+        ]
     order = ("another order", "matched by name")
     changes.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
     # ranks may see different things (threads, a length that a share of the data has), but must decide alike
@@ -232,7 +237,8 @@ def find_changes(
             f"by resume=PATH."
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
-    differing = [change for change in changes.changed + changes.restored if change.name not in allowed]
+    data = [change for change in changes.samples if change.name.startswith(fingerprint.DATA)]
+    differing = [change for change in changes.changed + changes.restored + data if change.name not in allowed]
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
             f"reproducible: bitwise cannot go on with the same bits here: {_list_changes(differing)}. Go on as it was, "

@@ -147,7 +147,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
             f"use_distributed_sampler=true deals the batches out."
         )
     call.data.loaders["train"] = given
-    call.data.training, trainer.lengths["train"] = data, data.rounds
+    call.data.training, trainer.lengths["train"], data.content = data, data.rounds, {}
     # 10 us a batch are saved where loading has just seeded the generators by the same key
     call.data.keys_forward = call.keyed and not data.forward_is_keyed
     call.data.samples = fingerprint.samples_of(
