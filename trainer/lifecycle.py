@@ -71,6 +71,11 @@ def named(run: Call, error: BaseException) -> BaseException:
             f"{type(run.task).__name__}.training_step calls it too, only return the loss, or set "
             f"self.automatic_optimization = False. To keep a tensor between batches, keep tensor.detach()."
         )
+    if isinstance(error, NotImplementedError) and "storage of SparseTensorImpl" in str(error):
+        return TaskError(
+            "A parameter has a sparse gradient, but no Embedding(sparse=True) holds it, so that DDP cannot send it. "
+            "Look its rows up by nn.Embedding(..., sparse=True), or by embedding(...) without sparse=True."
+        )
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
         return run.watchdog.explain(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]

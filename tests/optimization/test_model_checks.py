@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny import Tiny, make_loader
+from tiny import Tiny, assert_close, make_loader
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -143,3 +143,35 @@ def test_too_many_processes_for_the_replicas_are_refused_before_they_start(train
     with pytest.raises(ConfigError, match="more processes than replicas"):
         trainer(strategy="ddp", devices=4, replicas=2).fit(Tiny(), make_loader())
     assert "processes on 1 node" not in capfd.readouterr().err
+
+
+class Table(Tiny):
+    """An embedding with sparse gradients beside the dense layers; by a function no module tells of it."""
+
+    def __init__(self, by_function=False):
+        super().__init__()
+        self.table, self.by_function = nn.Embedding(8, 1, sparse=True), by_function
+        self.table.weight.data = torch.linspace(-1, 1, 8).unsqueeze(1)
+        if by_function:
+            self.rows = self.table.weight
+            del self.table
+
+    def loss(self, batch):
+        rows = (batch[0][:, 0].abs() * 3).long().clamp(max=7)
+        looked_up = nn.functional.embedding(rows, self.rows, sparse=True) if self.by_function else self.table(rows)
+        return nn.functional.mse_loss(self(batch[0]) + looked_up, batch[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sparse_gradients_on_two_processes_of_which_one_has_no_last_batch(trainer, strategy):
+    alone, two = Table(), Table()
+    trainer(replicas=2).fit(alone, make_loader(18))  # five batches
+    trainer(devices=2, strategy=strategy).fit(two, make_loader(18))
+    assert_close(alone, two)
+
+
+@pytest.mark.slow
+def test_a_sparse_gradient_that_no_embedding_tells_of_is_named_under_ddp(refused):
+    message = refused(TaskError, Table(by_function=True), devices=2, strategy="ddp")
+    assert message.startswith("A parameter has a sparse gradient, but no Embedding(sparse=True) holds it")

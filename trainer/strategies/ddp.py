@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 
 from ...base.errors import ConfigError, TaskError, first_names
@@ -19,7 +20,7 @@ from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..processes.ranks import Phase
 from .batch_norm import synchronize
-from .group import GroupStrategy
+from .group import GroupStrategy, sparse_weights
 from .strategy import trainable
 
 if TYPE_CHECKING:
@@ -256,5 +257,8 @@ class DDPSteps(nn.Module):
         """Return a loss whose gradient changes nothing, for every parameter that is trained."""
         # Times a parameter, not a constant: DDP's reducer counts gradients by hooks, which only a graph calls. -0.0,
         # since 0.0 would turn other ranks' -0.0 into 0.0, which one process without this rank does not.
-        nothing = [(parameter * -0.0).sum().float() for parameter in trainable(self.task)]
+        sparse = sparse_weights(self.task)  # DDP wants their gradients sparse here, too
+        rows = {one: one.new_zeros(0, dtype=torch.int64) for one in sparse}
+        used = (embedding(rows[one], one, sparse=True) if one in sparse else one for one in trainable(self.task))
+        nothing = [(parameter * -0.0).sum().float() for parameter in used]
         return torch.stack([zero.to(nothing[0].device) for zero in nothing]).sum()  # parts may live on several devices

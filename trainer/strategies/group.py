@@ -125,8 +125,7 @@ class FlatSum:
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
         self.ranks = ranks
-        sparse = (getattr(layer, "weight", None) for layer in task.modules() if getattr(layer, "sparse", False) is True)
-        self.sparse = {weight for weight in sparse if isinstance(weight, nn.Parameter)}
+        self.sparse = sparse_weights(task)
         """Embeddings' weights, whose gradients are sparse and travel by themselves: known to all ranks beforehand."""
         self.buffers: dict[Kind, Tensor] = {}
 
@@ -178,6 +177,12 @@ class FlatSum:
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]
+
+
+def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of embeddings whose gradients are sparse."""
+    sparse = (getattr(layer, "weight", None) for layer in task.modules() if getattr(layer, "sparse", False) is True)
+    return {weight for weight in sparse if isinstance(weight, nn.Parameter)}
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
