@@ -112,9 +112,10 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
         strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
-            f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "
-            f"the optimizers itself; here are {call.state.replicas} replicas on {strategy.data_ranks.size} "
-            f"processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
+            f"Manual optimization takes one replica a process and accumulate_grad_batches=1: in the middle of "
+            f"training_step, at each optimizer.step, gradients of all replicas have to be there, which replicas that "
+            f"run one after the other never have at a time. Here are {call.state.replicas} replicas on "
+            f"{strategy.data_ranks.size} processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
         )
     if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
         log.info(
