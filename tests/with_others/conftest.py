@@ -8,6 +8,7 @@ import pytest
 from legato.trainer.processes import launch
 
 PACKAGES = [
+    "bitsandbytes",
     "datasets",
     "heavyball",
     "litdata",

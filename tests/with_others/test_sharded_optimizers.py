@@ -1,7 +1,9 @@
 """Optimizers of other packages whose parameters are sharded."""
 
 import pytest
+import pytorch_optimizer as optimizers
 import torch
+from prodigyopt import Prodigy
 from random_updates import train
 from tiny import Tiny, assert_close
 
@@ -41,3 +43,75 @@ def test_without_empty_parts_it_trains_as_one_process_does(tmp_path):
     train(sharded, tmp_path, replicas=2, devices=2, strategy="fsdp")
     train(whole, tmp_path, replicas=2)
     assert_close(sharded, whole)
+
+
+# --- what DTensor does not know ---------------------------------------------------------------------------------------
+def bitsandbytes(parameters):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2)
+
+
+class Made(Tiny):
+    """Notes that a step began."""
+
+    def __init__(self, make, folder):
+        super().__init__()
+        self.make, self.folder = make, folder
+
+    def training_step(self, batch, batch_idx):
+        (self.folder / "began").touch()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return self.make(list(self.parameters()))
+
+
+UNKNOWN = {
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "SOAP": lambda parameters: optimizers.SOAP(parameters, lr=1e-2),
+    "Lookahead": lambda parameters: optimizers.Lookahead(torch.optim.SGD(parameters, lr=0.1)),
+    "Prodigy": Prodigy,
+    "AdamW8bit": bitsandbytes,
+    # of the weight with one row, beside one with four
+    "Muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=1e-2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_optimizer_that_dtensor_does_not_know_is_refused_before_the_first_step(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"^{name} does not work on the sharded parameters of .* Use strategy zero1"):
+        train(Made(UNKNOWN[name], tmp_path), tmp_path, replicas=2, devices=2, strategy="fsdp")
+    assert not (tmp_path / "began").exists()
+
+
+KNOWN = {
+    "Lion": lambda parameters: optimizers.Lion(parameters, lr=1e-2),
+    "Muon": lambda parameters: torch.optim.Muon(parameters[:1], lr=1e-2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN)
+def test_one_that_it_knows_trains(tmp_path, name):
+    sharded, alone = Made(KNOWN[name], tmp_path), Made(KNOWN[name], tmp_path)
+    train(sharded, tmp_path, replicas=2, devices=2, strategy="fsdp")
+    train(alone, tmp_path, replicas=2)
+    for ours, theirs in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 if name == "Lion" else 5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adafactor", "SOAP", "AdamW8bit"])
+def test_zero1_takes_those(tmp_path, name):
+    dealt_out, alone = Made(UNKNOWN[name], tmp_path), Made(UNKNOWN[name], tmp_path)
+    train(dealt_out, tmp_path, replicas=2, devices=2, strategy="zero1")
+    train(alone, tmp_path, replicas=2)
+    assert_close(dealt_out, alone)
+
+
+@pytest.mark.slow
+def test_zero1_refuses_a_wrapper(tmp_path):
+    with pytest.raises(ConfigError, match="Lookahead wraps another optimizer, which zero1 cannot deal out"):
+        train(Made(UNKNOWN["Lookahead"], tmp_path), tmp_path, replicas=2, devices=2, strategy="zero1")

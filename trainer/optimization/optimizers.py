@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -69,16 +69,24 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return False
 
 
-def copy_with(optimizer: Any, change: Callable[[nn.Parameter], nn.Parameter]) -> Any:
-    """Return a copy of an optimizer without states, that trains `change(parameter)` in the place of each parameter."""
+def copy_with(optimizer: Any, change: Callable[[Tensor], nn.Parameter]) -> Any:
+    """Return a copy of an optimizer that trains `change(parameter)` in the place of each parameter."""
     memo: dict[int, Any] = {id(one): change(one) for one in optimizer_parameters(optimizer)}
+
+    def changed(states: Any) -> Any:
+        found: dict[Any, dict[str, Any]] = defaultdict(dict)
+        for parameter, values in states.items():  # what the constructor has made already
+            for name, value in values.items():
+                is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+                found[memo[id(parameter)]][name] = change(value).detach().clone() if is_like else value
+        return found
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Optimizer):
             return copy.deepcopy(value, memo) if isinstance(value, list | dict) else value
         if id(value) not in memo:  # of a wrapper the optimizer within, which may share its groups and states
             made = memo[id(value)] = object.__new__(type(value))
-            memo.setdefault(id(value.state), defaultdict(dict))
+            memo.setdefault(id(value.state), changed(value.state))
             made.__dict__.update({name: copied(one) for name, one in vars(value).items() if name != "step"})
         return memo[id(value)]
 

@@ -66,6 +66,10 @@ class Zero1Strategy(DDPStrategy):
                 f"has a part under zero1. Use one process; or strategy ddp with automatic_optimization = False, and "
                 f"call optimizer.step(closure) in training_step."
             )
+        if "param_groups" not in vars(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} wraps another optimizer, which zero1 cannot deal out. Use strategy ddp."
+            )
         if has_modes(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} changes all weights over for an evaluation, of whose state each process "

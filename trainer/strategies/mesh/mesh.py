@@ -24,7 +24,7 @@ from ..servers import build_remote_modules
 from ..state_dicts import ShardedStateDicts
 from ..strategy import refuse_empty
 from ..tree import ReplicaTree
-from . import dtensors, weight_broadcast
+from . import dtensors, trials, weight_broadcast
 from .shard_tree import ShardTree
 from .sharding import Sharding, drop_unsent_gradients, sharded
 from .sizes import Size, Sizes, fit_sizes, read_sizes
@@ -272,6 +272,9 @@ class MeshStrategy(GroupStrategy):
                 self._refuse_bitwise(task, optimizers)
             refuse_optimizers(self.name, task, optimizers, self.sizes.pipeline > 1)
             dtensors.step_one_by_one(optimizers)
+            if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
+                unknown = [one for one in optimizers if type(one) not in ELEMENTWISE]
+                trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
         return prepared
