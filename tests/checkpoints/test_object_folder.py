@@ -138,6 +138,17 @@ def test_a_process_that_dies_at_any_request_leaves_the_old_or_the_new_one(scenar
     assert count > 3
 
 
+def test_a_sweep_of_the_folder_above_leaves_checkpoints_alone() -> None:
+    """A run directory is swept like a folder of checkpoints, and may lie in another's."""
+    dead()
+    before = whole()
+    assert before
+    storage.folder_at(ROOT.parent).sweep()
+    assert whole() == before
+    storage.folder_at(ROOT).sweep()
+    assert not left_over()
+
+
 def test_two_hundred_random_faults_cost_nothing() -> None:
     faults = 0
     for seed in itertools.count():

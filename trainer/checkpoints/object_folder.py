@@ -12,6 +12,7 @@ step-00001200/
 """
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 WRITING = ".writing"
 """Object that marks what is being written or removed; it goes last, so that a sweep can repeat what was interrupted."""
+MARK = re.compile(rf"[^/]+/([0-9a-f]{{8}}/)?{re.escape(WRITING)}")
 PART = 32 << 20
 """Bytes of a part of a large file: S3 takes 10,000 of them."""
 
@@ -208,7 +210,8 @@ class ObjectFolder:
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals."""
         try:
-            marks = [path for path in self._sizes() if path.endswith(f"/{WRITING}")]
+            # not those of a folder below: its checkpoints would be taken for files of one that has no manifest
+            marks = [path for path in self._sizes() if MARK.fullmatch(path)]
             for name in sorted({path.partition("/")[0] for path in marks}):
                 self._tidy(name)
             self._remove_unused_bases()
