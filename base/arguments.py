@@ -111,7 +111,7 @@ class TrainerArguments:
         check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches over epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
         inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
-        default_root_dir: The folder that holds run directories.
+        default_root_dir: The folder that holds run directories, or an address such as s3://bucket/runs.
         run_name: The run directory is default_root_dir/run_name/version_N.
         logger: True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from .errors import ConfigError
 
@@ -54,6 +55,11 @@ def replace_variables(variables: Mapping[str, str]) -> None:
     # a notebook or a test must not see what a run has set
     os.environ.clear()
     os.environ.update(variables)
+
+
+def cache_folder() -> Path:
+    """Return the folder for copies of what has its place elsewhere; without links, so that paths below it are told."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "legato"
 
 
 def lead_python_path(folder: str) -> None:

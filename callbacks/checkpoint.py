@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.checkpoint_index import CheckpointIndex, Entry, is_name
 from ..base.errors import CheckpointError, ConfigError, did_you_mean
-from ..base.location import Location, to_absolute, to_location
+from ..base.location import Location, checkpoints_of, to_absolute, to_location
 from .checkpoint_callback import CheckpointCallback
 from .monitor import Monitor
 
@@ -211,7 +211,7 @@ class Checkpoint(CheckpointCallback):
     def find_folder(self, trainer: "Trainer") -> None:
         """Set `dirpath` to the run directory's folder, unless one was given, and read the index of this run in it."""
         if self._given_dirpath is None:
-            self.dirpath = None if trainer.run_dir is None else Path(trainer.run_dir) / "checkpoints"
+            self.dirpath = None if trainer.run_dir is None else checkpoints_of(trainer.run_dir)
         run = trainer.saver.run_id
         index = None if self.dirpath is None else trainer.saver.read_index(self.dirpath)
         entries = index.checkpoints if index is not None and index.run == run else {}

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base.errors import ConfigError, LegatoError, WorkerError, did_you_mean
-from ..base.location import Address
+from ..base.location import Address, to_absolute
 from ..base.messages import is_quiet
 from ..base.place import find_place
 from ..base.quantities import first_validation, format_bytes, time_taken
@@ -38,6 +38,7 @@ from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
 from ..trainer.processes.rendezvous import leave_process_group
+from ..trainer.runs.remote import names_in
 from .config.build import build_config
 from .config.resumed import load_to_fit
 from .recorder import Record, Recorder, layout_of, read_records
@@ -166,7 +167,10 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
     If the run root is not writable, that is reported and the system's temporary folder is used. Of several processes
     that a launcher has started only rank 0 makes one, and decides for all.
     """
-    root, place = Path(original.trainer.default_root_dir).absolute(), find_place(original.trainer.cluster)
+    root, place = to_absolute(original.trainer.default_root_dir), find_place(original.trainer.cluster)
+    if isinstance(root, Address):
+        names_in(root)  # which names what is wrong with it
+        root = Path(gettempdir())
     if place is not None and place.rank > 0:
         yield root
         return
@@ -332,14 +336,15 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
     for callback in run.trainer.callbacks:
         if not isinstance(callback, Checkpoint):
             continue
-        if isinstance(callback.dirpath, Address):
-            report.disk.append(f"{callback.dirpath} is a store, whose free space is not known")
+        place = to_absolute(callback.dirpath or run.trainer.default_root_dir)
+        if isinstance(place, Address):
+            report.disk.append(f"{place} is a store, whose free space is not known")
             continue
         size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
         # at least one has to fit where their number cannot be known
         asked = size * (1 if count is None else count) + report.base_bytes
-        folder = nearest(Path(callback.dirpath or run.trainer.default_root_dir).absolute())
+        folder = nearest(place)
         free = shutil.disk_usage(folder).free
         beside = f" and {format_bytes(report.base_bytes)} beside them" if report.base_bytes else ""
         kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"

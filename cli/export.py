@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigError, TaskError
+from ..base.location import Address, Location, to_location
 from ..base.pretrained import save_pretrained
 from ..base.run_names import CONFIG
 from ..base.tensors import map_tensors
@@ -25,6 +26,7 @@ from ..trainer.checkpoints.hashed import HashedFile
 from ..trainer.checkpoints.tensors import DTYPE_NAMES, write_tensors
 from ..trainer.resume.rebuild import averaged_weights
 from ..trainer.runs.directory import find_run
+from ..trainer.runs.remote import copy_of
 from .config.build import build_config
 from .config.check import load_config
 
@@ -53,15 +55,17 @@ def run_export(arguments: Namespace) -> None:
         print(f"{export_weights(source, target)} tensors  {target}")
 
 
-def path_of(word: str) -> Path:
-    """Return the path of a checkpoint or run directory that a word is, or that of the run which is called so."""
-    path = Path(word)
+def path_of(word: str) -> Location:
+    """Return the place of a checkpoint or run directory that a word is, or that of the run which is called so."""
+    path = to_location(word)
+    if isinstance(path, Address):
+        return path
     with suppress(ConfigError):
         return path if path.exists() else find_run(word).path
     return path
 
 
-def export_weights(source: Path, target: Path) -> int:
+def export_weights(source: Location, target: Path) -> int:
     """Write a checkpoint's weights to a new safetensors file under the task's own names; return the number of tensors.
 
     `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken; written by any
@@ -101,7 +105,7 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
     return {key: part for inner, each in value.items() for key, part in _parts(f"{name}.{inner}", each).items()}
 
 
-def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
+def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     """Write the model of a checkpoint to `partial`, by whose suffix it is an ONNX file or a program of torch.export.
 
     words: files and overrides of the config that names the task; without a file that of the checkpoint's run.
@@ -132,11 +136,12 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> None:
         compare_outputs(expected, compute(partial, arguments, options))
 
 
-def trained_task(source: Path, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
+def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
     """Return the task with the weights of a checkpoint, in evaluation mode; `check` sees it before these are read."""
-    checkpoint = Path(find.resolve(source))
+    checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
-    stored = checkpoint.parent.parent / CONFIG
+    run = checkpoint.parent.parent
+    stored = (copy_of(run) if isinstance(run, Address) else run) / CONFIG
     if not files and not stored.is_file():
         raise ConfigError(
             f"There is no {CONFIG} beside {checkpoint}, which would name its task: give the config after the file."

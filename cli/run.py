@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
-from ..base.location import to_absolute, to_location
+from ..base.location import Address, local_folder, location_of, to_absolute, to_location
 from ..base.messages import STDOUT, is_quiet, shown_options
 from ..base.place import find_place
 from ..base.quantities import time_taken
 from ..trainer.processes.launch import warm_up_for
 from ..trainer.processes.requeue import requeue_early
 from ..trainer.processes.signals import exit_at_once, handling_end_signals
+from ..trainer.runs.remote import upload
 from .config.build import build_config
 from .config.check import TRAINER, class_path, load_config, options_of
 from .config.classes import load
@@ -74,6 +75,7 @@ def run_predict(options: Namespace) -> None:
 
         folder = run.trainer.run_dir or Path(run.trainer.default_root_dir) / run.trainer.run_name
         print(f"Predictions  {write_predictions(predictions, folder)}", file=STDOUT, flush=True)
+        upload(folder)
 
 
 def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:
@@ -143,7 +145,7 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 
     values, run = config.values, build_config(config)
     if command == "fit" and values["resume"] == "auto":
-        newest = newest_to_resume(Path(run.trainer.default_root_dir), run.trainer.run_name)
+        newest = newest_to_resume(to_location(run.trainer.default_root_dir), run.trainer.run_name)
         if newest is not None and not newest.samefile(config.directory or ""):
             raise ConfigError(
                 f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest}, and "
@@ -157,7 +159,7 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 # --- the result -------------------------------------------------------------------------------------------------------
 def last_line(trainer: "Trainer") -> str:
     """Return the result in one line: run directory, steps and time, best value."""
-    saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{trainer.run_dir}  "
+    saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{location_of(trainer.run_dir)}  "
     text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
     score = getattr(saved, "best_model_score", None)
     return text if score is None else f"{text}, best {getattr(saved, 'monitor', '')} {float(score):.6g}"
@@ -170,10 +172,12 @@ def summary(trainer: "Trainer") -> str:
     saved = trainer.checkpoint_callback
     best = getattr(saved, "best_model_path", "")
     if trainer.run_dir is not None:
-        rows += [("Run directory", str(trainer.run_dir))]
+        rows += [("Run directory", str(location_of(trainer.run_dir)))]
     if best:
         rows += [("Checkpoint" if getattr(saved, "monitor", None) is None else "Best checkpoint", str(best))]
     if trainer.run_dir is not None:
-        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}")]
+        place = to_location(trainer.default_root_dir)
+        folder = local_folder(place) if isinstance(place, Address) else place
+        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(folder))}")]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -23,6 +23,7 @@ import yaml
 
 from ..base.errors import ConfigError, WorkerError
 from ..base.messages import STDOUT, tell
+from ..base.run_names import require_local
 from ..trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals, raise_for_signal
 from ..trainer.runs.directory import find_runs
 from .config.check import Config, load_config
@@ -263,6 +264,7 @@ class Sweep:
     def open(self, kind: str) -> Path:
         """Return the folder of this sweep, which an earlier start of the same command has made, or make one."""
         run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
+        require_local(run["root"], "run.root of a sweep")
         root = Path(run["root"]).absolute() / run["name"]
         wanted = {"kind": kind, "space": space, "metric": self.metric, "mode": self.mode, "config": self.base.text()}
         text = json.dumps(wanted, indent=1)

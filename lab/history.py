@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError, DataError
-from ..base.location import Location
-from ..base.run_names import CHECKPOINTS
+from ..base.location import Location, checkpoints_of
 from ..loggers.json_lines import POINTS_FILE, parse_point
 from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
@@ -51,7 +50,7 @@ class RunHistory:
     def checkpoints(self) -> list[CheckpointRecord]:
         """The complete checkpoints of the run from which it could resume, oldest first."""
         identity, records = identity_of(self.directory), dict[int, CheckpointRecord]()
-        for folder in (self.directory / CHECKPOINTS, *self.folders):
+        for folder in (checkpoints_of(self.directory), *self.folders):
             stored = folder_at(folder)
             for path in find.checkpoints_in(folder):
                 try:

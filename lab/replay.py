@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, DataError, LegatoError
-from ..base.location import to_location
+from ..base.location import Address, location_of, to_location
 from ..base.messages import STDOUT
 from ..base.quantities import counted
 from ..base.run_names import REPLAY
@@ -25,6 +25,7 @@ from ..callbacks.throughput_monitor import ThroughputMonitor
 from ..callbacks.timer import Timer
 from ..loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ..loggers.tensorboard import TensorBoardLogger
+from ..trainer.runs.directory import ROOT
 from .history import CheckpointRecord, RunHistory
 from .straggler_monitor import StragglerMonitor
 from .watchers import STEPS_FILE, SameData, StepReport, StopAfterStep
@@ -50,11 +51,13 @@ def new_directory(run: Path) -> Path:
     Raises ConfigError if that cannot be written to.
     """
     # beside the run and not below it: a run directory is left byte for byte, and TensorBoard shows both
-    run, number = run.absolute(), 0
+    place, number = location_of(run), 0
+    # of a run in a store there are only copies here
+    run = (Path(ROOT, place.parent.name, place.name) if isinstance(place, Address) else run).absolute()
     while True:
         path = run.with_name(f"{run.name}{REPLAY}{number}")
         try:
-            path.mkdir()
+            path.mkdir(parents=True)
         except FileExistsError:
             number += 1
         except OSError as error:

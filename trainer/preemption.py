@@ -13,7 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..base.run_names import CHECKPOINTS, REPLAY
+from ..base.location import Location, checkpoints_of, to_location
+from ..base.run_names import REPLAY
+from .checkpoints.storage import folder_at
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
 from .processes.agreement import Agreement
@@ -139,14 +141,14 @@ class Preemption:
         """Whether this is the replay of a run, which nobody resumes."""
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
-    def save(self) -> "Path | None":
+    def save(self) -> Location | None:
         """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
         trainer, step = self.trainer, self.trainer.global_step
         name = Path(trainer.saver.format.name(step))
         callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
-        folder: Path | None = next((Path(callback.dirpath) for callback in callbacks), None)
+        folder: Location | None = next((to_location(callback.dirpath) for callback in callbacks), None)
         if trainer.run_dir is not None:
-            folder = trainer.run_dir / CHECKPOINTS
+            folder = checkpoints_of(trainer.run_dir)
         if name.is_absolute():
             folder = name.parent
         # at the first step of this start the checkpoint that it came from is the same one
@@ -159,11 +161,11 @@ class Preemption:
             callback.save(trainer, always=True)
             trainer.saver.writer.wait()  # a background save is not at its path before
         # waits for rank 0: the launcher takes the first exit for the end of all
-        if callback is None or not trainer.broadcast(path.exists()):
+        if callback is None or not trainer.broadcast(_is_there(path)):
             trainer.save_checkpoint(path)
         return path
 
-    def log_end(self, path: "Path | None") -> None:
+    def log_end(self, path: Location | None) -> None:
         """Log how the run ended, and requeue the SLURM job if so configured."""
         trainer, number = self.trainer, self.agreement.signal
         if not trainer.is_global_zero:
@@ -175,3 +177,10 @@ class Preemption:
         log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
         if trainer.requeue and number != signal.SIGINT:  # Ctrl-C is a person's, and no request of SLURM
             requeue_job(number)
+
+
+def _is_there(checkpoint: Location) -> bool:
+    # another format's may be a file
+    if isinstance(checkpoint, Path):
+        return checkpoint.exists()
+    return folder_at(checkpoint.parent).committed(checkpoint.name) is not None

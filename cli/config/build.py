@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError, add_note
+from ...base.location import to_location
 from ...base.targets import PARTIAL, TARGET, call_target
 from ...base.values import Fitted, Key
 from ...tasks.hyperparameters import Hyperparameters
@@ -51,7 +52,7 @@ class ConfiguredRun:
         """Return the run on disk that `word` ("best", "last", "auto") refers to."""
         from ...trainer.runs.places import StoredRun
 
-        return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
+        return StoredRun(to_location(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
 
 
 def build_config(config: Config) -> ConfiguredRun:

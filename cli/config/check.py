@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
 from ...base.errors import ConfigError, did_you_mean
-from ...base.run_names import name_problem, path_problem
+from ...base.location import place_problem
+from ...base.run_names import name_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ...base.values import Fitted, Key, Problem, describe, fit, is_target, name_of, same
 from ...trainer.strategies import STRATEGIES
@@ -83,8 +84,8 @@ RUN = Signature({
 })  # fmt: skip
 TOP = Signature({
     "seed": _parameter("seed"),
-    "resume": Parameter(Literal["auto"] | Path | None, None, False),
-    "checkpoint": Parameter(Literal["best", "last", "none"] | Path | None, None, False),
+    "resume": Parameter(Literal["auto"] | str | None, None, False),
+    "checkpoint": Parameter(Literal["best", "last", "none"] | str | None, None, False),
     "vars": Parameter(dict[str, Any], NO_DEFAULT, False),
 })  # fmt: skip
 _SIGNATURES = {"trainer": TRAINER, "run": RUN}
@@ -254,10 +255,25 @@ class KeyChecker:
         for name, parameter in TOP.parameters.items():
             if name in self.values:
                 yield from fit(parameter.type, self.values[name], (name,), _left_for_later)[1]
+        yield from self._addresses()
         for name in ("callbacks", "loggers"):
             if not isinstance(self.values.get(name, {}), dict):
                 message = f"must be a mapping of names to `{TARGET}` mappings, not {describe(self.values[name])}."
                 yield Problem((name,), message)
+
+    def _addresses(self) -> Iterator[Problem]:
+        """Yield the mistakes in addresses of stores, whose packages are looked for."""
+        places: list[tuple[Key, Any, bool]]
+        places = [
+            (("resume",), self.values.get("resume"), False),
+            (("checkpoint",), self.values.get("checkpoint"), False),
+        ]
+        for key, value in entries(self.values):
+            if key[0] == "callbacks" and isinstance(value, dict):
+                places.append(((*key, "dirpath"), value.get("dirpath"), True))
+        for key, place, writes in places:
+            if isinstance(place, str) and ":/" in place and (problem := place_problem(place, writes)) is not None:
+                yield Problem(key, problem)
 
     def _trainer(self, section: Mapping[Any, Any]) -> Iterator[Problem]:
         for name, value in section.items():
@@ -285,7 +301,8 @@ class KeyChecker:
                 yield Problem(key, f"is no argument of run.{gone or _foreign(name) or _nearest(name, RUN.parameters)}")
                 continue
             mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
-            check = {"name": name_problem, "root": path_problem}.get(name)
+            checks: dict[str, Callable[[str], str | None]] = {"name": name_problem, "root": place_problem}
+            check = checks.get(name)
             if not mistakes and check is not None and (fault := check(value)) is not None:
                 mistakes = [Problem(key, fault)]
             yield from mistakes

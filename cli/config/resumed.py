@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
+from ...base.location import to_location
 from ...base.messages import let_be_seen
 from ...base.place import find_place
 from ...base.run_names import CONFIG
@@ -35,7 +36,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     if given.values["resume"] != "auto":
         return given
     where = given.values["run"]
-    run = given.directory or newest_to_resume(Path(where["root"]), where["name"])
+    run = given.directory or newest_to_resume(to_location(where["root"]), where["name"])
     # nothing to resume yet, or the run of a script: then this config is the one
     if run is None or not (run / CONFIG).is_file():
         return given
@@ -52,7 +53,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
         _tell_differences(run, given, stored)
     # told to fit, which must not pick another run: one may have ended meanwhile
     resumed = run if given.directory is None else None
-    config = stored.changed({"replicas": replicas}, run=run_section)
+    config = stored.changed({"replicas": replicas}, run=run_section, resume="auto")  # also where a file says it
     return replace(config, origins=origins, directory=given.directory, resumed=resumed)
 
 

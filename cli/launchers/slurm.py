@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError
-from ...base.run_names import require_local
+from ...base.run_names import address_problem, require_local
 from ...trainer.processes.signals import RESUME_ME
 from ...trainer.runs.record import RECORD
 from .launcher import Launcher, Machines
@@ -74,6 +74,11 @@ class SlurmLauncher(Launcher):
     def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Submit the job, or print the script; return 0. Raises WorkerError if sbatch fails."""
         values = config.values
+        if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
+            raise ConfigError(
+                "Jobs whose run.root is in a store need a folder for their scripts, and to look for their run there "
+                "when SLURM starts them again: set launcher.folder=FOLDER and resume=auto."
+            )
         runs = Path(values["run"]["root"]) / values["run"]["name"]
         folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
         number = 1 + sum(1 for _ in folder.glob("job-*.sh"))

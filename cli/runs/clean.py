@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.quantities import counted, format_bytes
+from ...base.run_names import require_local
 from ...trainer.checkpoints import storage
 from ...trainer.runs.directory import CheckpointEntry, RunDirectory, find_runs
 from ...trainer.runs.lock import RunLock, is_held
@@ -35,6 +36,7 @@ class Deletion:
 
 def run_clean(arguments: Namespace) -> None:
     """Ask for each kind what to delete, and delete it. Raises ConfigError where nobody can be asked."""
+    require_local(arguments.dir, "The folder of runs to clean")
     found = deletions(find_runs(Path(arguments.dir)), arguments.only or list(DELETABLE))
     if not any(found.values()):
         print("There is nothing to delete.")
@@ -71,12 +73,12 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
         whole = [one.step for one in run.checkpoints if one.complete]
         note = f"  can be resumed from step {whole[-1]}" if whole else ""
         return "failed", [Deletion(run, run.path, folder_size(run.path), note)]
-    return "checkpoints", [Deletion(run, one.path, one.size) for one in old_checkpoints(run)]
+    return "checkpoints", [Deletion(run, Path(one.path), one.size) for one in old_checkpoints(run)]
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
     """Return a run's checkpoints but for the newest complete one and the best; none where the best is not known."""
-    whole = [one for one in run.checkpoints if one.complete and is_own_checkpoint(one.path)]
+    whole = [one for one in run.checkpoints if one.complete and is_own_checkpoint(Path(one.path))]
     best = run.best_checkpoint
     if best is None or best not in whole:
         return []

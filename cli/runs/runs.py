@@ -19,9 +19,9 @@ PAIRS_SHOWN = 6
 
 def run_runs(arguments: Namespace) -> None:
     """Print the table. Raises ConfigError if the folder is none."""
-    root = Path(arguments.dir)
+    root = arguments.dir
     # before the first run there is no folder, which is no mistake unless it was named
-    found = find_runs(root) if root.is_dir() or arguments.dir != ROOT else []
+    found = find_runs(root) if Path(root).is_dir() or root != ROOT else []
     if arguments.state:
         found = [run for run in found if run.state == arguments.state]
     shown = found if arguments.all else found[-MOST_ROWS:]

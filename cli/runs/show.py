@@ -44,7 +44,7 @@ def heading(run: RunDirectory) -> str:
     step = f"step {run.step}" + (f" of {steps}" if isinstance(steps, int) and steps > 0 else "")
     epoch = f", epoch {run.epoch}" if run.epoch is not None else ""
     epoch += f" of {epochs}" if epoch and isinstance(epochs, int) and epochs > 0 else ""
-    rows = [["run", f"{run.name}  ({run.path})"], ["state", f"{run.state}, {step}{epoch}"]]
+    rows = [["run", f"{run.name}  ({run.location})"], ["state", f"{run.state}, {step}{epoch}"]]
     rows.append(["begun", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
     if run.best is not None:
         rows.append(["best", f"{run.best.metric} {number(run.best.value)} ({run.best.mode})"])

@@ -9,11 +9,10 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from ...base.errors import ConfigError
+from ...base.location import STORES
 
 T = TypeVar("T")
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
-"""Extras of the package by protocol."""
 TRIES, FIRST_WAIT = 6, 0.2
 """Tries of a request, and the seconds before the second one; each further wait is twice as long: 6 s in all."""
 LASTING = (
@@ -37,8 +36,8 @@ def _connection(bucket: str, process: int) -> Any:
         # no listings of before: other processes write, too
         return url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True)[0]
     except ImportError as error:
-        extra = EXTRAS.get(bucket.partition(":")[0], "")
-        advice = f" Install it: pip install 'legato[{extra}]'." if extra else ""
+        extra = STORES.get(bucket.partition(":")[0])
+        advice = f" Install it: pip install 'legato[{extra[0]}]'." if extra else ""
         raise ConfigError(f"{bucket}: {error}.{advice}") from error
     except ValueError as error:  # of a protocol that nobody knows
         raise ConfigError(f"{bucket}: {error}") from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.checkpoint_index import INDEX, CheckpointIndex
 from ...base.environment import restart_count
 from ...base.errors import CheckpointError, ConfigError, LegatoError
-from ...base.location import Address, Location, to_location
+from ...base.location import Address, Location, location_of, to_location
 from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
 from ..checkpoints import find
 from ..checkpoints.background import Writer
@@ -24,6 +24,7 @@ from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
 from ..runs.object_lock import ObjectLock
+from ..runs.remote import RemoteLock, lock_of
 from ..runs.run_file import config_of
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers, frozen_weights, training_states
@@ -66,8 +67,9 @@ class Saver:
         """Stat of the run directory at the start of the run."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the writer and the locks when the trainer is sent to another process."""
-        return {**vars(self), "writer": Writer(), "locks": {}, "_run_dir": None}
+        """Drop the writer, and locks of this machine, when the trainer is sent to another process."""
+        locks = {place: lock for place, lock in self.locks.items() if isinstance(lock, RemoteLock | ObjectLock)}
+        return {**vars(self), "writer": Writer(), "locks": locks, "_run_dir": None}
 
     # --- the right to write -----------------------------------------------------------------------------------------
     def hold(self, folder: Location, stage: str, patient: bool = False) -> None:
@@ -75,11 +77,12 @@ class Saver:
         # one lock for a folder, through whatever link it was named
         folder = folder.resolve()
         if folder not in self.locks:
-            lock = ObjectLock(folder, stage) if isinstance(folder, Address) else RunLock(folder, stage)
+            lock = lock_of(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
             if stage == "fit":  # which may have died in a save; from now on nobody else writes here
-                for checkpoints in (folder, folder / CHECKPOINTS):
+                place = folder if isinstance(folder, Address) else location_of(folder)
+                for checkpoints in (place, place / CHECKPOINTS):
                     folder_at(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
@@ -194,6 +197,9 @@ class Saver:
                 for logger in trainer.loggers:
                     logger.save()
                 self._store_config()
+            for lock in self.locks.values():
+                if isinstance(lock, RemoteLock):
+                    lock.mirror.upload()
         if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
             is_shared = type(self.format) is DirectoryFormat and share_frozen is not False
             frozen = frozen_weights(run.task, found["state_dict"], share_frozen) if is_shared else set()

@@ -8,12 +8,14 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError, did_you_mean
+from ...base.location import Address, Location, checkpoints_of, location_of, to_location
 from ...base.run_names import (
     CHECKPOINTS,
     CONFIG,
@@ -23,10 +25,10 @@ from ...base.run_names import (
     REPLAY,
     RUN_FILE,
     regular_file_size,
-    require_local,
 )
 from ...loggers.json_lines import POINTS_FILE, parse_point
-from ..checkpoints.find import best_checkpoints, checkpoint_step
+from ..checkpoints import find
+from . import remote
 from .lock import holder_of, is_held
 from .record import EPOCHS, STARTS
 from .run_file import FAILED, RUNNING, STARTING, identity_of, read, require_readable
@@ -46,7 +48,7 @@ _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which its last line is l
 class CheckpointEntry:
     """Checkpoint of a run."""
 
-    path: Path
+    path: Location
     step: int
     """-1 if its name does not tell."""
     size: int
@@ -71,6 +73,9 @@ class RunDirectory:
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
+        """The folder; of a run in a store one with copies of its files, for as long as this process lives."""
+        self.location = location_of(path)
+        """Where the run is: that folder, or an address."""
         self.name = path.name if root is None or path == root else os.path.relpath(path, root)
         """Path below the folder of the search."""
 
@@ -171,10 +176,13 @@ class RunDirectory:
     @cached_property
     def checkpoints(self) -> list[CheckpointEntry]:
         """Checkpoints, oldest step first."""
-        try:
-            found = [path for path in (self.path / CHECKPOINTS).iterdir() if path.is_dir() and path.name[0] != "."]
-        except OSError:
-            return []
+        folder = checkpoints_of(self.path)
+        found: list[Location] = []
+        if isinstance(folder, Address):
+            found += find.checkpoints_in(folder)
+        else:
+            with suppress(OSError):
+                found += [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
         return sorted(map(_checkpoint, found), key=lambda one: (one.step, one.path.name))
 
     @cached_property
@@ -228,8 +236,8 @@ class RunDirectory:
     @property
     def best_checkpoint(self) -> CheckpointEntry | None:
         """The complete checkpoint with the best value; None if there is none, or if it is not known."""
-        best = best_checkpoints(self.path / CHECKPOINTS, identity_of(self.path))
-        return _checkpoint(Path(best[0])) if best else None
+        best = find.best_checkpoints(checkpoints_of(self.path), identity_of(self.path))
+        return _checkpoint(best[0]) if best else None
 
     @cached_property
     def best(self) -> BestValue | None:
@@ -252,15 +260,14 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
-    """Return the run directories at and below a folder, oldest first. Raises ConfigError if it is no folder.
+    """Return the run directories at and below a folder or address, oldest first. Raises ConfigError if it is no folder.
 
     Links to folders are not followed, and folders that cannot be read are passed over.
     """
-    require_local(root, "The folder of runs")
-    root = Path(root)
+    where, root = root, _readable(root)
     if not root.is_dir():
         near = sorted(one.name for one in root.parent.glob("*/")) if root.parent.is_dir() else []
-        raise ConfigError(f"{str(root)!r} is no folder.{did_you_mean(root.name, near)} Name one with runs below it.")
+        raise ConfigError(f"{str(where)!r} is no folder.{did_you_mean(root.name, near)} Name one with runs below it.")
     return sorted(
         (RunDirectory(path, root) for path in _walk(str(root))), key=lambda one: (one.began, _natural(one.name))
     )
@@ -283,13 +290,12 @@ def _walk(folder: str) -> Iterator[Path]:
 
 
 def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
-    """Return a run by its path or a file within it, or by its name below `root`; of several there, the newest.
+    """Return a run by its path, address or a file within it, or by its name below `root`; of several there, the newest.
 
     Raises ConfigError, with the nearest name, if there is none.
     """
-    require_local(run, "The run")
-    word, root = os.fspath(run), Path(root)
-    for path in (Path(word), root / word):
+    word, within, root = os.fspath(run), _readable(run), _readable(root)
+    for path in (within, root / word):
         if path.is_dir():
             require_readable(path)
             base = root if root in path.parents else path
@@ -307,7 +313,13 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
     known = [one.name for one in find_runs(root)] if root.is_dir() else []
     names = [*known, *{os.path.dirname(name) for name in known}]
     hint = did_you_mean(word, names) or (f" The newest is {known[-1]!r}." if known else "")
-    raise ConfigError(f"There is no run {word!r}, neither as a path nor below {str(root)!r}.{hint}")
+    raise ConfigError(f"There is no run {word!r}, neither as a path nor below '{location_of(root)}'.{hint}")
+
+
+def _readable(place: "str | os.PathLike[str]") -> Path:
+    """Return a folder to read: of an address one with copies of its runs."""
+    where = to_location(place)
+    return remote.copy_of(where) if isinstance(where, Address) else Path(where)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -315,9 +327,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _checkpoint(path: Path) -> CheckpointEntry:
+def _checkpoint(path: Location) -> CheckpointEntry:
+    if isinstance(path, Address):
+        files = find.load_manifest(path).files.values()
+        return CheckpointEntry(path, find.checkpoint_step(path), sum(file.size for file in files), complete=True)
     sizes = {file.name: file.stat().st_size for file in os.scandir(path) if file.is_file(follow_symlinks=False)}
-    return CheckpointEntry(path, checkpoint_step(path), sum(sizes.values()), MANIFEST in sizes)
+    return CheckpointEntry(path, find.checkpoint_step(path), sum(sizes.values()), MANIFEST in sizes)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

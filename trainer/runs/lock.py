@@ -113,7 +113,7 @@ def is_held(folder: Path) -> bool:
         return True
     # a lease runs on for half a minute after a kill; on this machine its process tells at once
     alive = is_alive(holder_of(folder))
-    return age < LEASE if alive is None else alive
+    return age < holder_of(folder).get("lease", LEASE) if alive is None else alive
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:

@@ -4,15 +4,15 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...base.checkpoint_index import INDEX
 from ...base.environment import requeued_job
 from ...base.errors import CheckpointError, ConfigError
-from ...base.location import Location, to_absolute, to_location
-from ...base.run_names import CHECKPOINTS, CONFIG, VERSION, name_problem
+from ...base.location import Address, Location, checkpoints_of, local_folder, location_of, to_absolute, to_location
+from ...base.run_names import CONFIG, VERSION, name_problem
 from ..checkpoints.find import (
     Check,
     best_checkpoints,
@@ -25,7 +25,7 @@ from ..checkpoints.find import (
     verify,
 )
 from . import record as run_record
-from . import run_file
+from . import remote, run_file
 from .lock import belongs_to_training
 from .record import jobs_of
 from .run_file import identity_of, require_readable
@@ -33,26 +33,34 @@ from .run_file import identity_of, require_readable
 log = logging.getLogger("legato")
 
 
-def versions(root: Path, name: str) -> list[Path]:
-    """Return the run directories of a name, oldest first."""
+def versions(root: Location, name: str) -> list[Path]:
+    """Return the run directories of a name, oldest first; in a store, the folders that stand for them here."""
     folder = root / name
-    if not folder.is_dir():
+    if isinstance(folder, Address):
+        directories = [local_folder(folder / name) for name in remote.names_in(folder) if VERSION.fullmatch(name)]
+    elif folder.is_dir():
+        directories = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
+    else:
         return []
-    directories = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
     return sorted(directories, key=lambda path: int(path.name.removeprefix("version_")))
 
 
-def versions_to_resume(root: Path, name: str) -> list[Path]:
+def versions_to_resume(root: Location, name: str) -> list[Path]:
     """Return the run directories that resume=auto considers, oldest first.
 
     In a SLURM job that was queued again these are its own: other jobs may have begun runs of that name meanwhile.
     """
     directories, job = versions(root, name), requeued_job()
-    return [path for path in directories if job is not None and job in jobs_of(path)] or directories
+    return [path for path in directories if job is not None and job in jobs_of(remote.refresh(path))] or directories
 
 
-def create(root: Path, name: str, identity: str, stage: str) -> Path:
+def create(root: Location, name: str, identity: str, stage: str) -> Path:
     """Make the directory of a new run and return it. Raises ConfigError if it is not writable."""
+    if isinstance(root, Address):
+        number, record = _next_number(root, name), json.dumps(run_file.new_run(identity, stage)).encode()
+        while (made := remote.make(root / name / f"version_{number}", record)) is None:
+            number += 1  # another run took it a moment ago
+        return made
     directory = make_folder(root, name)
     run_file.create(directory, identity, stage)
     return directory
@@ -60,12 +68,8 @@ def create(root: Path, name: str, identity: str, stage: str) -> Path:
 
 def make_folder(root: Path, name: str) -> Path:
     """Make the next folder version_N of a name and return it. Raises ConfigError if it is not writable."""
-    fault = name_problem(name)
-    if fault is not None:
-        raise ConfigError(f"run.name {fault}")
     _require_text(root)
-    # after the newest: the gap of a run that was deleted would put a new run among the old ones
-    number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
+    number = _next_number(root, name)
     while True:
         path = root / name / f"version_{number}"
         try:
@@ -84,6 +88,14 @@ def make_folder(root: Path, name: str) -> Path:
         if not os.access(path, os.W_OK):
             raise ConfigError(f"The run directory {path} cannot be written to. Set run.root elsewhere.")
         return path
+
+
+def _next_number(root: Location, name: str) -> int:
+    fault = name_problem(name)
+    if fault is not None:
+        raise ConfigError(f"run.name {fault}")
+    # after the newest: the gap of a run that was deleted would put a new run among the old ones
+    return 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
 
 
 def _require_text(root: Path) -> None:
@@ -118,7 +130,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Location
         # a folder of a callback's own may hold checkpoints of several runs
         return load_manifest(path).run == identity and check(path) is not False and bool(verify(path))
 
-    newest = [newest_complete(directory / CHECKPOINTS, check)]
+    newest = [newest_complete(checkpoints_of(directory), check)]
     newest += [newest_complete(folder, is_own) for folder in folders if identity]
     return max((path for path in newest if path is not None), key=checkpoint_step, default=None)
 
@@ -128,37 +140,36 @@ def folder_to_read(directory: Path | None, newest: Location | None) -> Location 
 
     Of one outside of the run directory the checkpoint itself: its folder may have other runs' checkpoints.
     """
-    if newest is None or (is_same_run(directory, newest) and directory not in newest.parents):
-        return newest
-    return newest.parent
+    is_inside = newest is not None and directory is not None and location_of(directory) in newest.parents
+    return newest if newest is None or (is_same_run(directory, newest) and not is_inside) else newest.parent
 
 
 def is_same_run(directory: Path | None, checkpoint: Location | None) -> bool:
     """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
     if directory is None or checkpoint is None:
         return False
-    if isinstance(checkpoint, Path) and directory.resolve() in checkpoint.resolve().parents:
+    if location_of(directory.resolve()) in checkpoint.resolve().parents:
         return True
     identity = identity_of(directory)
     return bool(identity) and is_checkpoint_of(identity, checkpoint)
 
 
-def run_of(checkpoint: Location, root: Path, name: str) -> Path | None:
+def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
     """Return the run directory below `root` of the run that wrote a checkpoint; elsewhere only one of this name."""
     root = root.resolve()
-    parents = checkpoint.resolve().parents if isinstance(checkpoint, Path) else ()
-    above = [path for path in parents if root in path.parents]
+    folders = [folder for folder in checkpoint.resolve().parents if root in folder.parents]
+    above = [remote.refresh(local_folder(where)) if isinstance(where, Address) else where for where in folders]
     runs = filter(identity_of, (*above, *versions(root, name)[::-1]))
     return next((run for run in runs if is_same_run(run, checkpoint)), None)
 
 
-def newest_to_resume(root: Path, name: str) -> Path | None:
+def newest_to_resume(root: Location, name: str) -> Path | None:
     """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback.
 
     Only looks, for those who need the run's config first; `StoredRun.to_resume` verifies.
     """
-    candidates = reversed(versions_to_resume(root, name))
-    return next((path for path in candidates if checkpoints_in(path / CHECKPOINTS) or _saves_elsewhere(path)), None)
+    candidates = map(remote.refresh, reversed(versions_to_resume(root, name)))
+    return next((path for path in candidates if checkpoints_in(checkpoints_of(path)) or _saves_elsewhere(path)), None)
 
 
 def _saves_elsewhere(directory: Path) -> bool:
@@ -180,7 +191,7 @@ class StoredRun:
     Resolved by the process that decides for all: rank 0, or the one that starts the workers.
     """
 
-    root: Path
+    root: Location
     name: str
     directory: Path | None
     word: str
@@ -189,10 +200,11 @@ class StoredRun:
     """Whether `directory` was found by the name; then it must still be the newest run of that name."""
 
     # --- to resume it -----------------------------------------------------------------------------------------------
-    def directories(self) -> list[Path]:
+    def directories(self) -> Iterator[Path]:
         """Return the run directories from which it may go on, newest first."""
         by_name = self.by_name or self.directory is None
-        return versions_to_resume(self.root, self.name)[::-1] if by_name else [Path(str(self.directory))]
+        runs = versions_to_resume(self.root, self.name)[::-1] if by_name else [Path(str(self.directory))]
+        return map(remote.refresh, runs)
 
     def to_resume(
         self, hold: Callable[[Path], None], release: Callable[[Path], None], check: Check, folders: Sequence[Location]
@@ -206,7 +218,10 @@ class StoredRun:
         for candidate in self.directories():
             require_readable(candidate)
             elsewhere = bool(folders) and bool(identity_of(candidate))
-            if any((candidate / CHECKPOINTS).glob("*")) or belongs_to_training(candidate) or elsewhere:
+            saved = checkpoints_of(candidate)
+            # of one in a store its lock tells whether it is about to save
+            begun = isinstance(saved, Address) or any(saved.glob("*")) or belongs_to_training(candidate)
+            if begun or elsewhere:
                 # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one
                 hold(candidate)
                 checkpoint = newest_in(candidate, check, folders)
@@ -243,8 +258,8 @@ class StoredRun:
         return checkpoint
 
     @property
-    def _place(self) -> Path:
-        return self.directory if self.directory is not None else self.root / self.name
+    def _place(self) -> Location:
+        return location_of(self.directory) if self.directory is not None else self.root / self.name
 
     def _newest(self, folders: Sequence[Location]) -> Location | None:
         """Return the newest complete checkpoint of the first of the folders that has one, or of the run directory."""
@@ -253,7 +268,7 @@ class StoredRun:
             if (newest := newest_complete(folder)) is not None:
                 return newest
         runs = versions(self.root, self.name)[::-1] if self.directory is None else [self.directory]
-        return next((newest for run in runs if (newest := newest_in(run)) is not None), None)
+        return next((newest for run in map(remote.refresh, runs) if (newest := newest_in(run)) is not None), None)
 
     def _best(self, newest: Location) -> tuple[str, Location]:
         """Return the best complete checkpoint beside the newest one, which was verified; else the newest."""

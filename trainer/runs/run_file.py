@@ -60,8 +60,12 @@ class RunFile:
 def create(directory: Path, identity: str, stage: str) -> None:
     """Make a folder the directory of a run. Raises OSError where it cannot be written to."""
     if identity_of(directory) != identity:
-        values = {"stage": stage, "state": STARTING, "created": time.time()}
-        _write(directory, {"legato": __version__, "id": identity, **values})
+        _write(directory, new_run(identity, stage))
+
+
+def new_run(identity: str, stage: str) -> dict[str, Any]:
+    """Return the first contents of the file."""
+    return {"legato": __version__, "id": identity, "stage": stage, "state": STARTING, "created": time.time()}
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, problems
 from ...base.errors import ConfigError, TaskError, describe_kind, did_you_mean
+from ...base.location import place_problem, to_absolute
 from ...base.messages import let_be_seen
 from ...base.quantities import parse_duration
-from ...base.run_names import name_problem, require_local
+from ...base.run_names import name_problem
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
 from ..hooks import STEP_NAMES, TASK_HOOKS, check_nones, count_arguments, overrides
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 def check_arguments(trainer: "Trainer") -> None:
     """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
     let_be_seen()
-    require_local(trainer.default_root_dir, "trainer.default_root_dir")  # before its type: a path has lost a slash
+    if isinstance(trainer.default_root_dir, str | os.PathLike):  # before its type: a path has lost a slash
+        root = to_absolute(trainer.default_root_dir)  # wherever the process goes later
+        if (fault := place_problem(str(root))) is not None:
+            raise ConfigError(f"trainer.default_root_dir {fault}")
+        trainer.default_root_dir = str(root) if isinstance(trainer.default_root_dir, str) else root
     given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
     mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
-    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
         try:
             parse_duration(trainer.val_check_interval)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
-from ...base.location import Location, to_location
+from ...base.location import Address, Location, local_folder, location_of, to_location
 from ...base.run_names import EVALUATIONS
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
@@ -47,6 +47,8 @@ class Start:
     """Id of the run."""
     config_from: Path | None = None
     """The run whose config was taken for `resume=auto`."""
+    location: Location | None = None
+    """Where the run directory lies: itself, or in a store."""
     token: str = field(default_factory=new_identity)
     """A word that no other run has."""
 
@@ -79,11 +81,14 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
                 log.warning("The checkpoint %s is passed over, it is not whole. %s", start.source.name, error)
     # after the checkpoint is read: where it cannot be, no directory is left behind
     start = ranks.from_first(partial(with_directory, trainer, request, start))
+    if start.directory is not None and isinstance(start.location, Address):
+        start.directory = local_folder(start.location)  # of this node
+        start.directory.mkdir(parents=True, exist_ok=True)
     trainer.run_dir, call.watchdog.token = start.directory, start.token
     if request.stage == "fit":
         trainer.saver.run_id = start.identity  # unless the checkpoint to resume from has one
     if trainer.is_global_zero:
-        log.debug("Run directory %s", start.directory)
+        log.debug("Run directory %s", start.location)
         if start.source is not None:
             log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", start.source)
     return start, saved
@@ -107,7 +112,7 @@ def find_source(trainer: "Trainer", request: Request, damaged: Collection[Locati
     if wanted is None:
         return Start()
     if is_fit and wanted == "auto":
-        wanted = StoredRun(Path(trainer.default_root_dir), trainer.run_name, None, "auto")
+        wanted = StoredRun(to_location(trainer.default_root_dir), trainer.run_name, None, "auto")
     if not isinstance(wanted, StoredRun):
         path = named_checkpoint(trainer, wanted, is_fit)
         source = path if is_file(path) else find.resolve(path, check)
@@ -130,13 +135,14 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
         if stage != "fit" and source is not None:
             directory = evaluation_directory(trainer, stage, source)
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
-        identity, root = start.identity or new_identity(), Path(trainer.default_root_dir)
+        identity, root = start.identity or new_identity(), to_location(trainer.default_root_dir)
         directory = directory or places.create(root, trainer.run_name, identity, stage)
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, stage)
     elif directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     start.directory, start.same_run = directory, places.is_same_run(directory, source)
+    start.location = None if directory is None else location_of(directory)
     # a fit that counts on from the one before (`Trainer.new_state`) is the same run
     before = trainer.saver.run_id if trainer.global_step else ""
     start.identity = before or identity_of(directory) or new_identity()
@@ -148,9 +154,9 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Location) -> Pa
 
     None where that run is not below `default_root_dir`, and where its directory is not writable.
     """
-    run = places.run_of(source, Path(trainer.default_root_dir), trainer.run_name)
+    run = places.run_of(source, to_location(trainer.default_root_dir), trainer.run_name)
     try:
-        return None if run is None else places.create(run / EVALUATIONS, stage, new_identity(), stage)
+        return None if run is None else places.create(location_of(run) / EVALUATIONS, stage, new_identity(), stage)
     except ConfigError as error:
         log.info("This evaluation has a directory of its own. %s", error)
         return None

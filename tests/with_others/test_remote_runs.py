@@ -1,0 +1,139 @@
+"""Runs whose run.root is an address, on a server that speaks S3: killed, and gone on with to the same bits."""
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from forked import Forked, completed, run_module
+from moto.server import ThreadedMotoServer
+from safetensors import safe_open
+from waiting import wait_until
+
+KEYS = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
+TASK = """\
+import os
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+
+
+class Model(lg.Task):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 7 and os.path.exists("stand"):
+            open("stands", "w").close()
+            time.sleep(600)
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self):
+        data = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(data[:, :4], data[:, 4:]), batch_size=4, shuffle=True)
+"""
+CONFIG = """\
+task: {_target_: model.Model}
+trainer: {max_steps: 12, accelerator: cpu, replicas: 2, reproducible: bitwise, log_every_n_steps: 1}
+callbacks:
+  checkpoint: {_target_: legato.callbacks.Checkpoint, every_n_train_steps: 3, save_top_k: -1}
+run: {name: digits}
+resume: auto
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    """A server on a free port of this machine; the variables by which programs talk to it."""
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def root(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of runs in a bucket of its own; the current folder has a task and a config."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "model.py").write_text(TASK)
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    bucket = f"runs-{uuid.uuid4().hex}"
+    store().mkdir(bucket)
+    return f"s3://{bucket}/runs"
+
+
+def store() -> Any:
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+
+
+def environment(cache: str) -> dict[str, str]:
+    """The variables of a machine with a cache of its own."""
+    return {**os.environ, "XDG_CACHE_HOME": str(Path(cache).absolute())}
+
+
+def fit(root: str, cache: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return completed(run_module, "legato", "fit", "base.yaml", f"run.root={root}", *words, env=environment(cache))
+
+
+def begin(root: str, *words: str) -> Forked:
+    """Start a run on a machine, and wait until it stands in its eighth step."""
+    Path("stand").touch()
+    run = Forked(
+        run_module, "legato", "fit", "base.yaml", f"run.root={root}", *words, env=environment("first"), cwd=Path()
+    )
+    if not wait_until(Path("stands").exists, 60):
+        run.kill()
+        raise AssertionError(run.communicate(10))
+    Path("stand").unlink()
+    return run
+
+
+def weights(path: str) -> dict[str, bytes]:
+    with fsspec.open(f"{path}/model.safetensors", "rb") as file:
+        Path("weights").write_bytes(file.read())
+    with safe_open("weights", "numpy") as tensors:
+        return {name: tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int, after: int) -> None:
+    undisturbed = fit("runs", "none", "trainer.devices=1")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    run = begin(root, f"trainer.devices={before}")
+    try:
+        second = fit(root, "second", "trainer.devices=1")
+        assert second.returncode == 2, second.stderr
+        assert f"{root}/digits/version_0 is being written to by process" in second.stderr
+    finally:
+        run.kill()
+    resumed = fit(root, "second", f"trainer.devices={after}")
+    assert resumed.returncode == 0, resumed.stderr
+    saved = "digits/version_0/checkpoints/step-00000012"
+    assert f"Going on from {root}/digits/version_0/checkpoints/step-00000006" in resumed.stdout + resumed.stderr
+    assert weights(f"{root}/{saved}") == weights(str(Path("runs", saved).absolute()))
+    lines = store().cat_file(f"{root}/digits/version_0/metrics.jsonl").decode().splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f'{{"step": {step}' for step in range(1, 13)]
+    shown = completed(run_module, "legato", "show", f"{root}/digits", env=environment("third"))
+    assert shown.returncode == 0, shown.stderr
+    assert f"version_0  ({root}/digits/version_0)" in shown.stdout
+    assert "done, step 12" in shown.stdout
+    assert not store().exists(f"{root}/digits/version_0/.lock")

@@ -1,0 +1,278 @@
+"""Run directories in an object store: a run writes to a folder of this machine, which is mirrored there.
+
+    s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
+
+So loggers write files as they always do, and no other module knows of stores: `location_of` (base/location.py) tells of
+such a folder where it belongs. Checkpoints are not copied; they are read and written there (ObjectFolder).
+"""
+
+import atexit
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ...base.environment import cache_folder
+from ...base.errors import ConfigError
+from ...base.location import Address, Location, local_folder, location_of
+from ...base.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, RUN_FILE
+from ...loggers.json_lines import POINTS_FILE
+from ..checkpoints.stores import connect, retried
+from .lock import HOLDER, LOCK, RunLock, is_held
+from .object_lock import ObjectLock
+from .record import EPOCHS, GIVEN_CONFIG, RECORD, STARTS
+
+log = logging.getLogger("legato")
+
+EVERY = 60.0
+"""Seconds between two uploads of what has changed."""
+AT_ONCE = 8
+"""Files that are downloaded at a time."""
+READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
+"""Names of the files that a reader of runs looks at, besides the folder `starts`."""
+
+
+class RemoteLock(RunLock):
+    """Right to write to a run directory in a store; while a run holds it, what it writes is mirrored there.
+
+    Two locks: that of the folder here knows at once whether its holder lives, the object is for other machines.
+    """
+
+    def __init__(self, folder: Path, stage: str) -> None:
+        super().__init__(folder, stage)
+        self.object, self.mirror = ObjectLock(str(location_of(folder)), stage), Mirror(folder)
+        self._released: threading.Event | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: a worker checks the lock and uploads, and cannot release it."""
+        return {name: value for name, value in vars(self).items() if name != "_lease"} | {"_released": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state in a worker."""
+        super().__init__(state["folder"], state["stage"])
+        vars(self).update(state)
+
+    def take(self, patient: bool = False) -> None:
+        """Take both locks, download what the run has written elsewhere, and begin to mirror what it writes here."""
+        super().take(patient)
+        try:
+            self.object.take(patient)
+            self.mirror.download()
+        except BaseException:
+            self.object.release()
+            super().release()
+            raise
+        self._released = threading.Event()
+        threading.Thread(target=self._mirror, args=(self._released,), name="legato-mirror", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise CheckpointError if another run has taken one of the locks meanwhile."""
+        super().check()
+        self.object.check()
+
+    def release(self) -> None:
+        """Upload what is left, and release both locks."""
+        if self._released is not None:
+            self._released.set()
+            self._released = None
+            self.mirror.upload()
+            self.mirror.tell_end()
+        self.object.release()
+        super().release()
+
+    def _mirror(self, released: threading.Event) -> None:
+        while not released.wait(EVERY):
+            self.mirror.upload()
+
+
+class Mirror:
+    """Keeps the files of a run directory here and in its store alike."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, location_of(folder)
+        self._problem = ""
+        """What the last upload failed with."""
+        self._same: dict[str, tuple[int, int]] = {}
+        """Size and time of the files that the store has as they are here."""
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the lock, which is for the threads of this process."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state in a worker."""
+        vars(self).update(state, _lock=threading.Lock())
+
+    def upload(self) -> None:
+        """Upload the files that have changed. A failure ends nothing: it is told once, and tried again."""
+        with self._lock:
+            try:
+                for name in _names_below(self.folder):
+                    stamp, place = _stamp(self.folder / name), f"{self.address}/{name}"
+                    if self._same.get(name) != stamp:
+                        retried(place, connect(place).pipe_file, place, (self.folder / name).read_bytes())
+                        self._same[name] = stamp
+            except OSError as error:
+                if not self._problem:
+                    log.warning(
+                        "The files of the run cannot be uploaded: %s. The run goes on; they are in %s.",
+                        error, self.folder,
+                    )  # fmt: skip
+                self._problem = str(error)
+            else:
+                self._problem = ""
+
+    def tell_end(self) -> None:
+        """Say at the end of a run where its files are, if the last upload has failed."""
+        if self._problem:
+            log.warning(
+                "Files of the run are not in %s: %s. All are in %s; copy them there.",
+                self.address, self._problem, self.folder,
+            )  # fmt: skip
+
+    def download(self) -> None:
+        """Download the files that are not here, or are otherwise. Raises ConfigError.
+
+        One that begins with what the store has is kept: it has the last minute of a run that was killed here.
+        """
+
+        def fetch(name: str) -> None:
+            data, path = _read(f"{self.address}/{name}"), self.folder / name
+            before = path.read_bytes() if path.is_file() else None
+            if before is None or not before.startswith(data):
+                _write(path, data)
+            if before is None or len(before) <= len(data):
+                self._same[name] = _stamp(path)
+
+        names = objects_below(Address(self.address))
+        _for_each(fetch, filter(_is_mirrored, names), self.address)
+
+
+def lock_of(folder: Location, stage: str) -> "RunLock | ObjectLock":
+    """Return the lock of a folder that a run writes to: a run directory, or a folder of checkpoints."""
+    if isinstance(folder, Address):
+        return ObjectLock(folder, stage)
+    return RunLock(folder, stage) if isinstance(location_of(folder), Path) else RemoteLock(folder, stage)
+
+
+# --- the run directories of a store -----------------------------------------------------------------------------------
+def names_in(folder: Address) -> list[str]:
+    """Return the names in a folder of a store; none where it is not there. Raises ConfigError."""
+    try:
+        entries = retried(folder, connect(folder).ls, folder, detail=False)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error}.") from error
+    return sorted({entry.rstrip("/").rpartition("/")[2] for entry in entries})
+
+
+def make(run: Address, record: bytes) -> Path | None:
+    """Make a run directory in a store by its `run.json`, and the folder for it here; None if somebody has made it."""
+    folder, place = local_folder(run), f"{run}/{RUN_FILE}"
+    if names_in(run) or is_held(folder):
+        return None
+    try:
+        retried(run, connect(run).pipe_file, place, record, mode="create")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run of this name that was deleted in the store
+        _write(folder / RUN_FILE, record)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"The run directory {run} cannot be made: {error}. Set run.root elsewhere.") from error
+    return folder
+
+
+def upload(folder: Path) -> None:
+    """Upload what was written to a run directory after its run has ended; of a local one nothing."""
+    if isinstance(location_of(folder), Address):
+        mirror = Mirror(folder)
+        mirror.upload()
+        mirror.tell_end()
+
+
+def refresh(folder: Path) -> Path:
+    """Return a run directory; of a store the files are downloaded, unless a run on this machine is writing them."""
+    if isinstance(location_of(folder), Address) and not is_held(folder):
+        Mirror(folder).download()
+    return folder
+
+
+def copy_of(root: Address) -> Path:
+    """Return a folder with what readers look at of all runs at and below an address; it is deleted at the exit."""
+    area = f"read-{os.getpid()}"  # not where a run on this machine may be writing
+    folder = local_folder(root, area)
+    atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)
+
+    def fetch(name: str) -> None:
+        place, path = f"{root}/{name}", folder / name
+        data = _read(place)
+        _write(path, data)
+        if path.name == LOCK:
+            _write(path.with_name(HOLDER), data)
+            with suppress(NotImplementedError):  # then the run counts as being at work
+                written = connect(root).modified(place).timestamp()
+                os.utime(path, (written, written))
+
+    names = [name for name in objects_below(root) if PurePosixPath(name).name in READ or f"/{STARTS}/" in f"/{name}"]
+    _for_each(fetch, names, root)
+    return folder
+
+
+def objects_below(address: Address) -> list[str]:
+    """Return the names of all objects below an address, without it. Raises ConfigError."""
+    try:
+        paths = retried(address, connect(address).find, address)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{address} cannot be read: {error}.") from error
+    above = address.partition("://")[2] + "/"
+    names = (path.lstrip("/").removeprefix(above) for path in paths)
+    return [name for name in names if ".." not in name.split("/")]  # a store takes any name
+
+
+def _names_below(folder: Path) -> Iterator[str]:
+    for here, folders, files in os.walk(folder):
+        above = Path(here).relative_to(folder)
+        names = ((above / file).as_posix() for file in sorted(files))
+        yield from filter(_is_mirrored, names)
+        if above == Path():
+            folders[:] = [name for name in folders if _is_mirrored(name)]
+
+
+def _is_mirrored(name: str) -> bool:
+    """Return whether a file of a run directory is mirrored: no temporary one, nor one that has another way there."""
+    first, last = name.partition("/")[0], name.rpartition("/")[2]
+    return first not in (CHECKPOINTS, EVALUATIONS) and not last.startswith(".") and not last.endswith(".partial")
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(place: str) -> bytes:
+    data: bytes = retried(place, connect(place).cat_file, place)
+    return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # processes of a job download at the same time
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def _for_each(action: Callable[[str], None], names: Iterable[str], address: Location) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        try:
+            list(threads.map(action, names))
+        except OSError as error:
+            raise ConfigError(f"{address} cannot be read: {error}.") from error
