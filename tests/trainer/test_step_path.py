@@ -176,7 +176,7 @@ def test_a_bare_step_under_ddp_calls_python_few_times(trainer, tmp_path):
     calls = sum(round(task.per_step(count)) for count in task.ours.values())  # not those once a second
     shown = "\n".join(f"{task.per_step(count):6.2f} {name}" for name, count in task.ours.most_common())
     assert 30 < calls <= 48, f"{calls} calls of our functions a step:\n{shown}"
-    assert task.per_step(ranges) == 1  # that of DDP's forward
+    assert not ranges  # of torch's profiler
 
 
 @pytest.mark.slow

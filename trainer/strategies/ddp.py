@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...base.errors import ConfigError, TaskError, first_names
 from ...base.place import Place
 from ...base.tensors import plain_tensors
-from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
+from ...base.torch_private import forward_of_ddp, multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..processes.ranks import Phase
@@ -133,7 +134,8 @@ class DDPStrategy(GroupStrategy):
         # a task's own `backward` may call backward twice, of which DDP reduces the first
         if not self.own_backward:
             self.ddp = self._wrap(task)
-            self.ddp_forward = self.ddp.forward
+            is_plain = type(self.ddp) is DistributedDataParallel
+            self.ddp_forward = partial(forward_of_ddp, self.ddp) if is_plain else self.ddp.forward
             self.require_reduced = reduction_check(self.ddp)
 
     def _drop_ddp(self) -> None:
