@@ -38,7 +38,6 @@ from ..tasks.task import Task
 from ..trainer.checkpoints import find, manifest
 from ..trainer.hooks import overrides
 from ..trainer.processes.rendezvous import leave_process_group
-from ..trainer.runs.remote import names_in
 from .config.build import build_config
 from .config.resumed import load_to_fit
 from .recorder import Record, Recorder, layout_of, read_records
@@ -169,7 +168,7 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
     """
     root, place = to_absolute(original.trainer.default_root_dir), find_place(original.trainer.cluster)
     if isinstance(root, Address):
-        names_in(root)  # which names what is wrong with it
+        find.checkpoints_in(root / original.trainer.run_name)  # which names what is wrong with it
         root = Path(gettempdir())
     if place is not None and place.rank > 0:
         yield root
