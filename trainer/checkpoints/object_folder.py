@@ -108,7 +108,10 @@ class ObjectFolder:
         for file in files:
             if not (folder / file).exists():
                 partial, place = folder / f"{file}.partial", self.location / name / content.path(file)
-                _reading(place, self._ask, "get_file", place, str(partial))
+                try:
+                    _reading(place, self._ask, "get_file", place, str(partial))
+                except FileNotFoundError:
+                    raise CheckpointError(f"{place} is missing: the checkpoint was removed or replaced.") from None
                 if file in content.files and file_sum(partial) != content.files[file]:
                     raise CheckpointError(f"{place} is damaged: its SHA-256 is not the one that was written.")
                 partial.rename(folder / file)
