@@ -1,7 +1,9 @@
 """Runs whose run.root is an address, on a server that speaks S3: killed, and gone on with to the same bits."""
 
 import os
+import random
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,3 +139,30 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     assert f"version_0  ({root}/digits/version_0)" in shown.stdout
     assert "done, step 12" in shown.stdout
     assert not store().exists(f"{root}/digits/version_0/.lock")
+
+
+def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
+    """The command of docs/how-to/batch-systems.md, at each start, on machines that go away without a warning."""
+    words = ["trainer.max_steps=60", "callbacks.checkpoint.every_n_train_steps=5"]
+    undisturbed = fit("runs", "none", "trainer.devices=1", *words)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    moments, said = random.Random(29), []
+    for start in range(3):
+        run = Forked(
+            *(run_module, "legato", "fit", "base.yaml", f"run.root={root}", f"trainer.devices={1 + start % 2}", *words),
+            env=environment(f"machine-{start}"),
+            cwd=Path(),
+        )
+        before = len(store().find(root))
+        wait_until(lambda before=before: len(store().find(root)) > before + 8, 30)  # it has begun, and may have saved
+        time.sleep(moments.uniform(0.0, 2.0))
+        run.kill()
+        said += run.communicate(10)
+    last = fit(root, "last", "trainer.devices=1", *words)
+    assert last.returncode == 0, last.stderr
+    assert "".join([*said, last.stdout, last.stderr]).count("Going on from") > 1
+    saved = "checkpoints/step-00000060"
+    (done,) = (path for path in store().glob(f"{root}/digits/version_*") if store().exists(f"{path}/{saved}"))
+    assert weights(f"s3://{done}/{saved}") == weights(str(Path("runs/digits/version_0", saved).absolute()))
+    lines = store().cat_file(f"{done}/metrics.jsonl").decode().splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f'{{"step": {step}' for step in range(1, 61)]
