@@ -43,8 +43,9 @@ class Closure:
 
     def _find_versions(self) -> list[tuple[int, bool]]:
         """Return what shows that an optimizer, such as SAM, has moved weights or cleared gradients before it asks."""
-        needed, parameters = self.trainer.current_run.optimization.needs_closure, optimizer_parameters(self.optimizer)
-        return [(version_of(parameter), parameter.grad is None) for parameter in parameters if needed]
+        if not self.trainer.current_run.optimization.needs_closure:
+            return []
+        return [(version_of(parameter), parameter.grad is None) for parameter in optimizer_parameters(self.optimizer)]
 
     @torch.enable_grad()  # not every optimizer does that
     def _run_again(self) -> None:
