@@ -156,7 +156,8 @@ def load_stored(value: Any) -> Any:
 def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace tensors by empty shards of them, to be sent; numbers, also as tensors without dimensions, stay."""
     return {
-        name: (_part(value.new_empty((0,) * value.ndim, device="cpu"), value) if value.ndim else value.detach().cpu())
+        # plain also for a DTensor, with which its mesh would be sent
+        name: (_part(torch.empty((0,) * value.ndim, dtype=value.dtype), value) if value.ndim else value.detach().cpu())
         if isinstance(value, Tensor)
         else value
         for name, value in values.items()
