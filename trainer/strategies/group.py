@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...base.errors import ConfigError, TaskError
 from ...base.place import Place, find_group
 from ...base.torch_private import copy_to_each
-from ..accelerators import backend_for, make_current
+from ..accelerators import backend_for
 from ..optimization.precision import Precision
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
 from ..processes.rendezvous import join_process_group
@@ -55,8 +55,7 @@ class GroupStrategy(Strategy):
                 f"{[index % len(devices) for index in range(place.local_world_size)]}."
             )
         # there may be more processes than entries for the CPU only, whose entries are all the same device
-        self.device = devices[place.local_rank % len(devices)]
-        make_current(self.device)
+        self._take_device(devices[place.local_rank % len(devices)])
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
         if place.world_size > 1:

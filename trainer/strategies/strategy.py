@@ -56,6 +56,8 @@ class Strategy:
     """Whether the config says that batches may leave parameters out (find_unused_parameters=true)."""
     takes_one_loss = False
     """Whether a batch has one loss, also for several optimizers, whose parameters cannot be told apart."""
+    queues_work = False
+    """Whether the device does its work behind the program, on streams."""
     gradients_in_parts = False
     """Whether ranks have different gradients after `end_step`, each its part."""
 
@@ -115,11 +117,6 @@ class Strategy:
         self.engine: Callable[..., Any] | None = None
         """The function behind torch.autograd.backward, where this torch has it as expected."""
 
-    @property
-    def queues_work(self) -> bool:
-        """Whether the device does its work behind the program, on streams."""
-        return has_streams(self.device)
-
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return how many processes this machine runs for these devices, before any is started."""
@@ -140,9 +137,14 @@ class Strategy:
                 f"or set trainer.cluster=off so that each process runs by itself."
             )
         refuse_twice(devices)
-        self.place, self.devices, self.device = place, list(devices), devices[0]
-        make_current(self.device)
+        self.place, self.devices = place, list(devices)
+        self._take_device(devices[0])
         self.precision = Precision(precision, self.device.type)
+
+    def _take_device(self, device: torch.device) -> None:
+        """Make a device that of this process."""
+        self.device, self.queues_work = device, has_streams(device)
+        make_current(device)
 
     def build_model(self, task: "Task") -> None:
         """Let the task build the modules that it has left for now, before it is placed."""
