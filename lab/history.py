@@ -14,7 +14,7 @@ from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
 from ..trainer.checkpoints.manifest import STATE_FILE, parse_json
 from ..trainer.checkpoints.storage import folder_at
-from ..trainer.resume.fingerprint import CONTENT
+from ..trainer.resume.fingerprint import CONTENT, is_elsewhere
 from ..trainer.runs.record import epochs_begun, read_starts
 from ..trainer.runs.run_file import identity_of
 from ..trainer.state import State
@@ -64,8 +64,9 @@ class RunHistory:
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
                         kept["fingerprint"] = kept["fingerprint"] or {}
-                        threads, content = map(kept["fingerprint"].get, ("numerics.threads", CONTENT))
-                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads, content or {})
+                        threads, data = map(kept["fingerprint"].get, ("numerics.threads", CONTENT))
+                        data = {} if data is None or is_elsewhere(kept["fingerprint"]) else data
+                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads, data)
                         # the run's own folder comes first, and wins over a copy elsewhere
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:

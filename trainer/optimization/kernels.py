@@ -33,13 +33,9 @@ def numerics(
 
     Seen to change bits: the number of threads, the instruction set, `fused` instead of `foreach` optimizers.
     """
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
     return {
-        "torch": str(torch.__version__),
+        **machine(),
         "device": name_of(device),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_features": " ".join(features),
         **read_switches(),
         "compiled": compiled,
         "precision": precision,
@@ -47,6 +43,17 @@ def numerics(
             [class_of(optimizer), *({flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups)]
             for optimizer in optimizers
         ],
+    }
+
+
+def machine() -> dict[str, str]:
+    """Return the numerics with which a dataset, too, may make the last bits of its samples otherwise."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
+    return {
+        "torch": str(torch.__version__),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_features": " ".join(features),
     }
 
 

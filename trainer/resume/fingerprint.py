@@ -235,6 +235,11 @@ def compare(saved: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Colle
     return found
 
 
+def is_elsewhere(saved: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's run went on a machine where the same samples may have other last bits."""
+    return any(saved.get(f"numerics.{name}") != value for name, value in kernels.machine().items())
+
+
 def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
     """Return whether a name is of a parameter group's setting that a new schedule decides."""
     section, index, *_, setting = name.split(".")

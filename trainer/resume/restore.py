@@ -219,9 +219,10 @@ def find_changes(
     changes = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
     if trainer.is_global_zero and fingerprint.CONTENT in before:
         names = run.training_data.changed_content(before[fingerprint.CONTENT])
-        changes.samples += [
+        # on another machine the same samples may differ in their last bits, which is no reason to refuse them
+        (changes.changed if fingerprint.is_elsewhere(before) else changes.samples).extend(
             SettingChange(fingerprint.SAMPLES + (name and f" of {name}"), "these", "others") for name in names
-        ]
+        )
     order = ("another order", "matched by name")
     changes.changed += [SettingChange(f"optimizers.{index}.params", *order) for index in reordered]
     # ranks may see different things (threads, a length that a share of the data has), but must decide alike
