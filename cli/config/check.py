@@ -11,14 +11,14 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
 from ...base.errors import ConfigError, did_you_mean
 from ...base.location import place_problem
 from ...base.run_names import name_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
-from ...base.values import Fitted, Key, Problem, describe, fit, is_target, name_of, same
+from ...base.values import Fitted, Key, Problem, Rule, describe, fit, is_target, name_of, same
 from ...trainer.strategies import STRATEGIES
 from .classes import NO_DEFAULT, Parameter, Signature, argument_names, load, signature_of
 from .read import (
@@ -82,10 +82,12 @@ RUN = Signature({
     "root": _parameter("default_root_dir", str),
     "save_code": _parameter("save_code"),
 })  # fmt: skip
+Place = Annotated[str, Rule("a path", bool)]
+"""A path, or the address of a store, which stays text: a Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
-    "resume": Parameter(Literal["auto"] | str | None, None, False),
-    "checkpoint": Parameter(Literal["best", "last", "none"] | str | None, None, False),
+    "resume": Parameter(Literal["auto"] | Place | None, None, False),
+    "checkpoint": Parameter(Literal["best", "last", "none"] | Place | None, None, False),
     "vars": Parameter(dict[str, Any], NO_DEFAULT, False),
 })  # fmt: skip
 _SIGNATURES = {"trainer": TRAINER, "run": RUN}

@@ -159,7 +159,15 @@ def test_retention_keeps_the_base_and_a_run_that_is_removed_takes_it_along(tmp_p
     shutil.copytree(trainer.run_dir, tmp_path / "copy")
     shutil.copytree(path, tmp_path / "alone")
     for word, name in ((trainer.run_dir, "whole/"), (path, "whole.safetensors")):
-        run_export(Namespace(checkpoint=str(word), out=str(tmp_path / name) + "/" * name.endswith("/"), config=[]))
+        run_export(
+            Namespace(
+                checkpoint=str(word),
+                out=str(tmp_path / name) + "/" * name.endswith("/"),
+                config=[],
+                format=None,
+                shard_size=None,
+            )
+        )
     remove_run(trainer.run_dir)
     assert not folder.exists()
     with pytest.raises(CheckpointError, match=f"its base base/{base.name} is not beside it"):
