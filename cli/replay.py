@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..base.errors import ConfigError, DataError
+from ..base.location import location_of
 from ..base.messages import STDERR, STDOUT
 from ..base.run_names import require_local
 from ..callbacks.callback import Callback
@@ -68,7 +69,7 @@ def checkpoint_path(word: str, step: int) -> Path:
 def described(history: ConfigHistory, replayed: Replayed, replica: int | None) -> Iterator[str]:
     """Yield the lines that tell what the steps came to, and which samples they had."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
-    yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {history.directory}, from {origin}"
+    yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {location_of(history.directory)}, from {origin}"
     lookup = SampleLookup(history, history.unstarted)
     for record in replayed.steps():
         rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(record["learning_rates"]))

@@ -74,8 +74,9 @@ def run_predict(options: Namespace) -> None:
         from .predictions import write_predictions
 
         folder = run.trainer.run_dir or Path(run.trainer.default_root_dir) / run.trainer.run_name
-        print(f"Predictions  {write_predictions(predictions, folder)}", file=STDOUT, flush=True)
+        file = write_predictions(predictions, folder)
         upload(folder)
+        print(f"Predictions  {location_of(file)}", file=STDOUT, flush=True)
 
 
 def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:

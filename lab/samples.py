@@ -9,6 +9,7 @@ from pprint import pformat
 from typing import Any
 
 from ..base.errors import ConfigError, DataError
+from ..base.location import location_of
 from ..base.quantities import counted
 from ..callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from ..trainer.data.combined import combined
@@ -147,7 +148,8 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
     """Yield the lines that tell which samples a step had."""
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
-    yield f"Step {place.step:,} of {directory}: epoch {place.epoch:,}, its step {place.number + 1:,}{of}{samples}"
+    run, number = location_of(directory), place.number + 1
+    yield f"Step {place.step:,} of {run}: epoch {place.epoch:,}, its step {number:,}{of}{samples}"
     # batches of a stream are dealt out in turn, so that replica and round give the number in it
     replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):

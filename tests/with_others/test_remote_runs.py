@@ -41,12 +41,21 @@ class Model(lg.Task):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
     def train_dataloader(self):
         data = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
         return DataLoader(TensorDataset(data[:, :4], data[:, 4:]), batch_size=4, shuffle=True)
+
+    def predict_dataloader(self):
+        return self.train_dataloader()
 """
 CONFIG = """\
 task: {_target_: model.Model}
@@ -139,6 +148,26 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     assert f"version_0  ({root}/digits/version_0)" in shown.stdout
     assert "done, step 12" in shown.stdout
     assert not store().exists(f"{root}/digits/version_0/.lock")
+
+
+def test_a_run_is_evaluated_and_replayed_elsewhere(root: str) -> None:
+    trained = fit(root, "first")
+    assert trained.returncode == 0, trained.stderr
+    run = f"{root}/digits/version_0"
+
+    def command(*words: str) -> str:
+        done = completed(run_module, "legato", *words, env=environment("second"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    predictions = command("predict", "base.yaml", f"run.root={root}", "resume=null").split()[-1]
+    assert predictions.startswith(f"{run}/evaluations/predict/version_0/")
+    assert store().exists(predictions)
+    assert f"Step 5 of {run}: epoch 0" in command("samples", run, "step=5")
+    replayed = command("replay", run, "step=5")
+    assert f"Replayed steps 4 to 5 of {run}, from the checkpoint of step 3" in replayed
+    assert "are equal to the bit" in replayed
+    assert not store().glob(f"{root}/*replay*")
 
 
 def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
