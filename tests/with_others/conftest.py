@@ -1,5 +1,6 @@
 """Tests on packages that others wrote: `make others` installs them all, and no test here may be skipped."""
 
+import tempfile
 import warnings
 from importlib.util import find_spec
 
@@ -34,6 +35,16 @@ if not MISSING:
         warnings.filterwarnings("ignore", "Failed to load image Python extension", UserWarning)
         import torchvision  # noqa: F401 - before a test does
     launch.PRELOAD += ["torchvision", "transformers", "peft"]  # before warnings are errors there too
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folder():
+    """A folder for temporary files, which Streaming leaves; its name is short, since sockets are in it too."""
+    made = tempfile.TemporaryDirectory(prefix="others-", ignore_cleanup_errors=True)
+    with made as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)  # for as long as a fork server has it
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
