@@ -17,6 +17,12 @@ STORES = {
 """Extra of Legato, and package, for the addresses of a scheme."""
 
 
+REPOSITORY = (
+    "a repository, in which each file written is a commit: a run reads from it, but does not write to it. Write to a "
+    "bucket, hf://buckets/USER/NAME, and upload the result of legato export."
+)
+
+
 class Address(str):
     """Address of a folder or a file in a store, such as s3://bucket/run: text, with some attributes of `Path`."""
 
@@ -82,11 +88,8 @@ def place_problem(place: str, writes: bool = True) -> str | None:
         return path_problem(f"file://{rest}" if mark else place)
     if not rest.strip("/"):
         return f"is {place!r}, which names no bucket: {scheme}://BUCKET/FOLDER."
-    if scheme == "hf" and writes and not rest.startswith("buckets/"):
-        return (
-            f"is {place!r}, a repository, in which each file written is a commit: a run reads from it, but does not "
-            f"write to it. Write to a bucket, hf://buckets/USER/NAME, and upload the result of legato export."
-        )
+    if writes and is_repository(place):
+        return f"is {place!r}, {REPOSITORY}"
     if scheme in STORES:
         extra, package = STORES[scheme]
         return None if find_spec(package) else f"is {place!r}, which needs {package}: pip install 'legato[{extra}]'."
@@ -95,6 +98,11 @@ def place_problem(place: str, writes: bool = True) -> str | None:
     protocols = available_protocols()
     hint = did_you_mean(scheme, protocols) or f" Known are {', '.join(STORES)} and what fsspec knows."
     return None if scheme in protocols else f"is {place!r}, of a store that is not known.{hint}"
+
+
+def is_repository(address: str) -> bool:
+    """Return whether an address is of a repository of the Hugging Face Hub, which can only be read."""
+    return address.startswith("hf://") and not address.startswith("hf://buckets/")
 
 
 # --- run directories in a store ---------------------------------------------------------------------------------------

@@ -52,6 +52,17 @@ def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, s
         return {}
 
 
+def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[str]:
+    """Return the names of the bases to which no manifest refers; none where a manifest cannot be read."""
+    used = set[str]()
+    try:
+        for content in manifests:
+            used |= content.split()[1].files.keys()
+    except CheckpointError:
+        return []
+    return [base for base in bases if base not in used and SHA256.fullmatch(base.partition(".")[0])]
+
+
 def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
     """Return the error for a checkpoint without a base that it names."""
     return CheckpointError(

@@ -235,16 +235,11 @@ class ObjectFolder:
 
     def _remove_unused_bases(self) -> None:
         """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
-        bases, used = self._sizes(manifest.BASE), set[str]()
-        if not bases or any(path.endswith(f"/{WRITING}") for path in self._sizes()):
-            return
-        try:
-            for name in self.names():
-                used |= self.read_manifest(name).split()[1].files.keys()
-        except CheckpointError:
-            return
-        unused = [file for file in bases if file not in used and manifest.SHA256.fullmatch(file.partition(".")[0])]
-        self._delete(self.location / manifest.BASE, unused)
+        bases = self._sizes(manifest.BASE)
+        if bases and not any(path.endswith(f"/{WRITING}") for path in self._sizes()):
+            # all manifests are read before the first deletion
+            unused = manifest.unused_bases(bases, map(self.read_manifest, self.names()))
+            self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
         """Delete all of a checkpoint's files that its manifest does not name."""

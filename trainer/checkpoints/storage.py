@@ -282,22 +282,17 @@ class LocalFolder:
 
     def _remove_unused_bases(self) -> None:
         """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
-        bases, used = sorted((self.path / manifest.BASE).glob("*.safetensors")), set[str]()
-        for entry in os.listdir(self.path) if bases else ():
-            directory = self.path / entry
-            if entry.endswith(f".{PARTIAL}"):
-                return  # which may have taken one of them, and has no manifest yet
-            if (directory / manifest.MANIFEST).exists():
-                try:
-                    used |= manifest.load_manifest(directory).split()[1].files.keys()
-                except CheckpointError:
-                    return
-        for path in bases:
-            if path.name not in used and manifest.SHA256.fullmatch(path.stem):
-                path.unlink(missing_ok=True)
-        if bases:
-            with suppress(OSError):  # it is not empty
-                (self.path / manifest.BASE).rmdir()
+        folder = self.path / manifest.BASE
+        bases = sorted(path.name for path in folder.glob("*.safetensors"))
+        entries = os.listdir(self.path) if bases else []
+        if not bases or any(entry.endswith(f".{PARTIAL}") for entry in entries):
+            return  # a save under way may have taken one of them, and has no manifest yet
+        # also of those that were being replaced
+        written = [entry for entry in entries if (self.path / entry / manifest.MANIFEST).exists()]
+        for base in manifest.unused_bases(bases, map(self.read_manifest, written)):
+            (folder / base).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
     def _require_removable(self, path: Path, run: str | None) -> None:
         try:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from ...base.errors import ConfigError
-from ...base.location import STORES
+from ...base.location import REPOSITORY, STORES, is_repository
 
 T = TypeVar("T")
 
@@ -45,11 +45,8 @@ def _connection(bucket: str, process: int) -> Any:
 
 def require_writable(address: str) -> None:
     """Raise ConfigError for a repository of the Hugging Face Hub, which can be read only."""
-    if address.startswith("hf://") and not address.startswith("hf://buckets/"):
-        raise ConfigError(
-            f"{address} is a repository, in which each file written is a commit; a run can read from it, but not write "
-            f"to it. Write to a bucket, hf://buckets/USER/NAME, and upload the result: legato export."
-        )
+    if is_repository(address):
+        raise ConfigError(f"{address} is {REPOSITORY}")
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
