@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from locks import holders_among
 
 from legato.base.errors import CheckpointError, ConfigError
 from legato.trainer.checkpoints import stores
@@ -102,20 +103,7 @@ def test_of_several_at_once_one_has_it(folder: str, old: str | None) -> None:
         write(folder, **FAR)
     elif old is not None:
         MemoryFileSystem().pipe_file(f"{folder}/.lock", b"no json")
-    locks, had = [ObjectLock(folder, f"fit {number}") for number in range(6)], []
-
-    def take(lock: ObjectLock) -> None:
-        try:
-            lock.take()
-        except ConfigError:
-            return
-        had.append(lock)
-
-    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    had = holders_among([ObjectLock(folder, f"fit {number}") for number in range(6)])
     assert len(had) == 1
     had[0].check()
     had[0].release()

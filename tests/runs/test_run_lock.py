@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from locks import holders_among
 from tiny import Tiny, make_loader, make_trainer
 from waiting import leave, runs, wait_until
 
@@ -251,20 +252,7 @@ def test_a_dead_process_of_this_machine_does_not_keep_it(tmp_path: Path, pid: in
 
 @pytest.mark.slow
 def test_of_several_at_once_one_has_it(tmp_path: Path) -> None:
-    locks, had = [RunLock(tmp_path, f"fit {number}") for number in range(6)], []
-
-    def take(lock: RunLock) -> None:
-        try:
-            lock.take()
-        except ConfigError:
-            return
-        had.append(lock)
-
-    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    had = holders_among([RunLock(tmp_path, f"fit {number}") for number in range(6)])
     assert len(had) == 1
     had[0].release()
 

@@ -46,9 +46,7 @@ class RunLock:
         seconds = RELEASE_WAIT if patient or is_alive(holder) is False else END_WAIT
         if self.path.exists() and (not holder or is_alive(holder) is None):
             seconds = LEASE + END_WAIT  # of a holder elsewhere only time tells whether it is at work
-            log.info(
-                "%s is held by %s; looking on for up to %g s whether it is at work.", self.folder, who(holder), LEASE
-            )
+            tell_of_wait(self.folder, holder, LEASE)
         try:
             self._lease.acquire(timeout=seconds)
         except Timeout:
@@ -114,6 +112,11 @@ def is_held(folder: Path) -> bool:
     # a lease runs on for half a minute after a kill; on this machine its process tells at once
     alive = is_alive(holder_of(folder))
     return age < holder_of(folder).get("lease", LEASE) if alive is None else alive
+
+
+def tell_of_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
+    """Log that a run waits to see whether the holder of a folder is at work."""
+    log.info("%s is held by %s; looking on for up to %g s whether it is at work.", folder, who(holder), seconds)
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:

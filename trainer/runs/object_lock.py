@@ -6,7 +6,6 @@ A store has no lock that is a guarantee: a holder that stood still for long find
 """
 
 import json
-import logging
 import os
 import threading
 import time
@@ -16,9 +15,7 @@ from typing import Any
 
 from ...base.errors import CheckpointError, ConfigError
 from ..checkpoints.stores import connect, retried
-from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, refusal, this_process, who
-
-log = logging.getLogger("legato")
+from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, refusal, tell_of_wait, this_process
 
 LEASE, BEAT = 60.0, 20.0
 """Seconds without a change after which a holder counts as dead, and between two changes."""
@@ -94,12 +91,7 @@ class ObjectLock:
             if alive is False:
                 return False
             if not last and alive is None:
-                log.info(
-                    "%s is held by %s; looking on for up to %g s whether it is at work.",
-                    self.folder,
-                    who(holder),
-                    LEASE,
-                )
+                tell_of_wait(self.folder, holder, LEASE)
             if alive is None and holder == last and now - seen > LEASE:
                 return False
             wait = RELEASE_WAIT if patient else END_WAIT
