@@ -1,0 +1,270 @@
+"""Resumes of peers that read samples twice or never, each beside Legato: an epoch is interrupted, resumed and counted.
+
+    python -m benchmarks.peer_resumes [NAME ...]
+
+Needs lightning, accelerate, torchdata and datasets, which `pip install` brings; a case whose package is missing is
+left out. Each side of a case runs in a process of its own and prints the samples that it read before the break and
+after it. The exit code is the number of cases in which Legato does not read each sample once.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES, BATCH, BREAK = 64, 4, 3
+"""Samples of an epoch, samples of a batch, and the number of batches before the break."""
+SEED = 7
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is the number i."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class Cursor:
+    """A loader that keeps its position, by the protocol of torchdata: `state_dict` and `load_state_dict`."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        begin, self.done = self.done, 0
+        for number in range(begin, len(self)):
+            self.done, first = number + 1, number * BATCH
+            yield torch.arange(first, first + BATCH, dtype=torch.float32).unsqueeze(1)
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+def hub_stream() -> Any:
+    """Return a stream of `datasets` in eight shards in torch's own loader."""
+    from datasets import Dataset as Table
+
+    rows = Table.from_dict({"number": [float(number) for number in range(SAMPLES)]}).to_iterable_dataset(num_shards=8)
+    return DataLoader(rows, batch_size=BATCH, collate_fn=lambda rows: torch.tensor([[row["number"]] for row in rows]))
+
+
+def write(folder: Path, part: str, rank: int, epoch: int, batch: torch.Tensor) -> None:
+    """Note the samples of a batch."""
+    with (folder / f"{part}-{rank}").open("a") as file:
+        file.writelines(f"{epoch} {int(number)}\n" for number in batch.flatten())
+
+
+def with_legato(
+    folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK, devices: int = 1
+) -> None:
+    """Train for some epochs and some batches, and finish the epoch in a new trainer."""
+    import legato as lg
+
+    class Reads(lg.Task):
+        def __init__(self, part: str) -> None:
+            super().__init__()
+            self.layer, self.part = torch.nn.Linear(1, 1), part
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            write(folder, self.part, self.global_rank, self.current_epoch, batch)
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def fit(part: str, resume: Path | None, **limit: int) -> None:
+        lg.seed_everything(SEED)
+        keeps = lg.callbacks.Checkpoint(dirpath=folder / "kept")
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "default_root_dir": folder}
+        trainer = lg.Trainer(accelerator="cpu", devices=devices, callbacks=[keeps], **quiet, **limit)
+        trainer.fit(Reads(part), loader(), resume=resume)
+
+    fit("before", None, max_steps=epochs * SAMPLES // BATCH // devices + batches)
+    fit("after", folder / "kept", max_epochs=epochs + 1)
+
+
+def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK) -> None:
+    """Do the same in Lightning, under DDP, whose sampler is told the epoch."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Reads(pl.LightningModule):
+        def __init__(self, part: str) -> None:
+            super().__init__()
+            self.layer, self.part = torch.nn.Linear(1, 1), part
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            write(folder, self.part, self.global_rank, self.current_epoch, batch)
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            assert self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def fit(part: str, resume: Path | None, **limit: int) -> None:
+        pl.seed_everything(SEED, verbose=False)
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        # within the step, as a job does that is killed later: after `fit` Lightning counts the epoch as done
+        keeps = ModelCheckpoint(folder, "kept", every_n_train_steps=steps)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy="ddp", callbacks=[keeps], default_root_dir=folder, **quiet, **limit
+        )
+        trainer.fit(Reads(part), loader(), ckpt_path=resume)
+
+    steps = epochs * SAMPLES // BATCH + batches
+    fit("before", None, max_steps=steps)
+    fit("after", folder / "kept.ckpt", max_epochs=epochs + 1)
+
+
+def with_accelerate(folder: Path, loader: Callable[[], Any], epochs: int = 0, **options: Any) -> None:
+    """Do the same by a loop with Accelerate and `use_stateful_dataloader`, in the processes that torchrun has begun."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+
+    for part in ("before", "after"):
+        set_seed(SEED)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, **options)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        batches = accelerator.prepare(loader())
+        if part == "after":
+            accelerator.load_state(str(folder / "kept"))
+        for epoch in range(epochs if part == "after" else 0, epochs + 1):
+            batches.set_epoch(epoch)
+            for number, batch in enumerate(batches, start=1):
+                write(folder, part, accelerator.process_index, epoch, batch)
+                if part == "before" and (epoch, number) == (epochs, BREAK):
+                    accelerator.save_state(str(folder / "kept"))
+                    break
+        accelerator.free_memory()
+    accelerator.end_training()
+
+
+def shuffled(**options: Any) -> Callable[[], Any]:
+    """Return what makes a loader of shuffled numbers."""
+    return lambda: DataLoader(Numbers(), batch_size=BATCH, shuffle=True, **options)
+
+
+CASES: dict[str, tuple[str, str, Callable[[Path], None], Callable[[Path], None]]] = {
+    "order": (
+        "Lightning #21938: the first epoch after a resume, loader workers",
+        "lightning",
+        lambda folder: with_lightning(folder, shuffled(num_workers=1), epochs=2, batches=0),
+        lambda folder: with_legato(folder, shuffled(num_workers=1), epochs=2, batches=0),
+    ),
+    "state": (
+        "Lightning #20550, #21765: a loader with state_dict, and estimated_stepping_batches in configure_optimizers",
+        "lightning",
+        lambda folder: with_lightning(folder, Cursor),
+        lambda folder: with_legato(folder, Cursor),
+    ),
+    "shuffle": (
+        "a resume within an epoch, DataLoader(shuffle=True)",
+        "lightning",
+        lambda folder: with_lightning(folder, shuffled()),
+        lambda folder: with_legato(folder, shuffled()),
+    ),
+    "processes": (
+        "Accelerate #3938: use_stateful_dataloader on two processes, a resume within an epoch",
+        "accelerate",
+        lambda folder: with_accelerate(folder, shuffled(), use_seedable_sampler=True),
+        lambda folder: with_legato(folder, shuffled(), devices=2),
+    ),
+    "sampler": (
+        "Accelerate #4195: the same in the second epoch, with the sampler that Accelerate takes by default",
+        "accelerate",
+        lambda folder: with_accelerate(folder, shuffled(), epochs=1),
+        lambda folder: with_legato(folder, shuffled(), epochs=1, devices=2),
+    ),
+    "stream": (
+        "a stream of `datasets` in torch's DataLoader, a resume within an epoch (datasets #7927 asks for it)",
+        "lightning",
+        lambda folder: with_lightning(folder, hub_stream),
+        lambda folder: with_legato(folder, hub_stream),
+    ),
+}
+"""Name of each case: what it shows, the peer, its side and Legato's."""
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def samples_of(folder: Path, part: str) -> dict[int, list[int]]:
+    """Return the samples that a part of a run has read, by epoch."""
+    epochs: dict[int, list[int]] = {}
+    for path in sorted(folder.glob(f"{part}-*")):
+        for line in path.read_text().splitlines():
+            epoch, number = map(int, line.split())
+            epochs.setdefault(epoch, []).append(number)
+    return epochs
+
+
+def verdict(folder: Path) -> tuple[bool, str]:
+    """Return whether each sample of the interrupted epoch was read once and in its order, and a sentence."""
+    before, after = samples_of(folder, "before"), samples_of(folder, "after")
+    last = max(after or before)
+    counts = Counter([*before.get(last, []), *after.get(last, [])])
+    twice, never = sum(count - 1 for count in counts.values()), SAMPLES - len(counts)
+    if twice or never:
+        return False, f"of {SAMPLES} samples {twice} were read twice and {never} never"
+    if last and after.get(last) == before[0]:
+        return False, f"epoch {last} had the order of epoch 0 once more"
+    return True, f"each of {SAMPLES} samples was read once"
+
+
+def run(name: str, side: str) -> tuple[bool, str]:
+    """Run a side of a case in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = TWO_PROCESSES if side == "peer" and CASES[name][1] == "accelerate" else ()
+        command = [sys.executable, *begin, "-m", "benchmarks.peer_resumes", name, "--side", side, "--folder", folder]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return False, f"failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
+        return verdict(Path(folder))
+
+
+def main() -> int:
+    """Return the number of cases in which Legato is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*CASES, []], help=", ".join(CASES))
+    parser.add_argument("--side", choices=["peer", "legato"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        _, _, peer, legato = CASES[options.names[0]]
+        (peer if options.side == "peer" else legato)(options.folder)
+        return 0
+    wrong = 0
+    for name in options.names or CASES:
+        title, package, *_ = CASES[name]
+        print(f"{name}: {title}", flush=True)
+        if find_spec(package) is None or (name == "stream" and find_spec("datasets") is None):
+            print(f"  not tried: pip install {package} torchdata datasets", flush=True)
+            continue
+        print(f"  {package} {metadata.version(package):<14}{run(name, 'peer')[1]}", flush=True)
+        right, sentence = run(name, "legato")
+        print(f"  {'legato':<{len(package) + 15}}{sentence}", flush=True)
+        wrong += not right
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
