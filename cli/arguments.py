@@ -55,6 +55,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--memory", metavar="SIZE", help="tell whether it fits into a device, such as 80GB")
     elif name == "samples":
         add("--show", action="store_true", help="the batches, too, loaded again")
+        add("--blame", action="store_true", help="loss and gradient norm of each sample of the step, the largest first")
     elif name == "replay":
         add("--debug", action="store_true", help="stop in pdb within the step")
     elif name == "export":

@@ -1,10 +1,16 @@
-"""`legato samples RUN step=N [replica=R] [--show]`, or `RUN index=N [until=N]`."""
+"""`legato samples RUN step=N [replica=R] [--show] [--blame]`, or `RUN index=N [until=N]`."""
 
 from argparse import Namespace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, NonFiniteError
+from ..base.messages import STDOUT
+from ..lab.blame import BLAME, Blame, shown_blame
+from ..lab.replay import read_lines, replay_steps
 from ..lab.samples import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
+from ..lab.watchers import StopAfterStep
 from .arguments import read_words
 from .history import ConfigHistory
 
@@ -12,7 +18,7 @@ from .history import ConfigHistory
 def run_samples(options: Namespace) -> None:
     """Print which samples a step had, or in which steps a sample was seen."""
     values, overrides = read_words(options.words, ("step", "replica", "until"), ("index",))
-    if ("step" in values) == ("index" in values):
+    if ("step" in values) == ("index" in values) or (options.blame and "index" in values):
         raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
     history = ConfigHistory(options.run, overrides)
@@ -23,9 +29,28 @@ def run_samples(options: Namespace) -> None:
         index = int(index) if index.lstrip("-").isdecimal() else index
         print("\n".join(shown_steps(lookup, index, until, replica)))
         return
+    if options.blame:
+        blame(history, step, replica)
+        return
     place = lookup.place(step)
     batches = lookup.loaded(step) if options.show else lookup.at(step)
     lines = list(shown_samples(history.directory, place, batches, replica))
     if options.show:
         lines += shown_batches(history.unstarted(step).task, chosen_batches(batches, replica))
     print("\n".join(lines))
+
+
+def blame(history: ConfigHistory, step: int, replica: int | None) -> None:
+    """Print the loss and the gradient norm of each sample of a step, and the proof of the replay that computed them."""
+    watchers, ended = [Blame(step, replica), StopAfterStep(step)], None
+    with TemporaryDirectory() as folder:
+        try:
+            replayed = replay_steps(history, history.make(step, step)(), (step, step), Path(folder), watchers)
+        except NonFiniteError as error:  # the step that a NaN has ended is the first to be asked for
+            ended = error
+        rows = read_lines(Path(folder) / BLAME)
+    print("\n".join(shown_blame(history.directory, step, rows)), file=STDOUT, flush=True)
+    if ended is not None:
+        print(f"Proof       none: {ended}", file=STDOUT)
+    else:
+        replayed.conclude()

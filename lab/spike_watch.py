@@ -39,7 +39,7 @@ class SpikeWatch(Callback):
     "warn" reads the values where the run reads the device anyway, and warns at the next log point. "skip" reads them in
     each step, and leaves out the update of a spike before the optimizer: weights and optimizer states stay, what
     forward has changed (batch norm, logged values) is kept. Each spike is a line of `spikes.jsonl` in the run folder;
-    `legato samples RUN step=N` lists its samples, and `trainer.leave_out_samples` leaves them out.
+    `legato samples RUN step=N --blame` names the sample, and `trainer.leave_out_samples` leaves them out.
 
     Args:
         factor: how many spreads above the median is a spike.
@@ -194,7 +194,10 @@ class SpikeWatch(Callback):
     def _tell(self, trainer: "Trainer", record: dict[str, float], limits: dict[str, float], then: str) -> None:
         told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
         doing = "Its update is left out" if then == "skip" else "It is trained on"
-        log.warning("Step %d is a spike: %s. %s.", record["step"], told, doing)
+        step = record["step"]
+        log.warning(
+            "Step %d is a spike: %s. %s. legato samples RUN step=%d --blame names the sample.", step, told, doing, step
+        )
         if trainer.run_dir is not None:
             # so that a disk that is full, or a folder that was deleted, is said with its name
             with trainer.saver.writing(), (trainer.run_dir / SPIKES).open("a", encoding="utf-8") as file:

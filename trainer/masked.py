@@ -40,7 +40,7 @@ def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
         meet = last and left == 0
-        with _discarding_effects(run, item):
+        with discarding_effects(run, item):
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
             output = strategy.training_step((batch, item.batch_idx)[: run.arity], None, meet)
             losses = losses_of(output, len(inputs))
@@ -52,7 +52,7 @@ def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
 
 def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
     """Run an evaluation step on a masked batch."""
-    with _discarding_effects(run, item):
+    with discarding_effects(run, item):
         batch = item.batch if run.transfer is None else run.transfer(item.batch, item.dataloader_idx)
         run.strategy.evaluation_step(step, (batch, item.batch_idx, item.dataloader_idx)[:arity])
 
@@ -68,7 +68,8 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 
 @contextmanager
-def _discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
+def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
+    """Keep nothing of what steps in this context do to metrics and buffers; they draw random numbers of their own."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     # a copy of all buffers for each masked batch: batch norm would count samples that another process has counted

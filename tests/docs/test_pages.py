@@ -44,7 +44,9 @@ def page_id(page: str) -> str:
     return page.removesuffix(".md")
 
 
-TESTED_BY_ITSELF = {"docs/how-to/replay.md": "test_replay_page.py, which also reads what is printed"}
+TESTED_BY_ITSELF = dict.fromkeys(
+    ("docs/how-to/replay.md", "docs/how-to/spike.md"), "test_replay_page.py, which also reads what is printed"
+)
 RUNS = [
     page
     for page in PAGES

@@ -1,4 +1,4 @@
-"""The story of docs/how-to/replay.md, told by its own commands."""
+"""The stories of docs/how-to/replay.md and spike.md, told by their own commands."""
 
 import json
 import re
@@ -7,33 +7,53 @@ from pathlib import Path
 import pytest
 from pages import Reader, blocks
 
-PAGE = "docs/how-to/replay.md"
-
 
 def rounded(text: str) -> list[str]:
     """Return the lines of a text, without the digits of norms and losses, the last of which another machine changes."""
-    text = re.sub(r"(net\.\d|loss|norm) [\d.e+]+", r"\1 #", text)
+    text = re.sub(r"(net\.\d|loss|norm) +[\d.e+]+ *", r"\1 # ", text)
     return re.sub(r"targets from [\d.]+", "targets from #", text).splitlines()
+
+
+def told_by(page: str, folder: Path) -> list[str]:
+    """Do what a page says; return what its commands print. Its text blocks are lines of that."""
+    reader, said = Reader(folder, tiny=()), []
+    for block in blocks(page):
+        if block.title:
+            reader.write(block.title, block.text)
+        said += map(reader.command, block.commands)
+    shown = rounded("\n".join(said))
+    for line in rounded("\n".join(block.text for block in blocks(page) if block.language == "text")):
+        assert line in shown or not line.strip() or line == "..." or "is a spike" in line
+    return said
+
+
+def spikes_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "spikes.jsonl").read_text().splitlines()]
+
+
+def losses_of(run: Path) -> list[float]:
+    return [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_the_bad_shard_is_found_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    reader, said = Reader(tmp_path, tiny=()), []
-    for block in blocks(PAGE):
-        if block.title:
-            reader.write(block.title, block.text)
-        for command in block.commands:
-            said.append((command, reader.command(command)))
+    said = told_by("docs/how-to/replay.md", tmp_path)
     runs = tmp_path / "runs" / "shards"
-    spikes = [json.loads(line) for line in (runs / "version_0" / "spikes.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in spikes] == [21, 22, 51, 52]
-    shown = rounded("\n".join(text for _, text in said))
-    told = "\n".join(block.text for block in blocks(PAGE) if block.language == "text")
-    for line in rounded(told):
-        assert line in shown or not line.strip() or line == "..." or "is a spike" in line
+    assert spikes_of(runs / "version_0") == [21, 22, 51, 52]
     for spared in ("version_1", "version_2"):
-        losses = [json.loads(line)["train/loss"] for line in (runs / spared / "metrics.jsonl").read_text().splitlines()]
-        assert max(losses) < 3
+        assert max(losses_of(runs / spared)) < 3
     assert (runs / "version_0.replay-1" / "metrics.jsonl").read_text().count("gradients/net.0") >= 20
-    assert sum("Every bit is the same up to step 60, by the checkpoints." in text for _, text in said) == 1
+    assert sum("Every bit is the same up to step 60, by the checkpoints." in text for text in said) == 1
+
+
+@pytest.mark.slow
+def test_five_commands_lead_from_a_spike_to_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = told_by("docs/how-to/spike.md", tmp_path)
+    assert len(said) == 5
+    assert said[1].splitlines()[1].split()[:2] == ["sample", "354"]
+    runs = tmp_path / "runs" / "copies"
+    assert spikes_of(runs / "version_0") == [16, 27]
+    assert max(losses_of(runs / "version_0")) > 90
+    assert max(losses_of(runs / "version_1")) < 1

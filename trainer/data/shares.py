@@ -82,7 +82,7 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
     try:
         # without the collate_fn, which may draw or refuse
         batches = [KeyedIndices(indices, 0)] * READINGS
-        readings = _read(KeyedDataset(loader.dataset, 0), loader, batches, _hashes_of_each) if indices else []
+        readings = read_batches(KeyedDataset(loader.dataset, 0), loader, batches, _hashes_of_each) if indices else []
     except Exception:  # its sampler may have other indices; and what is wrong with a sample is told when it is needed
         return []
     return [_repeated(several) for several in zip(*readings, strict=True)]
@@ -91,12 +91,14 @@ def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
 def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[KeyedIndices]) -> Sample:
     """Return the hashes of one collated batch of a loader that is read several times; None where it cannot be."""
     try:
-        return _repeated([hashes_of(batch) for batch in _read(dataset, loader, batches)])
+        return _repeated([hashes_of(batch) for batch in read_batches(dataset, loader, batches)])
     except Exception:
         return None
 
 
-def _read(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None) -> list[Any]:
+def read_batches(
+    dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None
+) -> list[Any]:
     """Return batches of a loader's dataset; the generators continue where they were."""
     # one worker reads all the samples: a look must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
