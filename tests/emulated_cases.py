@@ -15,6 +15,8 @@ from legato.trainer import accelerators
 from legato.trainer.data.randomness import generator_states, seed_generators, set_generators
 from legato.trainer.processes.devices import find_devices
 
+accelerators.VISIBLE["emul"] = "EMUL_VISIBLE"
+
 
 class Small(Digits):
     """Digits without dropout, whose random numbers a Python backend cannot draw on the device."""

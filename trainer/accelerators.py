@@ -216,6 +216,18 @@ def visible_devices(wanted: str) -> tuple[str, str]:
     return VISIBLE[seen], ",".join(map(str, range(torch.accelerator.device_count())))
 
 
+def assigned_device(device: torch.device) -> str:
+    """Return the name of the one device of this machine that a launcher shows this process; "" where it shows others.
+
+    SLURM's --gpus-per-task=1 does so: each rank has a cuda:0 of its own.
+    """
+    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD's devices are of kind cuda, too
+    names = next(filter(None, map(get_variable, variables)), "")
+    properties = _question(device, "get_device_properties")
+    # in a container all ranks may have the number 0
+    return "" if not names or "," in names else str(getattr(properties and properties(device), "uuid", names))
+
+
 @contextmanager
 def deterministic_cublas(device_type: str) -> Iterator[None]:
     """Have cuBLAS add up in a fixed order: set CUBLAS_WORKSPACE_CONFIG, before CUDA starts, and remove it on exit.

@@ -139,6 +139,31 @@ def test_two_processes_share_a_device(tmp_path):
 
 
 @pytest.mark.slow
+def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path):
+    """As under SLURM's --gpus-per-task=1: two ranks of a node, each with a first device of its own."""
+    slurm = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    slurm |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}
+
+    def fit(**variables):
+        ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "EMUL_VISIBLE": f"{4 + int(rank)}"} for rank in "01")
+        return [start(tmp_path, "fit", {**slurm, **rank, **variables}, **arguments) for rank in ranks]
+
+    processes = fit()
+    said = [process.communicate(timeout=120)[1] for process, _ in processes]
+    assert [process.returncode for process, _ in processes] == [0, 0], said
+    assert "rank 0 on emul:0 Emulated accelerator (4); rank 1 on emul:0 Emulated accelerator (5)" in said[0]
+    assert "share" not in said[0]
+    first, second = (json.loads(result.read_text()) for _, result in processes)
+    assert (first["world_size"], first["device"]) == (2, "emul:0")
+    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
+    assert first["weights"] == second["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+
+    refused = [process.communicate(timeout=120)[1] for process, _ in fit(EMUL_VISIBLE="")]
+    assert "2 processes on this machine, but 1 emul devices; start as many" in refused[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_it_trains_in_half_precision(tmp_path, precision):
     where = {"cpu": "cpu", "emul": "emul:0"}

@@ -11,7 +11,7 @@ from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
 from ...base.place import Place
-from ..accelerators import name_of
+from ..accelerators import assigned_device, name_of
 from .ranks import Ranks, legatos_group
 
 ProcessEntry = tuple[int, int, str, str]
@@ -76,6 +76,8 @@ def entry_of(place: Place, device: torch.device) -> ProcessEntry:
     """Return what the layout tells of this process."""
     name = name_of(device)
     where = str(device) if name == device.type else f"{device} {name}"
+    if place.local_world_size > 1 and device.type != "cpu" and (assigned := assigned_device(device)):
+        where += f" ({assigned})"  # else the devices of all ranks would have the same name
     return place.rank, place.node_rank, socket.gethostname(), where
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...base.errors import ConfigError, TaskError
 from ...base.place import Place, find_group
 from ...base.torch_private import copy_to_each
-from ..accelerators import backend_for
+from ..accelerators import assigned_device, backend_for
 from ..optimization.precision import Precision
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
 from ..processes.rendezvous import join_process_group
@@ -48,13 +48,14 @@ class GroupStrategy(Strategy):
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the device of the local rank."""
         self.place, self.devices = place, list(devices)
-        if place.local_world_size > len(devices) and devices[0].type != "cpu":
+        is_assigned = len(devices) == 1 and place.origin not in ("alone", "legato") and assigned_device(devices[0])
+        if place.local_world_size > len(devices) and devices[0].type != "cpu" and not is_assigned:
             raise ConfigError(
                 f"{place.local_world_size} processes on this machine, but {len(devices)} {devices[0].type} devices; "
                 f"start as many processes as there are devices, or let them share: trainer.devices="
                 f"{[index % len(devices) for index in range(place.local_world_size)]}."
             )
-        # there may be more processes than entries for the CPU only, whose entries are all the same device
+        # more processes than entries: on the CPU, whose entries are all the same device, or where each has its own
         self._take_device(devices[place.local_rank % len(devices)])
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
