@@ -1,4 +1,4 @@
-"""Checkpoints in S3, on moto's server: real requests of s3fs over a socket, real processes, really killed."""
+"""Checkpoints in stores, on servers of this machine: real requests over a socket, real processes, really killed."""
 
 import os
 import signal
@@ -6,46 +6,37 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
+from object_servers import STORES, new_bucket, serve
 from tiny import Tiny, assert_same_bits, make_loader, make_trainer
 
 import legato as lg
 from legato.base.errors import CheckpointError, ConfigError
 from legato.base.location import to_location
 from legato.trainer.checkpoints import find, storage
+from legato.trainer.checkpoints.stores import connect
+from legato.trainer.runs.object_lock import ObjectLock
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+@pytest.fixture(scope="module", params=STORES)
+def server(request: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    with serve(request.param) as variables:
+        yield request.param, variables
 
 
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: Any) -> str:
+def bucket(server: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the address of a new bucket."""
-    settings = {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
-    for name, value in settings.items():
+    scheme, variables = server
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    name = f"bucket-{time.monotonic_ns()}"
-    boto3.client("s3").create_bucket(Bucket=name)
-    return f"s3://{name}"
+    return new_bucket(scheme)
 
 
 def fit(folder: Path, place: str, steps: int, *, processes: int = 1, **options: Any) -> tuple[lg.Trainer, Tiny]:
@@ -63,8 +54,7 @@ def names(place: str) -> list[str]:
 
 
 def objects(bucket: str) -> list[str]:
-    answer = boto3.client("s3").list_objects_v2(Bucket=bucket.removeprefix("s3://"))
-    return [entry["Key"] for entry in answer.get("Contents", ())]
+    return list(connect(bucket).find(bucket))
 
 
 def test_a_run_saves_and_goes_on_there(bucket: str, tmp_path: Path) -> None:
@@ -88,7 +78,7 @@ def test_a_run_saves_and_goes_on_there(bucket: str, tmp_path: Path) -> None:
 def test_weights_of_other_programs_are_read_there(bucket: str, tmp_path: Path) -> None:
     task = Tiny()
     torch.save(task.state_dict(), tmp_path / "weights.pt")
-    boto3.client("s3").upload_file(str(tmp_path / "weights.pt"), bucket.removeprefix("s3://"), "weights.pt")
+    connect(bucket).put_file(str(tmp_path / "weights.pt"), f"{bucket}/weights.pt")
     loaded = Tiny.load_from_checkpoint(f"{bucket}/weights.pt")
     assert_same_bits(loaded, task)
 
@@ -146,6 +136,35 @@ def test_a_run_that_is_killed_goes_on_on_another_number_of_processes(bucket: str
     assert not [key for key in objects(bucket) if key.endswith(".writing")]
 
 
+def test_of_several_at_once_one_has_the_lock_and_no_object_is_replaced(bucket: str) -> None:
+    def take(lock: ObjectLock) -> bool:
+        with suppress(ConfigError):
+            lock.take()
+        return bool(lock._released)
+
+    locks = [ObjectLock(f"{bucket}/run", "fit") for _ in range(8)]
+    with ThreadPoolExecutor(len(locks)) as threads:
+        holders = [lock for lock, has_it in zip(locks, threads.map(take, locks), strict=True) if has_it]
+    assert len(holders) == 1
+    assert holders[0].holder()["token"] == holders[0].token
+    with pytest.raises(FileExistsError):
+        connect(bucket).pipe_file(f"{bucket}/run/.lock", b"of another", mode="create")
+    holders[0].release()
+    assert not objects(bucket)
+
+
+def test_an_address_with_the_account_is_that_of_its_container(bucket: str, tmp_path: Path) -> None:
+    if not bucket.startswith("az"):
+        return
+    place = f"abfs://{bucket.removeprefix('az://')}@devstoreaccount1.dfs.core.windows.net/run"
+    fit(tmp_path / "first", place, 2)
+    assert names(place) == names(f"{bucket}/run") == ["step-00000002"]
+    _, resumed = fit(tmp_path / "second", place, 4, resume=f"{bucket}/run")
+    _, whole = fit(tmp_path / "third", f"{bucket}/whole", 4)
+    assert_same_bits(resumed, whole)
+
+
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(bucket: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="s3://no-such-bucket/run"):
-        fit(tmp_path, "s3://no-such-bucket/run", 2)
+    place = f"{bucket.partition(':')[0]}://no-such-bucket/run"
+    with pytest.raises(ConfigError, match=place):
+        fit(tmp_path, place, 2)

@@ -4,7 +4,6 @@ import os
 import random
 import subprocess
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from typing import Any
 import fsspec
 import pytest
 from forked import Forked, completed, run_module
-from moto.server import ThreadedMotoServer
+from object_servers import STORES, new_bucket, serve
 from safetensors import safe_open
 from waiting import wait_until
 
-KEYS = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
+from legato.trainer.checkpoints.stores import connect
+
 TASK = """\
 import os
 import time
@@ -68,28 +68,23 @@ resume: auto
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    """A server on a free port of this machine; the variables by which programs talk to it."""
-    server = ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_EC2_METADATA_DISABLED": "true"}
-    finally:
-        server.stop()
+def server(request: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """The scheme of a store, and the variables by which programs talk to its server."""
+    scheme = getattr(request, "param", "s3")
+    with serve(scheme) as variables:
+        yield scheme, variables
 
 
 @pytest.fixture
-def root(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def root(server: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of runs in a bucket of its own; the current folder has a task and a config."""
-    for name, value in server.items():
+    scheme, variables = server
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "model.py").write_text(TASK)
     (tmp_path / "base.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
-    bucket = f"runs-{uuid.uuid4().hex}"
-    store().mkdir(bucket)
-    return f"s3://{bucket}/runs"
+    return f"{new_bucket(scheme)}/runs"
 
 
 def store() -> Any:
@@ -126,7 +121,9 @@ def weights(path: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("server", STORES, indirect=True)
 def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int, after: int) -> None:
+    files = connect(root)
     undisturbed = fit("runs", "none", "trainer.devices=1")
     assert undisturbed.returncode == 0, undisturbed.stderr
     run = begin(root, f"trainer.devices={before}")
@@ -141,13 +138,13 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     saved = "digits/version_0/checkpoints/step-00000012"
     assert f"Going on from {root}/digits/version_0/checkpoints/step-00000006" in resumed.stdout + resumed.stderr
     assert weights(f"{root}/{saved}") == weights(str(Path("runs", saved).absolute()))
-    lines = store().cat_file(f"{root}/digits/version_0/metrics.jsonl").decode().splitlines()
+    lines = files.cat_file(f"{root}/digits/version_0/metrics.jsonl").decode().splitlines()
     assert [line.partition(",")[0] for line in lines] == [f'{{"step": {step}' for step in range(1, 13)]
     shown = completed(run_module, "legato", "show", f"{root}/digits", env=environment("third"))
     assert shown.returncode == 0, shown.stderr
     assert f"version_0  ({root}/digits/version_0)" in shown.stdout
     assert "done, step 12" in shown.stdout
-    assert not store().exists(f"{root}/digits/version_0/.lock")
+    assert not files.exists(f"{root}/digits/version_0/.lock")
 
 
 def test_a_run_is_evaluated_and_replayed_elsewhere(root: str) -> None:

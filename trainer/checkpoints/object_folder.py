@@ -28,7 +28,7 @@ from ...base.errors import CheckpointError
 from ...base.location import Address
 from . import manifest
 from .hashed import FileSum, HashedFile, HashedUpload, file_sum
-from .stores import connect, require_writable, retried
+from .stores import connect, require_writable, retried, sizes_below
 
 T = TypeVar("T")
 
@@ -43,24 +43,16 @@ class ObjectFolder:
     """Folder of checkpoints in an object store; each process has a connection of its own."""
 
     def __init__(self, location: Address) -> None:
-        self.location, self._store = location, connect(location)
+        self.location = location
+        connect(location)  # a missing package is told of now
         self._downloads: Path | None = None
 
     def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
-        return retried(place, getattr(self._store, request), place, *arguments, **options)
+        return retried(place, getattr(connect(place), request), place, *arguments, **options)
 
     def _sizes(self, name: str = "") -> dict[str, int]:
         """Return the sizes of all objects of a checkpoint, by the rest of their names; of all checkpoints without."""
-        from fsspec.core import strip_protocol
-
-        place = self.location / name if name else self.location
-        self._store.invalidate_cache()
-        try:
-            objects = self._ask("find", place, detail=True)
-        except FileNotFoundError:
-            return {}
-        start = len(strip_protocol(place).rstrip("/")) + 1
-        return {path[start:]: entry["size"] for path, entry in objects.items()}
+        return sizes_below(self.location / name if name else self.location)
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
@@ -164,7 +156,7 @@ class ObjectFolder:
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
         """Upload a file, which is there when it is complete; from its beginning again where a request fails."""
         place = self.location / name / manifest.path_below(stage, file)
-        return retried(place, lambda: fill(HashedUpload(self._store.open(place, "wb", block_size=PART))))
+        return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest, and delete what only the older one has named."""

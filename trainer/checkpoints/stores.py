@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -24,16 +25,19 @@ LASTING = (
 
 def connect(address: str) -> Any:
     """Return the file system of fsspec for an address, whose methods take addresses. Raises ConfigError without it."""
-    return _connection("/".join(address.split("/")[:3]), os.getpid())
+    # of hf://, the object has no lock for its listings
+    thread = threading.get_ident() if address.startswith("hf://") else 0
+    store = _connection("/".join(address.split("/")[:3]), os.getpid(), thread)
+    store.invalidate_cache()  # other processes write, too; that of hf:// keeps listings whatever it is told
+    return store
 
 
 @lru_cache
-def _connection(bucket: str, process: int) -> Any:
+def _connection(bucket: str, process: int, thread: int) -> Any:
     """Return the file system of a bucket, for one process: a connection does not outlive a fork."""
     from fsspec.core import url_to_fs  # torch requires it
 
     try:
-        # no listings of before: other processes write, too
         return url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True)[0]
     except ImportError as error:
         extra = STORES.get(bucket.partition(":")[0])
@@ -41,6 +45,19 @@ def _connection(bucket: str, process: int) -> Any:
         raise ConfigError(f"{bucket}: {error}.{advice}") from error
     except ValueError as error:  # of a protocol that nobody knows
         raise ConfigError(f"{bucket}: {error}") from error
+
+
+def sizes_below(address: str) -> dict[str, int]:
+    """Return the sizes of all objects below an address, by the rest of their names. Raises OSError."""
+    from fsspec.core import strip_protocol
+
+    try:
+        objects = retried(address, connect(address).find, address, detail=True)
+    except FileNotFoundError:
+        return {}
+    # an address may have more in it than a name: abfs://container@account.dfs.core.windows.net/runs
+    start = len(strip_protocol(address).rstrip("/")) + 1
+    return {path[start:]: entry["size"] for path, entry in objects.items()}
 
 
 def require_writable(address: str) -> None:

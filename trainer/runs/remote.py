@@ -22,7 +22,7 @@ from ...base.errors import ConfigError
 from ...base.location import Address, Location, local_folder, location_of
 from ...base.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, RUN_FILE
 from ...loggers.json_lines import POINTS_FILE
-from ..checkpoints.stores import connect, retried
+from ..checkpoints.stores import connect, retried, sizes_below
 from .lock import HOLDER, LOCK, RunLock, is_held
 from .object_lock import ObjectLock
 from .record import EPOCHS, GIVEN_CONFIG, RECORD, STARTS
@@ -228,13 +228,9 @@ def copy_of(root: Address) -> Path:
 def objects_below(address: Address) -> list[str]:
     """Return the names of all objects below an address, without it. Raises ConfigError."""
     try:
-        paths = retried(address, connect(address).find, address)
-    except FileNotFoundError:
-        return []
+        names = sizes_below(address)
     except OSError as error:
         raise ConfigError(f"{address} cannot be read: {error}.") from error
-    above = address.partition("://")[2] + "/"
-    names = (path.lstrip("/").removeprefix(above) for path in paths)
     return [name for name in names if ".." not in name.split("/")]  # a store takes any name
 
 
