@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .base.version import __version__ as __version__
     from .callbacks.callback import Callback as Callback
     from .lab import testing as testing
-    from .lab.replay import replay as replay
+    from .lab.replay_steps import replay as replay
     from .tasks.data_module import DataModule as DataModule
     from .tasks.task import Task as Task
     from .trainer import runs as runs
@@ -55,7 +55,7 @@ _HOMES = {
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".base.place",
-    "replay": ".lab.replay",
+    "replay": ".lab.replay_steps",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {

@@ -15,7 +15,7 @@ from ..base.errors import ConfigError, DataError
 from ..base.quantities import counted, format_bytes
 from ..base.tensors import map_tensors
 from ..base.torch_private import faking_tensors
-from ..lab.samples import step_at, steps_of
+from ..lab.sample_lookup import step_at, steps_of
 from ..trainer.data.combined import combined
 from ..trainer.data.dealing import DealtData
 from ..trainer.data.loaders import MapLoader, is_dealable

@@ -11,8 +11,8 @@ from ..base.messages import STDERR, STDOUT
 from ..base.run_names import require_local
 from ..callbacks.callback import Callback
 from ..lab.origin import differences
-from ..lab.replay import Replayed, new_directory, replay_steps
-from ..lab.samples import SampleLookup, shown_samples
+from ..lab.replay_steps import Replayed, new_directory, replay_steps
+from ..lab.sample_lookup import SampleLookup, shown_samples
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
 from ..trainer.checkpoints.find import directory_name
 from ..trainer.runs.directory import is_run

@@ -8,8 +8,8 @@ from typing import Any
 from ..base.errors import ConfigError, NonFiniteError
 from ..base.messages import STDOUT
 from ..lab.blame import BLAME, Blame, shown_blame
-from ..lab.replay import read_lines, replay_steps
-from ..lab.samples import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
+from ..lab.replay_steps import read_lines, replay_steps
+from ..lab.sample_lookup import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
 from ..lab.watchers import StopAfterStep
 from .arguments import read_words
 from .history import ConfigHistory

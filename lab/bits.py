@@ -16,7 +16,7 @@ from ..callbacks.callback import MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten
 from .history import CheckpointRecord, RunHistory
-from .replay import Make, read_lines, replay_steps
+from .replay_steps import Make, read_lines, replay_steps
 from .watchers import StopAfterStep, gradients_of
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ..trainer.optimization.batch_weights import weight_of
 from ..trainer.optimization.outputs import losses_of
 from ..trainer.strategies.pieces import split
 from .microscope import total_norm
-from .samples import shown_sample
+from .sample_lookup import shown_sample
 
 if TYPE_CHECKING:
     from ..tasks.task import Task

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 import legato as lg
-from legato.lab.samples import step_at
+from legato.lab.sample_lookup import step_at
 from legato.trainer.data.dealing import DealtData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.steps import Dealing

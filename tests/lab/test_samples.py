@@ -9,7 +9,7 @@ from forked import completed, run_module
 
 from legato.base.errors import DataError
 from legato.cli.history import ConfigHistory
-from legato.lab.samples import SampleLookup
+from legato.lab.sample_lookup import SampleLookup
 
 pytestmark = pytest.mark.slow
 
