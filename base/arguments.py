@@ -245,6 +245,13 @@ def argument_types() -> dict[str, Any]:
     return get_type_hints(TrainerArguments, localns=above, include_extras=True)
 
 
+def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the name and the options of the strategy of a checked trainer section; None for one of the user's own."""
+    strategy = trainer["strategy"]
+    options = dict(strategy) if isinstance(strategy, Mapping) else {"name": strategy}
+    return options.pop("name", None), options
+
+
 @cache
 def argument_texts() -> dict[str, str]:
     """Return what the docstring says of each argument."""

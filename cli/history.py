@@ -1,6 +1,6 @@
 """ConfigHistory: a run as its directory tells it, with the config of each step, from which its objects are built."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,12 +8,11 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.run_names import CONFIG
-from ..lab.history import RunHistory
-from ..trainer.runs.directory import find_run
+from ..lab.history import StudiedRun
+from ..lab.replay_steps import one_process
 from ..trainer.runs.record import start_config
 from .config.build import build_config
 from .config.check import Config, load_config
-from .config.read import read_strategy
 from .unstarted import UnstartedRun
 
 REPLACED = (
@@ -23,20 +22,13 @@ REPLACED = (
 """Arguments of Trainer that a replay, on one process and with an end of its own, replaces."""
 
 
-class ConfigHistory(RunHistory):
+class ConfigHistory(StudiedRun):
     """A run of `legato fit`. A resume may have had another config, so that of a step is its start's.
 
     overrides: set in the config of every step.
     """
 
-    def __init__(self, run: str | Path, overrides: Sequence[str] = ()) -> None:
-        """`run`: as `find_run` takes it. Raises ConfigError for a run of a script."""
-        directory = find_run(run).path
-        if not (directory / CONFIG).is_file():
-            raise ConfigError(
-                f"{directory} has no {CONFIG}: a script of one's own has begun it. Let the script define a function "
-                f"that makes trainer, task and loader, and call legato.replay(run, make, step=N)."
-            )
+    def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
         # a callback may keep its checkpoints elsewhere, and a replay begins at any of them
         sections = load_config([str(directory / CONFIG)]).values.get("callbacks") or {}
         folders = [section.get("dirpath") for section in sections.values()]
@@ -101,13 +93,3 @@ def _make(config: Config) -> list[Any]:
     run = build_config(config)
     resume = config.values["resume"]
     return [run.trainer, run.task, None, None, run.data, None if resume == "auto" else resume]
-
-
-def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Trainer for one process that computes what those of the run have computed."""
-    name, options = read_strategy(trainer)
-    settings = {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
-    if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
-        return settings
-    # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
-    return {**settings, "devices": options.get("devices_per_replica", 2), "strategy": {"name": name, **options}}

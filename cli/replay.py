@@ -10,14 +10,15 @@ from ..base.location import location_of
 from ..base.messages import STDERR, STDOUT
 from ..base.run_names import require_local
 from ..callbacks.callback import Callback
+from ..lab.history import StudiedRun
 from ..lab.origin import differences
 from ..lab.replay_steps import Replayed, new_directory, replay_steps
 from ..lab.sample_lookup import SampleLookup, shown_samples
+from ..lab.study import history_of
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
 from ..trainer.checkpoints.find import directory_name
 from ..trainer.runs.directory import is_run
 from .arguments import read_words
-from .history import ConfigHistory
 
 SHOWN_MODULES = 5
 
@@ -32,7 +33,7 @@ def run_replay(options: Namespace) -> None:
         raise ConfigError(f"Steps count from 1, and the last one is not before the first; got {first} to {last}.")
     replica = int(values["replica"]) if "replica" in values else None
     save = checkpoint_path(values["save"], last) if "save" in values else None
-    history = ConfigHistory(options.run, overrides)
+    history = history_of(options.run, overrides)
     for line in differences(history, first):
         print(f"legato: {line}", file=STDERR, flush=True)
     make, directory = history.make(first, last), new_directory(history.directory)
@@ -66,7 +67,7 @@ def checkpoint_path(word: str, step: int) -> Path:
     return folder / directory_name(step)
 
 
-def described(history: ConfigHistory, replayed: Replayed, replica: int | None) -> Iterator[str]:
+def described(history: StudiedRun, replayed: Replayed, replica: int | None) -> Iterator[str]:
     """Yield the lines that tell what the steps came to, and which samples they had."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
     yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {location_of(history.directory)}, from {origin}"

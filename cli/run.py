@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.arguments import read_strategy
 from ..base.errors import ConfigError
 from ..base.location import Address, local_folder, location_of, to_absolute, to_location
 from ..base.messages import STDOUT, is_quiet, shown_options
@@ -19,7 +20,6 @@ from ..trainer.runs.remote import upload
 from .config.build import build_config
 from .config.check import TRAINER, class_path, load_config, options_of
 from .config.classes import load
-from .config.read import read_strategy
 from .config.resumed import load_to_fit
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from typing import Any
 from ..base.errors import ConfigError, NonFiniteError
 from ..base.messages import STDOUT
 from ..lab.blame import BLAME, Blame, shown_blame
+from ..lab.history import StudiedRun
 from ..lab.replay_steps import read_lines, replay_steps
 from ..lab.sample_lookup import SampleLookup, chosen_batches, shown_batches, shown_samples, shown_steps
+from ..lab.study import history_of
 from ..lab.watchers import StopAfterStep
 from .arguments import read_words
-from .history import ConfigHistory
 
 
 def run_samples(options: Namespace) -> None:
@@ -21,7 +22,7 @@ def run_samples(options: Namespace) -> None:
     if ("step" in values) == ("index" in values) or (options.blame and "index" in values):
         raise ConfigError("legato samples takes a run directory and one of step=N and index=N: RUN step=1234.")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
-    history = ConfigHistory(options.run, overrides)
+    history = history_of(options.run, overrides)
     lookup = SampleLookup(history, history.unstarted)
     if step is None:
         index: Any = values["index"]
@@ -40,7 +41,7 @@ def run_samples(options: Namespace) -> None:
     print("\n".join(lines))
 
 
-def blame(history: ConfigHistory, step: int, replica: int | None) -> None:
+def blame(history: StudiedRun, step: int, replica: int | None) -> None:
     """Print the loss and the gradient norm of each sample of a step, and the proof of the replay that computed them."""
     watchers, ended = [Blame(step, replica), StopAfterStep(step)], None
     with TemporaryDirectory() as folder:

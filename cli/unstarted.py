@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.errors import ConfigError, LegatoError
+from ..base.errors import LegatoError
 from ..base.place import Place
+from ..lab.sample_lookup import load_loader
 from ..trainer.optimization.precision import Precision
 from ..trainer.processes.devices import find_devices
 from ..trainer.strategies.servers import build_remote_modules
@@ -97,16 +98,7 @@ class UnstartedRun:
 
         Raises ConfigError if there is none.
         """
-        for source in (self.data, self.task):
-            if source is not None:
-                assert source.trainer is not None  # attached as it was built
-                source.trainer.state.epoch = epoch
-                source.prepare_data()
-                source.setup("fit")
-                loader = source.train_dataloader()
-                if loader is not None:
-                    return loader
-        raise ConfigError("Neither the data module nor the task has a train_dataloader.")
+        return load_loader([owner for owner in (self.data, self.task) if owner is not None], epoch)
 
     def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
         """Return the task's optimizers, for epochs of so many batches of a replica."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,8 @@ from ..base.tensors import local_part
 from ..callbacks.callback import MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten
-from .history import CheckpointRecord, RunHistory
-from .replay_steps import Make, read_lines, replay_steps
+from .history import CheckpointRecord, StudiedRun
+from .replay_steps import read_lines, replay_steps
 from .watchers import StopAfterStep, gradients_of
 
 if TYPE_CHECKING:
@@ -73,13 +73,11 @@ def digest_of(tensor: torch.Tensor) -> str:
     return found.hexdigest()
 
 
-def first_difference(one: RunHistory, other: RunHistory, makes: Sequence[Callable[[int, int], Make]]) -> Iterator[str]:
+def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     """Yield the lines that tell the first difference of two runs.
 
     The checkpoints that both have are searched by bisection, and only the steps between the last same and the first
     different one are computed again.
-
-    makes: of each run, returns what makes trainer, task and data to replay some steps, the first and the last.
 
     Raises ConfigError where a run has no step yet, CheckpointError for a damaged checkpoint.
     """
@@ -97,10 +95,10 @@ def first_difference(one: RunHistory, other: RunHistory, makes: Sequence[Callabl
         yield f"Every bit is the same up to step {last:,}, by the checkpoints."
         return
     steps, notes = list[dict[int, Any]](), list[str]()
-    for history, make in zip((one, other), makes, strict=True):
+    for history in (one, other):
         with TemporaryDirectory() as folder:
             watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
-            replayed = replay_steps(history, make(begin + 1, end)(), (begin + 1, end), Path(folder), watchers)
+            replayed = replay_steps(history, history.make(begin + 1, end)(), (begin + 1, end), Path(folder), watchers)
             # then the difference may be one of the code since, and not between the two runs
             if not replayed.holds:
                 notes.append(f"{history.directory} is not what its config gives today: {replayed.describe()}.")

@@ -1,7 +1,8 @@
 """RunHistory: the starts, checkpoints and logged points of a run, from its run directory; no tensor is read."""
 
 import logging
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,3 +124,15 @@ class RunHistory:
         epoch = max(past)
         following = min((steps for steps in begun.values() if steps >= step), default=None)
         return epoch, begun[epoch], None if following is None else following - begun[epoch]
+
+
+class StudiedRun(RunHistory):
+    """A run whose objects can be made again, by its config or by its script: `study.history_of` returns one."""
+
+    @abstractmethod
+    def make(self, first: int, last: int) -> Callable[[], Sequence[Any]]:
+        """Return what makes trainer, task and data for a replay of some steps, on one process and not started."""
+
+    @abstractmethod
+    def unstarted(self, step: int) -> Any:
+        """Return the run as it was made for a step, to look at: `task`, `seed`, `load_loader(epoch)`."""

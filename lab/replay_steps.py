@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.arguments import read_strategy
 from ..base.errors import ConfigError, DataError, LegatoError
 from ..base.location import Address, location_of, to_location
 from ..base.messages import STDOUT
@@ -229,6 +230,16 @@ def replay_steps(
     if trainer.global_step < last:
         raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
+
+
+def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Trainer for one process that computes what those of the run have computed."""
+    name, options = read_strategy(trainer)
+    settings = {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
+    if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
+        return settings
+    # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
+    return {**settings, "devices": options.get("devices_per_replica", 2), "strategy": {"name": name, **options}}
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:

@@ -123,6 +123,21 @@ class SampleLookup:
             close_loaders(opened)
 
 
+def load_loader(owners: Sequence[Any], epoch: int) -> Any:
+    """Return the training loader of the first of some data modules and tasks that has one, as in an epoch.
+
+    Raises ConfigError if there is none.
+    """
+    for owner in owners:
+        owner.trainer.state.epoch = epoch
+        owner.prepare_data()
+        owner.setup("fit")
+        loader = owner.train_dataloader()
+        if loader is not None:
+            return loader
+    raise ConfigError("Neither the data module nor the task has a train_dataloader.")
+
+
 def steps_of(data: TrainingData, epoch: int) -> int | None:
     """Return the number of steps of an epoch; None for a stream without a length."""
     if isinstance(data, DealtData):

@@ -38,6 +38,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
     check_task(trainer, request.task, request)
+    trainer.command["fit"] += request.stage == "fit"  # by which a replay of a script tells its fits apart
     call = trainer.run = make_call(trainer, request)
     # now, and not at the first value: a run that fails before would show those of the run before it
     trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}

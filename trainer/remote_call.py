@@ -38,7 +38,7 @@ log = logging.getLogger("legato")
 
 
 TAKEN = (
-    *("state", "run_dir", "should_stop", "lengths"),
+    *("state", "run_dir", "should_stop", "lengths", "command"),
     *("agreed_metrics", "logged_metrics", "progress_bar_metrics"),
 )
 """Attributes that the caller's trainer takes over from rank 0's."""

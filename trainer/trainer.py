@@ -4,7 +4,6 @@
 before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
 from .request import Request
 from .resume.saver import Saver
+from .runs.record import command_of_process
 from .setup.checks import check_arguments
 from .setup.data import make_loaders
 from .setup.outputs import note_epoch
@@ -41,7 +41,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         check_arguments(self)
         self.state = State()
         self.run = self.run_dir = self.given_dir = self.config_text = self.given_config = None
-        self.command = list(sys.orig_argv), list(sys.argv)
+        self.command = command_of_process()
         self.agreed_metrics, self.logged_metrics, self.progress_bar_metrics, self.lengths = {}, {}, {}, {}
         self.should_stop = False
         self.strategy = make_strategy(self, self.strategy)

@@ -45,8 +45,8 @@ class TrainerView(TrainerArguments):
     """The config as YAML, every default included; None where the Trainer was made by a script."""
     given_config: str | None
     """The config without defaults, with the origin of each value."""
-    command: tuple[list[str], list[str]]
-    """Command line of the program: all words, and those that the program sees, `sys.argv`."""
+    command: dict[str, Any]
+    """Command line of the program, and the place of this Trainer in it, by which a replay finds its fits."""
     lengths: dict[str, Any]
     """Lengths of the newest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"

@@ -388,13 +388,6 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     return None
 
 
-def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name and the options of the strategy of a checked trainer section; None for one of the user's own."""
-    strategy = trainer["strategy"]
-    options = dict(strategy) if isinstance(strategy, dict) else {"name": strategy}
-    return options.pop("name", None), options
-
-
 def _shown(path: Path) -> str:
     """Return the path as a user would type it."""
     try:

@@ -61,9 +61,8 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
 def bits(runs: Sequence[RunDirectory]) -> str:
     """Return the first step and tensor at which two runs differ. Raises ConfigError for more than two."""
     from ...lab.bits import first_difference  # which loads torch
-    from ..history import ConfigHistory
+    from ...lab.study import history_of
 
     if len(runs) != 2:
         raise ConfigError(f"--bits compares two runs, got {len(runs)}.")
-    one, other = (ConfigHistory(run.path) for run in runs)
-    return "\n".join(first_difference(one, other, (one.make, other.make)))
+    return "\n".join(first_difference(*map(history_of, runs)))

@@ -8,8 +8,8 @@ import pytest
 from forked import completed, run_module
 
 from legato.base.errors import DataError
-from legato.cli.history import ConfigHistory
 from legato.lab.sample_lookup import SampleLookup
+from legato.lab.study import history_of
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def recorded(folder: Path) -> dict[int, list[tuple[int, int, object]]]:
 
 
 def looked_up(run: Path, steps: int) -> dict[int, list[tuple[int, int, object]]]:
-    history, found = ConfigHistory(str(run)), {}
+    history, found = history_of(str(run)), {}
     lookup = SampleLookup(history, history.unstarted)
     for step in range(1, steps + 1):
         rows = [(item.replica, item.batch_idx, item.indices_by_loader) for item in lookup.at(step).batches]
@@ -198,7 +198,7 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
 
 def test_what_cannot_be_known_is_said(folder: Path) -> None:
     run = trained("task.kind=moody")
-    history = ConfigHistory(str(run))
+    history = history_of(str(run))
     with pytest.raises(DataError, match="Moody draws another order each time"):
         SampleLookup(history, history.unstarted).at(3)
     done = legato("samples", str(run), "step=0")

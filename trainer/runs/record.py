@@ -8,6 +8,7 @@ starts/N.yaml        the config of start N, counted from 0 as in environment.jso
 epochs.jsonl         the step after which each epoch began; of two lines for an epoch the later one counts
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +39,7 @@ LARGEST_DIFF = 1_000_000
 GIT_SECONDS = 3.0
 """Time that all calls of git may take together: a start must not wait for a large repository on a slow disk."""
 MOST_NAMES = 200
+_TRAINERS = count(1)
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
@@ -66,6 +69,32 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
         path = start_config(directory, len(starts) - 1)
         path.parent.mkdir(exist_ok=True)
         path.write_text(config, encoding="utf-8", errors="backslashreplace")
+
+
+def command_of_process() -> dict[str, Any]:
+    """Return the command of this process, and the place in its script of the Trainer that asks for it.
+
+    script, module: what runs as `__main__`, None in a notebook; of `python -m` its name. fit: counted as runs begin.
+    """
+    main = sys.modules["__main__"]
+    script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    return {
+        "command": list(sys.orig_argv),
+        "arguments": list(sys.argv),
+        "script": script and os.path.abspath(script),
+        "script_hash": script and hash_of(script),
+        "module": spec and spec.name,
+        "trainer": next(_TRAINERS),
+        "fit": 0,
+    }
+
+
+def hash_of(file: str) -> str | None:
+    """Return the SHA-256 of a script; None where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def start_config(directory: Path, number: int) -> Path:

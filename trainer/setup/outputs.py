@@ -23,17 +23,17 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not identity_of(directory):
         return
-    device, (command, arguments) = strategy.device, trainer.command
+    device = strategy.device
     facts = {
         "stage": call.stage,
         "step": call.state.global_step if evaluated is None else evaluated[0],
         "checkpoint": None if source is None else str(source),
-        "command": command,
-        "arguments": arguments,
+        **trainer.command,
         "strategy": strategy.name,
         "replicas": call.state.replicas,
         "processes": strategy.place.world_size,
         "nodes": strategy.place.nodes,
+        "launcher": strategy.place.origin,
         "slurm_job": slurm_job(),
         "device": name_of(device),
         "device_memory": memory_of(device),

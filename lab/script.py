@@ -1,0 +1,206 @@
+"""ScriptHistory: a run that a script of the user's began; to make its objects, the script runs again up to its fit."""
+
+import json
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..base.arguments import ARGUMENT_NAMES
+from ..base.environment import set_default
+from ..base.errors import ConfigError, add_note, did_you_mean
+from ..base.location import to_location
+from ..base.place import Place, variables_of
+from ..trainer.request import Request
+from ..trainer.runs.record import command_of_process, hash_of
+from ..trainer.trainer import Trainer
+from .history import StudiedRun
+from .replay_steps import Make, one_process
+from .sample_lookup import load_loader
+
+BY_HAND = "call legato.replay(run, make, step=N), where make() returns a new (trainer, task, loader)"
+log = logging.getLogger("legato")
+_imported: set[str] = set()
+"""Modules of the scripts that have run again in this process."""
+
+
+class ScriptHistory(StudiedRun):
+    """A run of a script. A resume may have had another command, so that of a step is its start's.
+
+    overrides: arguments of the Trainer that the script does not decide, such as "trainer.devices=2".
+    """
+
+    def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
+        super().__init__(directory.absolute())  # the script runs in a folder of its own
+        self.settings = dict(map(read_setting, overrides))
+        self._unstarted: dict[int, UnstartedScript] = {}
+
+    def make(self, first: int, last: int) -> Make:
+        """Return what makes trainer, task and data for a replay of some steps. Raises ConfigError for a notebook."""
+        runnable(self.start_of(first)[1])
+        return partial(self._make, first)
+
+    def unstarted(self, step: int) -> "UnstartedScript":
+        """Return the run as the script made it for a step, not started."""
+        number, start = self.start_of(step)
+        if number not in self._unstarted:
+            self._unstarted[number] = UnstartedScript(self._make(step), start)
+        return self._unstarted[number]
+
+    def _make(self, step: int) -> list[Any]:
+        made = run_to_fit(self.start_of(step)[1], self.settings)
+        trainer = made[0]
+        # where checkpoints are kept elsewhere only the script tells
+        given = [callback.dirpath for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
+        if given:
+            self.folders = [to_location(folder) for folder in given]
+            self.__dict__.pop("checkpoints", None)
+        near = self.near(step)
+        # the sums of some kernels depend on it, and this machine may have other cores
+        if trainer.threads is None and near is not None:
+            trainer.threads = near.threads
+        return made
+
+
+class UnstartedScript:
+    """The task and training data of a script, in no process group, to look at them."""
+
+    def __init__(self, made: Sequence[Any], start: Mapping[str, Any]) -> None:
+        trainer, self.task, train, _, data, _ = made
+        request = Request.of("fit", self.task, data)
+        request.take_loaders(train=train)
+        self.seed, self.loader = trainer.seed, request.loaders.get("train")
+        nodes, processes = int(start["nodes"]), int(start["processes"])
+        # loaders may ask for the layout of the run
+        trainer.strategy.place = Place(world_size=processes, local_world_size=processes // nodes, nodes=nodes)
+        self.owners = [owner for owner in (request.datamodule, self.task) if owner is not None]
+        for owner in self.owners:
+            owner.trainer = trainer
+
+    def load_loader(self, epoch: int = 0) -> Any:
+        """Return the training loader, as the run gets it in an epoch. Raises ConfigError if there is none."""
+        return load_loader(self.owners, epoch) if self.loader is None else self.loader
+
+
+class _Reached(BaseException):
+    """Ends a script at its fit; no `except Exception` of the script takes it."""
+
+
+def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Any]:
+    """Run the script of a start again, up to the fit that began the run; return what that was given.
+
+    settings: arguments of the Trainer in place of the script's.
+
+    Raises ConfigError where there is no script, or where it does not come to that fit.
+    """
+    script, module = runnable(start)
+    folder = start["working_directory"] if module else str(Path(script).parent)
+    if hash_of(script) != start["script_hash"]:
+        log.warning("%s has changed since the run.", script)
+    if start["launcher"] not in ("alone", "legato"):  # a script may ask its launcher for a rank, and make a group
+        for name, value in {**variables_of(Place()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            set_default(name, value)
+    for name in _imported:  # as they are today, and not those of another script
+        sys.modules.pop(name, None)
+    before = set(sys.modules)
+    os.chdir(start["working_directory"])
+    sys.argv = list(start["arguments"])
+    sys.path.insert(0, folder)
+    with stopping_at_fit(start, settings) as made:
+        try:
+            with redirect_stdout(sys.stderr):  # a command prints its answer there
+                if module:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(script, run_name="__main__")
+        except (Exception, SystemExit, _Reached) as error:
+            if not made and not isinstance(error, SystemExit):
+                add_note(error, f"{script} ran again, to find what the run trained. Its earlier fits were passed over.")
+                raise
+        finally:
+            files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
+            local = {name for name, file in files.items() if file.startswith(folder) and "site-packages" not in file}
+            _imported.update(name for name in local if name.partition(".")[0] != __package__.partition(".")[0])
+    if not made:
+        raise ConfigError(
+            f"{script} ended before fit {start['fit']} of its Trainer {start['trainer']}, which began the run. Let it "
+            f"come there with the arguments of the run, or {BY_HAND}."
+        )
+    # classes of the script are looked up there
+    sys.modules["__main__"] = made.pop()
+    return made
+
+
+@contextmanager
+def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Let the fit that a start names end its script; yield a list, in which its arguments and `__main__` lie then.
+
+    Trainers get one process and `settings`. Fits and evaluations before do nothing.
+    """
+    made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
+    kind: Any = Trainer
+    post_init, fit, evaluate_alone = kind.__post_init__, kind.fit, kind.evaluate_alone
+
+    def begin(trainer: Any) -> None:
+        vars(trainer).update({} if trainer.sync_batchnorm else one_process(vars(trainer)))
+        vars(trainer).update(settings)
+        post_init(trainer)
+
+    def stop(
+        trainer: Any, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None,
+        datamodule: Any = None, ckpt_path: Any = None, resume: Any = None,
+    ) -> Any:  # fmt: skip
+        trainer.command["fit"] += 1
+        if (trainer.command["trainer"] - begun, trainer.command["fit"]) != asked:
+            return pass_over()
+        source = None if "auto" in (resume, ckpt_path) else resume or ckpt_path
+        made[:] = trainer, model, train_dataloaders, val_dataloaders, datamodule, source, sys.modules["__main__"]
+        raise _Reached
+
+    def pass_over(*_: Any, **__: Any) -> list[Any]:
+        log.warning(
+            "The script's earlier fits and evaluations are passed over. Steps from a checkpoint on are the same."
+        )
+        return []
+
+    kind.__post_init__, kind.fit, kind.evaluate_alone = begin, stop, pass_over
+    try:
+        yield made
+    finally:
+        kind.__post_init__, kind.fit, kind.evaluate_alone = post_init, fit, evaluate_alone
+
+
+def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return script and module of a start. Raises ConfigError for a notebook, and for a script that is gone."""
+    script, module = start.get("script"), start.get("module")
+    if not start:
+        raise ConfigError("The run has no record of a start of training in its environment.json.")
+    if not script:
+        raise ConfigError(f"The run was begun in a notebook or by a shell, which cannot run again: {BY_HAND}.")
+    if "lightning" in start["arguments"][1:2] or "lightning" in start["command"][2:4]:
+        raise ConfigError(f"The run was begun by `legato lightning`, whose scripts do not run again: {BY_HAND}.")
+    for path in (script, start["working_directory"]):
+        if not Path(path).exists():
+            raise ConfigError(f"The run was begun by {script} in {start['working_directory']}; {path} is not there.")
+    return script, module
+
+
+def read_setting(word: str) -> tuple[str, Any]:
+    """Return name and value of an override. Raises ConfigError for one that is no argument of the Trainer."""
+    key, _, text = word.partition("=")
+    if not key.startswith("trainer.") or key.count(".") > 1:
+        raise ConfigError(
+            f"{word}: a script has begun the run, and makes its task, data and callbacks. Only trainer.NAME=VALUE can "
+            f"be set for it."
+        )
+    if (name := key.removeprefix("trainer.")) not in ARGUMENT_NAMES:
+        raise ConfigError(f"{word}: the Trainer has no argument {name!r}.{did_you_mean(name, ARGUMENT_NAMES)}")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text

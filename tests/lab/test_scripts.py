@@ -1,0 +1,204 @@
+"""Runs that a script of one's own began: samples, replay and compare --bits run that script again up to its fit."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from forked import completed, run_module, run_program
+from replayed_folder import RUN, json_lines, legato, make_folder, tree
+
+from legato.base.errors import ConfigError
+from legato.lab.study import history_of
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import sys
+from pathlib import Path
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from points import Net, Points
+from torch.utils.data import DataLoader
+
+
+class Again(Net):
+    "A class of __main__."
+
+
+def main(devices, reproducible="order", rate="0.05"):
+    print("the script's own words")
+    lg.seed_everything(3)
+    threads = {"threads": 1} if reproducible == "bitwise" else {}
+    trainer = lg.Trainer(
+        max_epochs=3, log_every_n_steps=1, accelerator="cpu", devices=int(devices), reproducible=reproducible,
+        strategy="ddp" if devices != "1" else "auto", enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Checkpoint(every_n_train_steps=4, save_top_k=-1, dirpath=Path("kept") / devices)], **threads,
+    )
+    trainer.fit(Again(rate=float(rate)), DataLoader(Points(), 3, shuffle=True), DataLoader(Points(8), 3), resume="auto")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+PROCESSES = [("1", "order"), ("2", "bitwise")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_folder(tmp_path, monkeypatch)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def run(*words: str) -> str:
+    done = completed(run_program, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loss(run: Path, step: int) -> float:
+    return next(
+        value
+        for point in json_lines(run / "metrics.jsonl")
+        for value in [point.get("train/loss_step")]
+        if point["step"] == step and value is not None
+    )
+
+
+@pytest.mark.parametrize(("processes", "reproducible"), PROCESSES)
+def test_a_run_of_a_script_is_replayed_by_its_command(folder: Path, processes: str, reproducible: str) -> None:
+    """From a checkpoint outside of the run's folder, and from the start; from any folder."""
+    run("train.py", processes, reproducible)
+    before, kept = tree(RUN), tree(folder / "kept")
+    done = legato("replay", str(RUN), "step=7", "until=8")
+    assert f"Replayed steps 5 to 8 of {RUN.absolute()}, from the checkpoint of step 4" in done.stdout
+    assert "equal to the bit" in done.stdout
+    assert f"Step 7: loss {loss(RUN, 7):.9g}," in done.stdout
+    assert "the script's own words" not in done.stdout
+    shutil.move(folder / "kept", folder / "away")
+    (folder / "elsewhere").mkdir()
+    done = completed(run_module, "legato", "replay", str(RUN.absolute()), "step=3", cwd=folder / "elsewhere")
+    assert "from the start of the run" in done.stdout
+    assert "equal to the bit" in done.stdout
+    assert (tree(RUN), sorted(path.name for path in RUN.parent.iterdir())) == (
+        before,
+        ["version_0", "version_0.replay-0", "version_0.replay-1"],
+    )
+    assert [content for content, _ in tree(folder / "away").values()] == [content for content, _ in kept.values()]
+    assert list((folder / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(("processes", "reproducible"), PROCESSES)
+def test_its_steps_have_the_samples_that_the_run_has_seen(processes: str, reproducible: str) -> None:
+    """As the loader of the same step gives them under `legato fit`, which other tests compare with what a run saw."""
+    run("train.py", processes, reproducible)
+    said = legato("samples", str(RUN), "step=4").stdout.splitlines()
+    batches = 10 // int(processes)
+    assert re.search(rf"epoch 0, its step 4 of {batches}: {3 * int(processes)} samples", said[0])
+    assert len(said) == 1 + int(processes)
+    index = said[-1].split()[-1]
+    steps = legato("samples", str(RUN), f"index={index}").stdout
+    assert "step 4  epoch 0" in steps
+    assert "was seen 3 times" in steps
+    replayed = legato("replay", str(RUN), "step=4").stdout
+    assert "\n".join(said[1:]) in replayed
+
+
+def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(folder: Path) -> None:
+    run("train.py", "1")
+    (folder / "other").mkdir()
+    (folder / "other" / "points.py").write_text((folder / "points.py").read_text())
+    (folder / "other" / "train.py").write_text(TRAIN)
+    run("train.py", "1")  # resume=auto: the same run goes on, and has no step left
+    assert legato("replay", str(RUN), "step=9").returncode == 0
+    same = completed(run_program, "train.py", "1", cwd=folder / "other")
+    assert same.returncode == 0, same.stderr
+    other = folder / "other" / RUN
+    assert "Every bit is the same up to step 30" in legato("compare", str(RUN), str(other), "--bits").stdout
+    shutil.rmtree(folder / "other" / "runs")
+    shutil.rmtree(folder / "other" / "kept")
+    text = (folder / "points.py").read_text()
+    (folder / "other" / "points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.1)"))
+    completed(run_program, "train.py", "1", cwd=folder / "other")
+    told = legato("compare", str(RUN), str(other), "--bits").stdout
+    assert "The first step at which they differ is 1." in told
+    assert "is not what its config gives today" not in told
+
+
+def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
+    run("train.py", "2", "bitwise")
+    done = legato("replay", str(RUN), "step=6", "trainer.devices=2", "trainer.strategy=ddp")
+    assert "equal to the bit" in done.stdout
+    for word, said in (
+        ("task.rate=1", "a script has begun the run, and makes its task, data and callbacks"),
+        ("trainer.devcies=2", "Did you mean 'devices'?"),
+    ):
+        assert said in legato("replay", str(RUN), "step=6", word, fails=True).stderr
+
+
+def test_each_fit_of_a_script_is_its_own_run(folder: Path) -> None:
+    """A fit is told by the number of its Trainer and its number there; evaluations and fits before it do nothing."""
+    text = TRAIN.replace("main(*sys.argv[1:])", "[main('1', 'order', rate) for rate in ('0.05', '0.01', '0.02')]")
+    text = text.replace(', resume="auto"', "").replace(', dirpath=Path("kept") / devices', "")
+    before = "    trainer.validate(Again(), DataLoader(Points(8), 3), verbose=False)\n    trainer.fit("
+    (folder / "several.py").write_text(text.replace("    trainer.fit(", before))
+    run("several.py")
+    runs = sorted(RUN.parent.iterdir())
+    fits = [path for path in runs if (path / "checkpoints").is_dir()]
+    assert (len(runs), len(fits)) == (6, 3)
+    for path in fits:
+        done = legato("replay", str(path), "step=6")
+        assert "earlier fits and evaluations are passed over" in done.stderr
+        assert "equal to the bit" in done.stdout
+    assert "no record of a start" in legato("replay", str(runs[0]), "step=1", fails=True).stderr
+
+
+def test_a_module_and_a_launcher(folder: Path) -> None:
+    """`python -m`, with a relative import; each process of torchrun, which reads LOCAL_RANK."""
+    (folder / "package").mkdir()
+    (folder / "package" / "points.py").write_text((folder / "points.py").read_text())
+    text = TRAIN.replace("from points", "from .points")
+    (folder / "package" / "train.py").write_text(text)
+    run("-m", "package.train", "2", "bitwise")
+    assert "equal to the bit" in legato("replay", str(RUN), "step=7").stdout
+    shutil.rmtree("runs")
+    shutil.rmtree("kept")
+    text = f"import os\nprint(os.environ['LOCAL_RANK'])\n{TRAIN}"
+    (folder / "launched.py").write_text(text)
+    run("-m", "torch.distributed.run", "--nproc-per-node=2", "launched.py", "2", "bitwise")
+    assert "equal to the bit" in legato("replay", str(RUN), "step=7").stdout
+    assert legato("samples", str(RUN), "step=7").stdout.count("replica") == 2
+
+
+def test_what_has_changed_is_told(folder: Path) -> None:
+    run("train.py", "1")
+    shutil.rmtree("kept")
+    (folder / "train.py").write_text(TRAIN.replace("float(rate)", "2 * float(rate)"))
+    done = legato("replay", str(RUN), "step=3", fails=True)
+    assert f"{folder / 'train.py'} has changed since the run" in done.stderr
+    assert "The replay is not what the run did" in done.stderr
+    (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    return\n    trainer.fit("))
+    done = legato("replay", str(RUN), "step=7", fails=True)
+    assert "train.py ended before fit 1 of its Trainer 1, which began the run" in done.stderr
+    (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    1 / 0\n    trainer.fit("))
+    done = legato("replay", str(RUN), "step=7", fails=True)
+    assert "ZeroDivisionError" in done.stderr
+    assert "train.py ran again, to find what the run trained." in done.stderr
+    (folder / "train.py").unlink()
+    done = legato("replay", str(RUN), "step=7", fails=True)
+    assert "train.py is not there" in done.stderr
+
+
+def test_a_notebook_is_refused_with_the_way_out(folder: Path) -> None:
+    run("-c", "import train; train.main('1')")
+    for command in ("replay", "samples"):
+        assert "legato.replay(run, make, step=N)" in legato(command, str(RUN), "step=7", fails=True).stderr
+    record = json.loads((RUN / "environment.json").read_text())
+    record["starts"][0] |= {"script": "/bin/legato", "command": [sys.executable, "/bin/legato", "lightning", "x.py"]}
+    (RUN / "environment.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="begun by `legato lightning`"):
+        history_of(RUN).make(7, 7)
