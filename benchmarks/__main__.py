@@ -21,6 +21,7 @@ QUICK = {
     "memory": ["--steps", "4"],
     "scale": ["--processes", "2", "4", "8", "--kill"],
     "replay": ["--steps", "200", "--rounds", "1"],
+    "tensor_bits": ["--rounds", "1", "--steps", "4"],
     "step_overhead": ["--modes", "bare,usual", "--steps", "1000", "--rounds", "2"],
 }
 """Arguments of the quick form."""

@@ -120,6 +120,18 @@ def test_an_adapter_around_a_model_is_cut_by_the_models_plan(trainer):
     assert float((trained(trainer, Hub(CONFIGS["llama"], adapter), **TENSOR) - alone).abs().max()) < 1e-8
 
 
+@pytest.mark.parametrize("name", ["llama", "tied", "adapter"])
+def test_in_shards_a_model_has_the_same_bits_on_one_and_two_processes(trainer, name):
+    """Queries share keys and values, and the head is whole; weights and each logged loss."""
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if name == "adapter" else None
+    config, found = CONFIGS["llama" if adapter else name], []
+    for processes in (1, 2):
+        strategy = {"name": "mesh", "tensor": processes, "tensor_shards": 2}
+        options = {"devices": processes, "strategy": strategy, "reproducible": "bitwise", "gradient_clip_val": 0.1}
+        found.append(trained(trainer, Hub(config, adapter).float(), **options))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

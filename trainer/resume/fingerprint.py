@@ -31,7 +31,7 @@ POSITION = {"base_lrs", "_last_lr"}
 """Keys of a new scheduler's state that follow from the optimizer's learning rate, which is compared by itself."""
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings of a parameter group that a schedule depends on."""
-LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers"}
+LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
 """Names below `numerics` that may differ between machines and layouts, and change last bits only."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"

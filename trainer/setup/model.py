@@ -74,7 +74,8 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
     """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
     strategy, compiles = call.strategy, bool(call.trainer.compile)
     numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, compiles)
-    numerics |= {"micro_batches": strategy.micro_batches, **numeric_variables()}
+    numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}
+    numerics |= numeric_variables()
     if call.bitwise:
         kernels.require_same_ranks(strategy.collectives.gather_objects(numerics))
     return numerics

@@ -48,6 +48,8 @@ class Strategy:
     """The word for it in a config."""
     micro_batches = 1
     """The number of pieces that a training batch is cut into for its forward."""
+    tensor_shards: int | None = None
+    """The number of parts that layers are cut into, whatever the number of processes."""
     cuts_batches = False
     """Whether a training step is called with a part of a replica's batch."""
     needs_every_gradient = False

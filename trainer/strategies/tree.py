@@ -79,6 +79,20 @@ def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callabl
     return stack.total()
 
 
+def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's share of the sum over all ranks' partial nodes; `rows`: the values of its own.
+
+    A row has equally many numbers for each rank.
+    """
+    world, share = len(nodes_of), rows[0].numel() // len(nodes_of)
+    outgoing = rows[0] if len(rows) == 1 else torch.stack([row.view(world, share) for row in rows], 1).flatten()
+    counts = [len(nodes) * share for nodes in nodes_of]
+    incoming = outgoing.new_empty(sum(counts))
+    dist.all_to_all_single(incoming, outgoing, counts, [len(rows) * share] * world, group=group)
+    total: Tensor = add_up(nodes_of, incoming.view(sum(map(len, nodes_of)), share), Tensor.add_)
+    return total
+
+
 class ReplicaStack:
     """The gradients of one process's replicas in a step, added up as far as the tree allows."""
 
@@ -266,11 +280,12 @@ def make_buckets(
     group: dist.ProcessGroup | None = None,
 ) -> list[Bucket]:
     """Share parameters out to buckets, of `elements` numbers at least, in the order in which backward reaches them."""
-    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_ones: dict[tuple[type, torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
     # Backward reaches the last layers first. The order must not be that of arrival, which differs from rank to rank.
     for parameter in reversed(list(parameters)):
-        kind = parameter.dtype, parameter.device
+        # by class, too: torch adds up several DTensors at once, but none beside a plain tensor
+        kind = type(parameter), parameter.dtype, parameter.device
         bucket = open_ones.setdefault(kind, [])
         bucket.append(parameter)
         if sum(other.numel() for other in bucket) >= elements:

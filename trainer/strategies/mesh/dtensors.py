@@ -221,19 +221,23 @@ class MeshScaler(torch.amp.GradScaler):
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 
 
-def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
-    """Have optimizers update one parameter after the other where a group's parameters lie on several meshes.
+def step_one_by_one(optimizers: Iterable[Optimizer], always: bool = False) -> None:
+    """Have optimizers update one parameter after the other where a group's parameters lie on several meshes, or always.
 
     torch's `foreach` and `fused` kernels take tensors of one mesh only. Left at None, torch would choose `foreach`
     where all tensors are on an accelerator. Raises ConfigError where the user has chosen one of them.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}
+        apart = (
+            always
+            or len({parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]})
+            > 1
+        )
         chosen = [option for option in ("foreach", "fused") if group.get(option)]
-        if len(meshes) > 1 and chosen:
+        if apart and chosen:
             raise ConfigError(
                 f"{chosen[0]}=True: its kernels take tensors of one mesh, but under this strategy's tensor parallelism "
-                f"an optimizer's lie on {len(meshes)}. Leave {chosen[0]} out."
+                f"an optimizer's lie on several. Leave {chosen[0]} out."
             )
-        if len(meshes) > 1 and "foreach" in group:
+        if apart and "foreach" in group:
             group["foreach"] = False

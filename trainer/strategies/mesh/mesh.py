@@ -30,7 +30,8 @@ from .sharding import Sharding, drop_unsent_gradients, sharded
 from .sizes import Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
 from .tensor_gradients import TensorGradients
-from .tensor_plan import apply_plan, plan_of
+from .tensor_plan import apply_plan, plan_of, words_of
+from .tensor_shards import TensorShards
 from .unwrap import Wrapping
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class MeshStrategy(GroupStrategy):
         data: Size = 1,
         shard: Size = 1,
         tensor: Size = 1,
+        tensor_shards: int | None = None,
         shard_blocks: list[str] | int = 1_000_000,
         reshard_after_forward: bool | int | None = None,
         cpu_offload: bool = False,
@@ -128,6 +130,8 @@ class MeshStrategy(GroupStrategy):
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
         """`data`, `shard`, `tensor`: processes on each axis; one may be "auto" and takes what is left.
+        `tensor_shards`: parts of each cut layer, fixed for a run; `tensor` processes share them out, with the same bits
+        for any that divides their number. None: one for each process.
         `shard_blocks`: the classes whose modules are gathered as one, or how many parameters make such a block.
         `reshard_after_forward`: drop a block's gathered parameters after its forward; None: all but the outermost's.
         `cpu_offload`: keep parts, gradients and optimizer states on the host. `meta_init`: only rank 0
@@ -138,6 +142,7 @@ class MeshStrategy(GroupStrategy):
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": 1}
         read_sizes(self.asked)
+        self.tensor_shards = tensor_shards
         self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward)
         self.meta_init, self.whole_at_end = meta_init, whole_at_end
         self.sizes = Sizes(1, 1, 1, 1)
@@ -163,6 +168,12 @@ class MeshStrategy(GroupStrategy):
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
+        shards, processes = self.tensor_shards, self.sizes.tensor
+        if shards is not None and (shards < processes or shards % processes):
+            raise ConfigError(
+                f"strategy mesh: tensor_shards={shards} is not a multiple of tensor={processes}. A run keeps its "
+                f"tensor_shards: take a number of processes that divides it."
+            )
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
@@ -213,6 +224,9 @@ class MeshStrategy(GroupStrategy):
         """Give this process its part of the task's weights, which are those of rank 0."""
         if self.mesh is None:
             super().place_task(task)
+            self.wrapping = Wrapping(task)
+            self._cut(task)
+            self.wrapping.done()
             return
         self.task = task
         self._sync_batch_norm(task)
@@ -236,13 +250,22 @@ class MeshStrategy(GroupStrategy):
         if isinstance(options, Mapping):
             kernels.compile_forwards(task, options)
         # FSDP comes last: fully_shard takes DTensors of another axis of the same mesh, parallelize_module does not
-        if self.sizes.tensor > 1:
-            apply_plan(task, self.mesh["tensor"])
+        self._cut(task)
         self._shard(task, self.mesh[("data", "shard") if self.sizes.data > 1 else ("shard",)])
         self.wrapping.done()
         if self.meta_init:
             parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
+
+    def _cut(self, task: "Task") -> None:
+        """Cut the layers that the plan names, over the axis tensor."""
+        if not self.tensor_shards and self.sizes.tensor == 1:
+            return
+        words = words_of(task, self.tensor_shards or self.sizes.tensor, in_shards=bool(self.tensor_shards))
+        if self.mesh is not None and self.sizes.tensor > 1:
+            apply_plan(task, self.mesh["tensor"], words)
+        if self.tensor_shards:
+            TensorShards(self.tensor_shards, self._ranks_along("tensor")).attach(task, words)
 
     def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
         """Shard the task's parameters over a mesh of the axes data and shard."""
@@ -271,10 +294,11 @@ class MeshStrategy(GroupStrategy):
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
             refuse_optimizers(self.name, task, optimizers, self.sizes.pipeline > 1)
-            dtensors.step_one_by_one(optimizers)
             if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
                 unknown = [one for one in optimizers if type(one) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
+        # on one process of them, too: other kernels may have other bits
+        dtensors.step_one_by_one(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
         return prepared
@@ -287,9 +311,12 @@ class MeshStrategy(GroupStrategy):
         kinds = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         odd = [type(one).__name__ for one in optimizers if type(one) not in ELEMENTWISE]
         fused = any(group.get("fused") for one in optimizers for group in one.param_groups)
-        axes = [axis for axis in ("data", "tensor", "pipeline") if getattr(self.sizes, axis) > 1]
+        axes = [axis for axis in ("data", "pipeline") if getattr(self.sizes, axis) > 1]
         reasons = {
             f"along the axis {' and '.join(axes)} torch adds up in an order of its own, unlike along shard": axes,
+            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}) the processes of tensor cut the sums": (
+                self.sizes.tensor > 1 and self.tensor_shards is None
+            ),
             "cpu_offload updates weights on the host, one process on its device": (
                 self.sharding.cpu_offload and self.device.type != "cpu"
             ),

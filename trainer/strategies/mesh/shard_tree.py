@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ....base.errors import TaskError
 from ...data.sampling import Layout
-from ..tree import ReplicaStack, add_up, partial_nodes
+from ..tree import ReplicaStack, add_up_shares, partial_nodes
 from .sharding import sharded
 
 UNEVEN = (
@@ -119,10 +119,5 @@ class TreeReduceScatter:
     def _exchange(self, output: Tensor, numbers: int, group: dist.ProcessGroup) -> None:
         """Send each rank its share of this one's partial sums, and add up the own share of all ranks' in order."""
         self._push_replica()
-        world, share = len(self.nodes_of), output.numel()
         rows = [output.new_full((numbers,), -0.0) if row is None else row for (row,) in self.replicas.close()]
-        outgoing = rows[0] if len(rows) == 1 else torch.stack([row.view(world, share) for row in rows], 1).flatten()
-        counts = [len(nodes) * share for nodes in self.nodes_of]
-        incoming = output.new_empty(sum(counts))
-        dist.all_to_all_single(incoming, outgoing, counts, [len(rows) * share] * world, group=group)
-        output.copy_(add_up(self.nodes_of, incoming.view(sum(map(len, self.nodes_of)), share), Tensor.add_))
+        output.copy_(add_up_shares(rows, self.nodes_of, group))

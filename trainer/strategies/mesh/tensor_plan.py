@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ....base.errors import ConfigError, did_you_mean
+from ....base.errors import ConfigError, did_you_mean, first_names
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -78,11 +78,24 @@ def plan_of(task: "Task") -> dict[str, str]:
     return plan
 
 
-def apply_plan(task: "Task", mesh: DeviceMesh) -> None:
-    """Cut the task's layers over a mesh of one axis. Raises ConfigError where the plan does not fit the task."""
-    # read before anything is cut: a mistake in the last pattern must not leave half of the task cut
-    found = read_plan(task, plan_of(task), mesh.size())
-    refuse_other_cuts(task, found)
+def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
+    """Return what the plan says of each layer. Raises ConfigError where it does not fit the task.
+
+    `in_shards`: a head and an embedding stay whole, whose sums over a part have no order of their own.
+    """
+    words = read_plan(task, plan_of(task), parts)
+    refuse_other_cuts(task, words)
+    summed = [name for name, word in words.items() if in_shards and word == REPLICATED]
+    if summed:
+        raise ConfigError(
+            f"tensor_shards: the gradient of {first_names(summed)} is one sum over tokens and heads, in another order "
+            f"on another number of processes. Leave the layers around it out of the plan, or tensor_shards."
+        )
+    return {name: word for name, word in words.items() if word in ("column", "row")} if in_shards else words
+
+
+def apply_plan(task: "Task", mesh: DeviceMesh, found: Mapping[str, str]) -> None:
+    """Cut the task's layers over a mesh of one axis, as `words_of` says."""
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in task.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -1,0 +1,89 @@
+"""Cost of `tensor_shards`: a step in logical shards, to one of the axis tensor as torch cuts it.
+
+Run: python -m benchmarks.tensor_bits [--processes 2] [--rounds 3] [--steps 6] [--clip]
+
+The same GPT of 25 million parameters trains on the same processes in turn: cut over the axis tensor in
+`reproducible: order`, and by `bitwise` with one, two and four shards in all, as far as the processes divide them.
+With --clip gradients are clipped by their norm, for which `bitwise` gathers each of them. `wall` is the least time of a
+step; `CPU` is the median of the CPU time of all threads of process 0, which other load affects less.
+"""
+
+import argparse
+import statistics
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader
+
+import legato as lg
+from benchmarks.bitwise import GPT, Clock, Times, Tokens
+from legato.base.place import find_place
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.processes.rendezvous import join_process_group, leave_process_group
+
+SHARDS = (1, 2, 4)
+
+
+class Sliced(GPT):
+    """The same model, whose optimizer takes parameters one by one."""
+
+    fused = False
+
+
+def train(shards: int | None, processes: int, steps: int, clip: bool) -> Times:
+    """Train for `steps` steps in this process, as one of `processes`."""
+    torch.manual_seed(0)
+    task, clock = Sliced(), Clock()
+    trainer = lg.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        strategy={"name": "mesh", "tensor": processes, "tensor_shards": shards},
+        gradient_clip_val=1.0 if clip else None,
+        devices=processes,
+        reproducible="order" if shards is None else "bitwise",
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(Tokens(steps * task.batch_size), task.batch_size))
+    return clock.steps()
+
+
+def compare(processes: int, rounds: int, steps: int, clip: bool) -> dict[int | None, Times]:
+    """Run the contestants in turn, in every process."""
+    place = find_place()
+    if place is not None and processes > 1:
+        join_process_group(place, "gloo", timedelta(minutes=5))
+    contestants = [None, *(shards for shards in SHARDS if shards % processes == 0)]
+    found: dict[int | None, Times] = {shards: [] for shards in contestants}
+    for _ in range(rounds):
+        for shards in contestants:
+            found[shards] += train(shards, processes, steps, clip)
+    leave_process_group()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--clip", action="store_true")
+    options = parser.parse_args()
+    found = run_workers(
+        partial(compare, options.processes, options.rounds, options.steps, options.clip), options.processes, threads=1
+    )
+    least = {shards: min(wall for wall, _ in times) for shards, times in found.items()}
+    middle = {shards: statistics.median(cpu for _, cpu in times) for shards, times in found.items()}
+    print(f"{'':12}{'wall ms':>10}{'CPU ms':>10}{'wall/order':>12}{'CPU/order':>12}")
+    for shards in found:
+        name = "order" if shards is None else f"{shards} shard{'s' if shards > 1 else ''}"
+        ratios = f"{least[shards] / least[None]:12.3f}{middle[shards] / middle[None]:12.3f}"
+        print(f"{name:12}{least[shards] * 1e3:10.1f}{middle[shards] * 1e3:10.1f}{ratios}")
+
+
+if __name__ == "__main__":
+    main()

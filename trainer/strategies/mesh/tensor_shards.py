@@ -1,0 +1,136 @@
+"""Layers cut into a fixed number of shards, which any number of processes computes with the same bits.
+
+A matrix product's last bits depend on its shape, and a sum's on its order. So each shard of a layer is a product of its
+own, whichever process computes it, and the sums over shards, of a row's outputs and of the gradients of a column's
+input, are added up in one binary tree. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
+https://arxiv.org/abs/2511.17826), with whole layers in place of kernels.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.functional import linear, pad
+
+from ....base.errors import TaskError
+from ...accelerators import generator_states
+from ...data.sampling import Layout
+from ...data.transfer import with_allocated_memory
+from ...optimization.kernels import give_forwards
+from ...processes.ranks import Ranks
+from ..tree import CarryStack, TreeNode, add_up_shares, all_gather_single, partial_nodes
+
+Sums = Callable[[Iterable[Tensor]], Tensor]
+
+
+class Copies(torch.autograd.Function):
+    """One input for each shard; backward adds up their gradients."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, count: int, add_up: Sums) -> tuple[Tensor, ...]:
+        """Return views of `inputs`."""
+        context.add_up = add_up
+        return tuple(inputs.view_as(inputs) for _ in range(count))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the inputs, on every process."""
+        return context.add_up(gradients), None, None
+
+
+class Sum(torch.autograd.Function):
+    """Sum over the shards of all processes."""
+
+    @staticmethod
+    def forward(context: Any, add_up: Sums, *values: Tensor) -> Tensor:
+        """Return the sum, on every process."""
+        context.count = len(values)
+        return add_up(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each value, which is that of the sum."""
+        return None, *[gradient] * context.count
+
+
+class TensorShards:
+    """The shards of all cut layers that this process computes, one after the other."""
+
+    def __init__(self, count: int, ranks: Ranks) -> None:
+        """`count`: that of all processes, `ranks`, together, a multiple of their number."""
+        self.ranks = ranks
+        owned = [Layout(count, ranks.size).owned(rank) for rank in range(ranks.size)]
+        self.owned, self.nodes_of = owned[ranks.rank], [partial_nodes(shards) for shards in owned]
+        self.generators: Tensor | None = None
+        """Where they stood after the last column, of which no row has come yet."""
+
+    def attach(self, task: nn.Module, words: Mapping[str, str]) -> None:
+        """Have the layers that a plan names compute shard by shard."""
+        columns = [task.get_submodule(name) for name, word in words.items() if word == "column"]
+        rows = [task.get_submodule(name) for name, word in words.items() if word == "row"]
+        give_forwards(columns, lambda kind: lambda layer, inputs: self._column(layer, inputs))
+        give_forwards(rows, lambda kind: lambda layer, inputs: self._row(layer, inputs))
+
+    def _column(self, layer: Any, inputs: Tensor) -> Tensor:
+        """Return the outputs of this process's shards, side by side."""
+        apply: Any = Copies.apply  # without types in torch
+        copies, biases = apply(local(inputs), len(self.owned), self.add_up), [None] * len(self.owned)
+        if layer.bias is not None:
+            biases = self._cut(layer.bias, 0)
+        outputs = [linear(*arguments) for arguments in zip(copies, self._cut(layer.weight, 0), biases, strict=True)]
+        for output in outputs:
+            if output.requires_grad:  # its gradient comes as columns of a wider matrix, where there are several shards
+                output.register_hook(Tensor.contiguous)
+        self.generators = generators()
+        return like(inputs, torch.cat(outputs, -1), Shard(-1))
+
+    def _row(self, layer: Any, inputs: Tensor) -> Tensor:
+        """Return the sum of the outputs of all processes' shards."""
+        before, self.generators = self.generators, None
+        if before is not None and not torch.equal(before, generators()):
+            raise TaskError(
+                "tensor_shards: random numbers are drawn between a column and its row, as attention's dropout does: "
+                "other ones for another number of processes. Set that dropout to 0; that of a row's output may stay."
+            )
+        pairs = zip(self._cut(inputs, -1), self._cut(layer.weight, 1), strict=True)
+        apply: Any = Sum.apply
+        output = apply(self.add_up, *[linear(piece, weight) for piece, weight in pairs])
+        return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
+
+    def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
+        """Return each shard's part, in memory laid out as it is where a process has one shard."""
+        return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
+
+    def add_up(self, values: Iterable[Tensor]) -> Tensor:
+        """Return the sum over all shards of one tensor for each; every process calls it with those of its own."""
+        stack = CarryStack(torch.add)
+        for shard, value in zip(self.owned, values, strict=True):
+            stack.push(TreeNode(shard, 0), value)
+        if self.ranks.size == 1:
+            return stack.total()
+        nodes = [value for _, value in stack.waiting]
+        shape, numbers = nodes[0].shape, nodes[0].numel()
+        rest = -numbers % self.ranks.size
+        share = add_up_shares([pad(node.flatten(), (0, rest)) for node in nodes], self.nodes_of, self.ranks.group)
+        total = share.new_empty(numbers + rest)
+        all_gather_single(total, share, group=self.ranks.group)
+        return total[:numbers].view(shape)
+
+
+def generators() -> Tensor:
+    """Return where the random generators stand."""
+    return torch.cat([torch.get_rng_state(), *generator_states()])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, with its place in the graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(inputs: Tensor, output: Tensor, place: Placement) -> Tensor:
+    """Return an output as torch's hooks around a cut layer expect it."""
+    if not isinstance(inputs, DTensor):
+        return output
+    return DTensor.from_local(output, inputs.device_mesh, [place], run_check=False)
