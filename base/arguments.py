@@ -77,6 +77,8 @@ class TrainerArguments:
         threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number changes
             last bits.
         deterministic: Use torch's deterministic kernels only; "warn" instead of an error if there is none.
+        recheck_every: Compute every n-th step, and the first one, twice before its update; end the run where bits
+            differ, as on hardware that computes wrong. Needs deterministic=True or "bitwise". None: never.
         accumulate_grad_batches: Batches that each replica accumulates for one optimizer step.
         gradient_clip_val: Clip gradients to this norm or value before each step. None or 0: no clipping.
         gradient_clip_algorithm: "norm": clip the total norm; "value": clip each value.
@@ -151,6 +153,7 @@ class TrainerArguments:
     reproducible: Literal["off", "order", "bitwise"] = "order"
     threads: Annotated[int, Range(1)] | None = None
     deterministic: bool | Literal["warn"] = False
+    recheck_every: Annotated[int, Range(1)] | None = None
 
     # --- the step ---------------------------------------------------------------------------------------------------
     accumulate_grad_batches: Annotated[int, Range(1)] = 1

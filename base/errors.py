@@ -6,6 +6,7 @@
     |-- DataError         (ValueError)       a loader or a sampler cannot serve this run
     |-- CheckpointError   (ValueError)       a checkpoint is missing, broken or of another model
     |-- NonFiniteError    (ArithmeticError)  a loss or a gradient is NaN or infinite
+    |-- CorruptionError   (ArithmeticError)  a step that was computed twice has other bits
     |-- DisagreementError (RuntimeError)     the ranks of one run disagree about what to do, or have other weights
     |-- HangError         (RuntimeError)     the run made no progress; says which rank is where
     `-- WorkerError       (RuntimeError)     a process of the run failed; carries its rank and its traceback
@@ -44,6 +45,10 @@ class CheckpointError(LegatoError, ValueError):
 
 class NonFiniteError(LegatoError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class CorruptionError(LegatoError, ArithmeticError):
+    """A step has other bits when it is computed a second time (`recheck_every`)."""
 
 
 class DisagreementError(LegatoError, RuntimeError):

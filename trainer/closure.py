@@ -1,5 +1,6 @@
 """Closure: the loss of a step as a function, which optimizers and tasks call within an update, also repeatedly."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from ..base.errors import ConfigError, TaskError
 from ..base.torch_private import version_of
 from . import masked
 from .data.randomness import generator_states, set_generators
+from .data.steps import StepInput
 from .optimization.optimization import Optimization
 from .optimization.optimizers import needs_closure, optimizer_parameters
 
@@ -61,14 +63,9 @@ class Closure:
         states = generator_states() if draws else None
         run.metrics.muted = True
         try:
-            optimization.weights.begin_step()
             if not (optimization.clears_late and step.batches):
                 optimization.zero_gradients(step)
-            for item in step.batches:
-                self.trainer.train_batch(step, item, run.open_batch(item, again=True))
-            if not step.batches:
-                masked.stand_in(run, step)
-            run.strategy.end_step()
+            run_again(self.trainer, step, (run.open_batch(item, again=True) for item in step.batches))
             optimization.divide_gradients(step)
             if optimization.looks_at_gradients:
                 optimization.prepare(self.optimizer)
@@ -77,6 +74,19 @@ class Closure:
             optimization.are_cleared = False
             if states is not None:
                 set_generators(states)
+
+
+def run_again(trainer: "Trainer", step: StepInput, batches: Iterable[Any]) -> None:
+    """Run forward and backward of a step again, on its batches as they are opened one after the other."""
+    run = trainer.current_run
+    run.optimization.weights.begin_step()
+    if step.masked:
+        masked.begin_step(run, step)
+    for item, batch in zip(step.batches, batches, strict=True):
+        trainer.train_batch(step, item, batch)
+    if not step.batches:
+        masked.stand_in(run, step)
+    run.strategy.end_step()
 
 
 def use_closures(call: Any, optimization: Optimization) -> None:

@@ -148,6 +148,7 @@ REFUSED = {
     "skip": (Ratings, {"nan": "skip"}, "does not go with nan=skip"),
     "sync": (Ratings, {"sync_batchnorm": True}, "strategy ddp_rpc does not go with sync_batchnorm=true"),
     "compile": (Ratings, {"compile": True}, "does not go with compile"),
+    "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not go with recheck_every"),
     "backward": (OwnBackward, {}, "a backward of the task's own"),
     "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage averages all weights"),
     "grouped": (Grouped, {}, "an optimizer of one group with self.parameters"),

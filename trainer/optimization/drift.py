@@ -44,8 +44,7 @@ class DriftGuard:
         sums = {name: sums_of_bits(parameter) for name, parameter in self.task.named_parameters()}
         names = [name for name, parts in sums.items() for _ in parts]
         parts = [part for parts in sums.values() for part in parts]
-        # those of other devices to the first one's, and from there all at once: each copy to the host waits
-        numbers = torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
+        numbers = on_host(parts)
         # the ranks must agree on the pause, so the wait in this collective counts in the next one
         total, summed = numbers.sum(), time.perf_counter()
         nanoseconds = torch.tensor(int((summed - began + self.waited) * 1e9))
@@ -55,24 +54,34 @@ class DriftGuard:
         # counted from when it was due: comparisons of saves, which do not wait until then, add to the pause
         self.compared_at, self.next_time = step, (self.next_time or elapsed) + PAUSE_PER_SECOND * answer[2] * 1e-9
         if answer[0] != ~answer[1]:
-            raise DisagreementError(self._describe(step, names, numbers.tolist()))
+            raise DisagreementError(
+                f"The ranks' weights differ after step {step}, where all of {self.ranks.size} must be the same: "
+                f"{describe_differing(self.ranks, names, numbers.tolist())}. Something changes weights by random "
+                f"numbers or data that only one rank has: an optimizer, a hook, or training_step itself. Draw the same "
+                f"numbers on all ranks, and go on from an earlier checkpoint."
+            )
 
-    def _describe(self, step: int, names: list[str], numbers: list[int]) -> str:
-        """Describe which parameters differ on which ranks. Collective."""
-        by_rank = dict(zip(get_process_group_ranks(self.ranks.group), self.ranks.gather_objects(numbers), strict=True))
-        # what most ranks have passes for right; where two values are as frequent, that of the lower rank
-        usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank.values(), strict=True)]
-        ranks = [rank for rank, column in by_rank.items() if column != usual]
-        differing = [
-            name for index, name in enumerate(names) if any(by_rank[rank][index] != usual[index] for rank in ranks)
-        ]
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {first_names([str(rank) for rank in ranks])}"
-        return (
-            f"The ranks' weights differ after step {step}, where all of {len(by_rank)} must be the same: "
-            f"{first_names(list(dict.fromkeys(differing)))} on {which}. Something changes weights by random numbers or "
-            f"data that only one rank has: an optimizer, a hook, or training_step itself. Draw the same numbers on all "
-            f"ranks, and go on from an earlier checkpoint."
-        )
+
+def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
+    """Describe which of the numbers with these names differ on which ranks; "" if none does. Collective."""
+    gathered = ranks.gather_objects(numbers)
+    if gathered.count(numbers) == len(gathered):
+        return ""
+    by_rank = dict(zip(get_process_group_ranks(ranks.group), gathered, strict=True))
+    # what most ranks have passes for right; where two values are as frequent, that of the lower rank
+    usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank.values(), strict=True)]
+    others = [rank for rank, column in by_rank.items() if column != usual]
+    differing = [
+        name for index, name in enumerate(names) if any(by_rank[rank][index] != usual[index] for rank in others)
+    ]
+    which = f"rank {others[0]}" if len(others) == 1 else f"ranks {first_names([str(rank) for rank in others])}"
+    return f"{first_names(list(dict.fromkeys(differing)))} on {which}"
+
+
+def on_host(parts: list[Tensor]) -> Tensor:
+    """Return sums of bits in one tensor on the host."""
+    # those of other devices to the first one's, and from there all at once: each copy to the host waits
+    return torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
 
 
 def sums_of_bits(tensor: Tensor) -> list[Tensor]:
@@ -82,6 +91,9 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     """
     if tensor.is_meta:
         return []
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+        return sums_of_bits(tensor.indices()) + sums_of_bits(tensor.values())
     if hasattr(tensor, "__tensor_flatten__"):
         return [part for inner in plain_tensors(tensor) for part in sums_of_bits(inner)]
     flat = tensor.detach().contiguous().reshape(-1)

@@ -69,8 +69,7 @@ class Optimization:
         self.needs_closure = self.are_cleared = False
         # Graphs that torch's compiler had made before this run's first step: more of them show that it compiles
         self.graphs = count_graphs()
-        # Epoch of the newest step
-        self.epoch = -1
+        self.epoch = self.regrouped_at = -1  # of the newest step; before which parameters were frozen or unfrozen
         # Under manual optimization: the newest step, and the number of updates within it
         self.updates = 0, 0
         # Under manual optimization: optimizers that have stepped since the loss scale was last updated
@@ -80,6 +79,7 @@ class Optimization:
         self.guard = SkipGuard(trainer, task, metrics, self.optimizers) if fits and skips else None
         # Whether the losses are checked before the next update: the first one of these processes
         self.checks_losses = trainer.nan == "raise"
+        self.recheck: Any = None  # what computes steps twice, where trainer.recheck_every says so
         # Search for weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         # Weights of batches in the gradient of a step, where training_step returns them
@@ -175,12 +175,15 @@ class Optimization:
             frozen = [id(parameter) for parameter in self.task.parameters() if not parameter.requires_grad]
             if frozen != list(map(id, self.strategy.frozen)):
                 self.strategy.regroup(self.strategy.layout)
+                self.regrouped_at = self.state.global_step
         if self.watch is not None:
             self.watch.begin_step()
         if self.weights.used is not False:
             self.weights.begin_step()
         if not (self.clears_late and step.batches):
             self.zero_gradients(step)
+        if self.recheck is not None:
+            self.recheck.begin_step(step)
 
     def zero_gradients(self, step: StepInput) -> None:
         """Clear the gradients, and the losses that they come from."""
@@ -217,6 +220,8 @@ class Optimization:
             return
         if self.watch is not None:
             self._require_same_weights(self.watch)
+        if self.recheck is not None:
+            self.recheck.end_step(step)
         if self.weights.used is not False:
             self.divide_gradients(step)
         for parameter in self.strategy.frozen:  # unfrozen since the step began: it is trained from the next one on

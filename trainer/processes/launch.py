@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ...base.environment import all_variables, get_variable, read_int, replace_variables
-from ...base.errors import ConfigError, TaskError, WorkerError, describe_import
+from ...base.errors import ConfigError, CorruptionError, TaskError, WorkerError, describe_import
 from ...base.place import Place, variables_of
 from . import signals
 from .failures import alive_file, leave, set_report_file, write_atomically
@@ -108,8 +108,8 @@ def launch_workers(
                 failure = group.find_failure()
                 if failure is None:
                     return group.value()
-                # a mistake in config or task would fail again in the same way
-                final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError))
+                # a mistake in config or task would fail again in the same way; wrong hardware must not train on
+                final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError, CorruptionError))
                 if group.restarts_left <= 0 or final or relay.received:
                     raise failure
                 attempt = max_restarts - group.restarts_left + 1

@@ -11,6 +11,7 @@ from ..hooks import count_arguments
 from ..optimization import kernels
 from ..optimization.model_checks import require_dense_gradients, require_parameters
 from ..optimization.optimization import Optimization
+from ..recheck import use_recheck
 from ..resume import fingerprint, restore
 from ..resume.rebuild import averaged_weights
 from ..run import Call, Run
@@ -109,6 +110,7 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
         restore.add_saved_groups(task, optimizers, saved)
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     use_closures(call, optimization)
+    use_recheck(call, optimization)
     if not task.automatic_optimization:
         strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):

@@ -184,6 +184,7 @@ class DDPRPCStrategy(DDPStrategy):
             f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
             "nan=skip: a step is dropped by looking at all gradients, which no process has": trainer.nan == "skip",
             "sync_batchnorm=true: the gradients of its sums would meet in distributed autograd": trainer.sync_batchnorm,
+            "recheck_every: the gradients of a second pass would be added up on servers": bool(trainer.recheck_every),
             "compile: remote calls are recorded as they are made": bool(trainer.compile),
             "a backward of the task's own: distributed autograd has its own": type(task).backward is not Task.backward,
             "gradient_clip_algorithm=norm: no process has all gradients. Clip by value": (

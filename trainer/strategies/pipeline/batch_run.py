@@ -37,7 +37,13 @@ class BatchRun:
     """The pieces of a batch, and what training_step makes of them."""
 
     def __init__(
-        self, task: "Task", arguments: Sequence[Any], schedules: Schedules, pieces: int, together: Ranks
+        self,
+        task: "Task",
+        arguments: Sequence[Any],
+        schedules: Schedules,
+        pieces: int,
+        together: Ranks,
+        is_masked: bool,
     ) -> None:
         """`pieces`: at most so many. `together`: the pipelines that gather parameters, and so do the same, together."""
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
@@ -48,7 +54,7 @@ class BatchRun:
         count = count_pieces(together.all_gather(torch.tensor(samples)).tolist(), pieces)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
-        self.step, self.is_masked = run.loop.step, run.metrics.muted
+        self.step, self.is_masked = run.loop.step, is_masked
         self.precision = task.trainer.strategy.precision
         self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))

@@ -187,7 +187,7 @@ class PipelineMeshStrategy(MeshStrategy):
             self._open_replica(replica)
         together = self.data_ranks if self.lockstep else SINGLE
         pieces = self.pieces_wanted or 2 * self.sizes.pipeline
-        batch_run = BatchRun(self.task, arguments, self.schedules, pieces, together)
+        batch_run = BatchRun(self.task, arguments, self.schedules, pieces, together, is_masked=replica is None)
         # Before the schedule, which sets gradients. Where all batches of a step are left out they must be None again:
         # with zeros momentum and weight decay would still move the weights.
         fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
