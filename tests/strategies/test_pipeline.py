@@ -266,9 +266,16 @@ def test_metrics_of_a_validation_and_text_of_a_model_in_stages(tmp_path):
 LEGS = [{"data": 2}, {"shard": 2, "shard_blocks": ["Block"]}, {"tensor": 2}, {"data": 2, "micro_batches": 1}]
 
 
-def go_on(folder, path, steps, **arguments):
+class Remembers(Chain):
+    """An optimizer that has a state for each parameter from the start."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+def go_on(folder, path, steps, make=sgd_text, **arguments):
     """Train on from a checkpoint up to so many steps; return the newest checkpoint and the weights."""
-    task = sgd_text()
+    task = make()
     saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
     settings = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [saver], "max_epochs": 4}
     trainer = run(task, resume=path, max_steps=steps, **settings, **arguments)
@@ -287,6 +294,15 @@ def test_a_run_goes_on_in_stages_and_back_again(tmp_path):
     begun, _ = go_on(tmp_path, None, 2, replicas=2)
     path, weights = go_on(tmp_path, run_workers(lambda: legs_of_four(begun), 4), -1)
     assert path.endswith("12")
+    assert close(weights, flat(whole))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_each_stage_s_own_states_of_an_optimizer(tmp_path):
+    whole = Remembers()
+    run(whole, max_epochs=4)
+    path, _ = go_on(tmp_path, None, 2, Remembers, devices=2, strategy=piped())
+    _, weights = go_on(tmp_path, path, -1, Remembers)
     assert close(weights, flat(whole))
 
 

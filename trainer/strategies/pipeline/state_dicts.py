@@ -39,18 +39,23 @@ class PipelineStateDicts(MeshStateDicts):
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of `optimizer`."""
         found = super().optimizer(optimizer)
-        own = found["state"]
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        # Adagrad has a state for every parameter from the start, of other stages' too
+        foreign, count = self._foreign(optimizer)
+        own = {index: values for index, values in found["state"].items() if index not in foreign}
         described = self._described({index: without_data(values) for index, values in own.items()}, range(count))
         return {**found, "state": {index: with_own_data(one, own.get(index, {})) for index, one in described.items()}}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load what belongs to the parameters of this rank's stage."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # torch would take a state for a parameter of another stage, and allocate it
-        foreign = {index for index, parameter in enumerate(parameters) if self.owners.is_foreign(parameter)}
+        foreign, _ = self._foreign(optimizer)
         own = {index: values for index, values in state["state"].items() if index not in foreign}
         super().load_optimizer(optimizer, {**state, "state": own})
+
+    def _foreign(self, optimizer: Optimizer) -> tuple[set[int], int]:
+        """Return the places of an optimizer's parameters that other stages have, and the count of all."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {index for index, one in enumerate(parameters) if self.owners.is_foreign(one)}, len(parameters)
 
     def _described(self, own: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
         """Return what all ranks of the pipeline describe between them, in this order."""
