@@ -371,6 +371,13 @@ class Never(Chain):
         return inputs[:, :3] * self.net[0].weight.sum()
 
 
+class Twice(Chain):
+    """Calls its model for two views of a batch."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) + super().forward(inputs + 1.0)
+
+
 class Fails(Chain):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -400,6 +407,7 @@ STOPPED = [
     (Backwards, {}, TaskError, "order of configure_blocks; 'net.2' came where 'net.1' was due|Between 'net.0'"),
     (Before, {}, TaskError, "before 'net.0', the first of the task's blocks, depends on parameters"),
     (Never, {}, TaskError, "never called 'net.0', the first"),
+    (Twice, {}, TaskError, r"calls each of the task's blocks once; it called 'net.0' again\. Join the inputs"),
     (Fails, {}, ValueError, "the last stage fails"),
 ]
 

@@ -114,6 +114,12 @@ class BlockInterceptor:
         raise _Reached(args, kwargs)
 
     def _handed_through(self, output: Any, index: int, args: Any, kwargs: Any) -> Any:
+        if index == 0 and self.next == len(self.blocks):
+            # there is one output: a second call would pass for the first one's
+            raise TaskError(
+                f"A pipeline's training_step calls each of the task's blocks once; it called {self.blocks[0].name!r} "
+                f"again. Join the inputs of both calls, as by torch.cat, and split the output."
+            )
         self._require_chain(index, args, kwargs)
         self.next = index + 1
         # a new object for each block, compared by identity: the same values through another operation are noticed
