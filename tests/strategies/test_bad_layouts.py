@@ -32,6 +32,14 @@ class Blocks(Net):
         return [*self.body, self.head]
 
 
+class Looked(Planned):
+    """Net with an embedding whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__(body_0="column")
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+
 class Narrow(Net):
     """Net whose head has another width than the one that was saved."""
 
@@ -64,6 +72,7 @@ CASES = {
     "a plan nearly": (lambda: Planned(hed="column"), named("mesh", tensor=2), "Did you mean 'head'?"),
     "a plan of other words": (lambda: Planned(head="colunm"), named("mesh", tensor=2), "Did you mean 'column'?"),
     "a width that is not even": (lambda: Planned(head="column"), named("mesh", tensor=2), "3"),
+    "sparse gradients": (Looked, named("mesh", tensor=2), "cannot work on the sparse gradients of table"),
     "blocks of no class": (Net, named("fsdp", shard_blocks=["Linaer"]), "Did you mean 'Linear'?"),
     "own shares": (
         Net,

@@ -234,6 +234,7 @@ class MeshStrategy(GroupStrategy):
             refuse_empty(task)
         if self.lockstep:
             require_dimensions(task, self.name)
+        if self.lockstep or self.sizes.tensor > 1:  # whose ranks compare gradients, which torch cannot broadcast sparse
             require_dense_gradients(task, [f"strategy={self.name}"])
         options = task.trainer.compile
         if options:
