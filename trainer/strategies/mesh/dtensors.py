@@ -99,9 +99,10 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
     ones that each rank has whole, count once each. The gradients must not be partial sums.
     """
-    squares = []
+    squares, kind = [], torch.float32
     for gradient in gradients:
         local = local_part(gradient)
+        kind = torch.promote_types(kind, local.dtype)
         # half precision would overflow while squaring, at gradients of 256 in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         # Squares are added in float64: float32 loses small parameters beside large ones, and then the result would
@@ -111,7 +112,7 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=widest_float(device), device=device)
     # on the default group, which has every rank of the mesh: one collective, whatever meshes the parameters have
     dist.all_reduce(total)
-    return total.sqrt().float()
+    return total.sqrt().to(kind)
 
 
 def parts(tensor: Tensor) -> int:
