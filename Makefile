@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve dist clean
+.PHONY: exact gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve dist clean
 
 demo: $(DEMO)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -36,6 +36,9 @@ size:  ## lines of code by room, comments, imports of a module
 
 bench: $(STAMP)  ## run the benchmarks in their quick form
 	$(BIN)/python -m benchmarks
+
+exact: $(STAMP)  ## compare each strategy, precision, model, option and break with one process, and write docs/exactness.md
+	$(BIN)/python -m benchmarks.exact
 
 gpu:  ## on a machine with torch and a GPU, without a network: the tests marked gpu, then benchmarks/gpu.py
 	PYTHON=$(PYTHON) .ci/gpu $(GPU)

@@ -1,0 +1,257 @@
+"""The rows of the table: seeded, so that each pair of values of two columns is in a row, and few rows hold them all."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from .cases import KINDS, OPTIONS
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; the defaults are those of a row that shows a single refusal."""
+
+    strategy: str = "ddp 2"
+    reproducible: str = "order"
+    precision: str = "32"
+    kind: str = "MLP"
+    option: str = "-"
+    disturbance: str = "none"
+
+    def values(self) -> frozenset[tuple[str, str]]:
+        """Return its values with their columns."""
+        return frozenset(asdict(self).items())
+
+    def __str__(self) -> str:
+        return ", ".join(asdict(self).values())
+
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "strategy": (
+        "single",
+        "ddp 2",
+        "ddp 3",
+        "ddp 4",
+        "zero1",
+        "fsdp",
+        "data x shard",
+        "tensor",
+        "pipeline",
+        "ddp_model_parallel",
+        "data_parallel",
+        "ddp_rpc",
+    ),
+    "reproducible": ("order", "bitwise"),
+    "precision": ("32", "bf16-mixed", "bf16-true", "16-mixed", "64"),
+    "kind": tuple(KINDS),
+    "option": tuple(OPTIONS),
+    "disturbance": ("none", "killed, resumed elsewhere", "killed, resumed under another strategy", "elastic"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy as the Trainer takes it, and its processes (of ddp_model_parallel and data_parallel: devices)."""
+
+    strategy: Any
+    devices: int
+    ranks: int
+    """Processes that share out the batches."""
+
+
+def _mesh(**axes: int) -> dict[str, Any]:
+    return {"name": "mesh", "shard_blocks": 40, **axes}
+
+
+LAYOUTS = {
+    "single": Layout("single", 1, 1),
+    "ddp 2": Layout("ddp", 2, 2),
+    "ddp 3": Layout("ddp", 3, 3),
+    "ddp 4": Layout("ddp", 4, 4),
+    "zero1": Layout("zero1", 2, 2),
+    "fsdp": Layout({"name": "fsdp", "shard_blocks": 40}, 2, 2),
+    "data x shard": Layout(_mesh(data=2, shard=2), 4, 4),
+    "tensor": Layout(_mesh(tensor=2), 2, 1),
+    "pipeline": Layout(_mesh(pipeline=2), 2, 1),
+    "ddp_model_parallel": Layout({"name": "ddp_model_parallel", "devices_per_replica": 2}, 4, 2),
+    "data_parallel": Layout("data_parallel", 2, 1),
+    "ddp_rpc": Layout({"name": "ddp_rpc", "timeout": 60}, 2, 2),
+}
+ELSEWHERE = {
+    "single": LAYOUTS["single"],
+    "ddp 2": LAYOUTS["ddp 3"],
+    "ddp 3": LAYOUTS["ddp 4"],
+    "ddp 4": LAYOUTS["ddp 2"],
+    "zero1": Layout("zero1", 3, 3),
+    "fsdp": Layout({"name": "fsdp", "shard_blocks": 40}, 3, 3),
+    "data x shard": Layout(_mesh(data=2), 2, 2),
+    "tensor": Layout(_mesh(tensor=4), 4, 1),
+    "pipeline": Layout(_mesh(pipeline=3), 3, 1),
+    "ddp_model_parallel": Layout({"name": "ddp_model_parallel", "devices_per_replica": 2}, 2, 1),
+    "data_parallel": Layout("data_parallel", 3, 1),
+    "ddp_rpc": Layout({"name": "ddp_rpc", "timeout": 60}, 3, 3),
+}
+"""Where a killed run of a strategy goes on, under the same strategy."""
+GOES_ON = ("fsdp", "zero1", "tensor", "ddp_model_parallel", "ddp 3", "pipeline", "data x shard", "single")
+"""Other strategies under which a killed run goes on: the first after its own that takes the rest of the row."""
+
+Refusal = Mapping[str, tuple[str, ...]]
+_PROCESSES = ("ddp 2", "ddp 3", "ddp 4", "zero1", "ddp_model_parallel")
+"""Strategies whose processes have a copy of the weights and batches of their own."""
+_OTHERS = tuple(name for name in COLUMNS["strategy"] if name != "single")
+REFUSED: tuple[Refusal, ...] = (
+    {
+        "strategy": ("data x shard", "tensor", "pipeline", "data_parallel", "ddp_rpc"),
+        "reproducible": ("bitwise",),
+    },
+    {
+        "strategy": tuple(name for name in COLUMNS["strategy"] if not name.startswith("ddp ")),
+        "disturbance": ("elastic",),
+    },
+    {"strategy": _OTHERS, "option": ("closure",)},
+    {"strategy": ("single",), "option": ("closure",), "precision": ("16-mixed",)},
+    {"strategy": ("single",), "option": ("closure",), "reproducible": ("bitwise",)},
+    {
+        "strategy": ("fsdp", "data x shard", "tensor", "pipeline", "data_parallel", "ddp_rpc"),
+        "option": ("manual",),
+    },
+    {"strategy": _PROCESSES, "option": ("manual",), "disturbance": ("killed, resumed elsewhere",)},
+    {"option": ("manual", "sync_batchnorm"), "disturbance": ("elastic",)},
+    {"strategy": ("tensor", "pipeline", "data_parallel", "ddp_rpc"), "option": ("compile",)},
+    {"strategy": ("pipeline", "ddp_rpc"), "option": ("EMA",)},
+    {"strategy": ("fsdp", "data x shard", "ddp_rpc"), "option": ("sync_batchnorm",)},
+    {"strategy": _PROCESSES, "option": ("sync_batchnorm",), "reproducible": ("bitwise",)},
+    {"strategy": _PROCESSES, "option": ("sync_batchnorm",), "disturbance": ("killed, resumed elsewhere",)},
+    {"strategy": ("fsdp", "data x shard", "tensor"), "kind": ("sparse embedding",)},
+    {"reproducible": ("bitwise",), "kind": ("sparse embedding",)},
+    {"option": ("clipping",), "kind": ("sparse embedding",)},
+    {"disturbance": ("elastic",), "kind": ("sparse embedding",)},
+    {"strategy": ("pipeline",), "option": ("two loaders",)},
+    {"strategy": ("pipeline", "ddp_model_parallel"), "kind": ("tied weights",)},
+    {"strategy": ("ddp_rpc",), "option": ("clipping", "nan=skip")},
+    {"strategy": ("ddp_rpc",), "precision": ("bf16-true", "16-mixed", "64")},
+    {"strategy": ("ddp_rpc",), "kind": ("padded batches",)},
+)
+"""Values that Legato refuses together: a row for each such combination shows the sentence, and no other row has it."""
+NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
+    (
+        {"strategy": ("pipeline", "data_parallel"), "kind": ("batch norm CNN",)},
+        "batch norm sees pieces of a batch, and updates its statistics once a piece",
+    ),
+    (
+        {
+            "strategy": ("zero1", "fsdp", "data x shard", "tensor", "pipeline", "ddp_rpc"),
+            "option": ("noisy optimizer",),
+        },
+        "each part of the weights [draws numbers of its own](strategies.md#random-numbers-of-the-update)",
+    ),
+    (
+        {"strategy": ("ddp_rpc",), "kind": ("tied weights",)},
+        "a module on a server shares no weight with the task",
+    ),
+    (
+        {"kind": ("LSTM",), "precision": ("16-mixed",)},
+        "torch has no LSTM in float16 on most CPUs",
+    ),
+    (
+        {"kind": ("LSTM",), "option": ("compile",), "precision": ("bf16-true",)},
+        "torch's compiler fails on what its LSTM returns in bfloat16 (torch 2.13)",
+    ),
+    (
+        {"option": ("closure",), "disturbance": ("killed, resumed under another strategy",)},
+        "no other strategy takes it",
+    ),
+)
+"""Values that no row has together, and why."""
+
+
+def excludes(refusal: Refusal, values: Mapping[str, str]) -> bool:
+    """Return whether these values, perhaps not of all columns, hold what a refusal names."""
+    return all(values.get(column) in several for column, several in refusal.items())
+
+
+def is_refused(values: Mapping[str, str]) -> bool:
+    """Return whether Legato is expected to refuse a row that holds these values, or the table leaves it out."""
+    return any(excludes(refusal, values) for refusal in (*REFUSED, *(left_out for left_out, _ in NOT_TRIED)))
+
+
+def next_strategy(row: Row) -> str | None:
+    """Return the strategy under which a row goes on that changes it at a resume; None: no other takes the row."""
+    begin = GOES_ON.index(row.strategy) + 1 if row.strategy in GOES_ON else len(row.strategy)
+    others = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
+    for name in others:
+        moved = replace(row, strategy=name, disturbance="none")
+        if row.option in ("sync_batchnorm", "manual") and LAYOUTS[name].ranks != LAYOUTS[row.strategy].ranks:
+            continue  # a replica needs a process of its own
+        if name != row.strategy and not is_refused(asdict(moved)):
+            return name
+    return None
+
+
+def refused_rows() -> Iterator[Row]:
+    """Yield a row for each combination of values that is expected to be refused."""
+    seen = set[Row]()
+    for refusal in REFUSED:
+        for values in product(*refusal.values()):
+            chosen = dict(zip(refusal, values, strict=True))
+            row = Row(**chosen)
+            if row not in seen:
+                seen.add(row)
+                yield row
+
+
+def covering_rows() -> list[Row]:
+    """Return rows that hold each pair of values of two columns which is not refused."""
+    generator = random.Random(SEED)
+    pairs = [
+        ((one, this), (other, that))
+        for one, other in combinations(COLUMNS, 2)
+        for this, that in product(COLUMNS[one], COLUMNS[other])
+        if not is_refused({one: this, other: that})
+    ]
+    generator.shuffle(pairs)
+    missing, rows = dict.fromkeys(map(frozenset, pairs)), list[Row]()
+    while missing:
+        pair = next(iter(missing))
+        filled = [row for _ in range(30) if (row := _fill(dict(pair), missing, generator))]
+        if not filled:  # three values that exclude each other in any row
+            del missing[pair]
+            continue
+        best = max(filled, key=lambda row: _gain(row.values(), missing))
+        for covered in map(frozenset, combinations(best.values(), 2)):
+            missing.pop(covered, None)
+        rows.append(best)
+    return sorted(rows, key=lambda row: [COLUMNS[column].index(value) for column, value in asdict(row).items()])
+
+
+def _gain(values: Any, missing: Mapping[frozenset[Any], None]) -> int:
+    return sum(pair in missing for pair in map(frozenset, combinations(values, 2)))
+
+
+def _fill(values: dict[str, str], missing: Mapping[frozenset[Any], None], generator: random.Random) -> Row | None:
+    """Return a row with these values, the others chosen greedily; None if each choice is refused."""
+    columns = [column for column in COLUMNS if column not in values]
+    generator.shuffle(columns)
+    for column in columns:
+        allowed = [value for value in COLUMNS[column] if not is_refused(values | {column: value})]
+        if not allowed:
+            return None
+        generator.shuffle(allowed)
+        values[column] = max(
+            allowed,
+            key=lambda value, column=column: sum(
+                frozenset([(column, value), held]) in missing for held in values.items()
+            ),
+        )
+    row = Row(**values)
+    return None if row.disturbance.endswith("another strategy") and next_strategy(row) is None else row
+
+
+def table_rows() -> list[Row]:
+    """Return all rows, those that are expected to be refused last."""
+    rows = covering_rows()
+    return rows + [row for row in refused_rows() if row not in rows]
