@@ -20,6 +20,9 @@ MORE = {
     "SECTION.KEY=VALUE: an override of the run's config",
     "replay": "step=N until=M: the first and the last step to compute again, replica=R: tell of this replica only\n"
     "save=DIR: where to write a checkpoint of the end\nSECTION.KEY=VALUE: an override of the run's config",
+    "verify": "segments=N: how many segments between checkpoints to compute again (5), or segments=all\n"
+    "seed=N: draw the segments of another verification; devices=N: on so many processes\n"
+    "SECTION.KEY=VALUE: an override of the run's config",
     "export": "A model is the task's forward, with example_input_array as its input, whose first dimension may vary. "
     "The file is loaded again, and its outputs compared with the task's.",
     "clean": "empty: runs without a step, a checkpoint or a logged value; failed: runs that ended with an error;\n"
@@ -40,7 +43,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         words.complete = {"bash": "_legato_config_words", "zsh": "_files"}  # type: ignore[attr-defined] # read by shtab
     if name in ("runs", "clean"):
         add("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)")
-    if name in ("samples", "replay"):
+    if name in ("samples", "replay", "verify"):
         add("run", metavar="RUN", help=A_RUN)
         add("words", nargs="*", metavar="KEY=VALUE", help="steps, and overrides of the run's config")
     if name == "new":
@@ -58,6 +61,8 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--blame", action="store_true", help="loss and gradient norm of each sample of the step, the largest first")
     elif name == "replay":
         add("--debug", action="store_true", help="stop in pdb within the step")
+    elif name == "verify":
+        add("--out", metavar="DIR", help="where to write the certificate (beside the run)")
     elif name == "export":
         add("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or the newest one of {A_RUN}")
         out = "the file to write: x.safetensors, x.onnx or x.pt2, or a folder, for a whole checkpoint or --format"

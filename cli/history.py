@@ -9,7 +9,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.run_names import CONFIG
 from ..lab.history import StudiedRun
-from ..lab.replay_steps import one_process
+from ..lab.replay_steps import on_processes
 from ..trainer.runs.record import start_config
 from .config.build import build_config
 from .config.check import Config, load_config
@@ -54,8 +54,8 @@ class ConfigHistory(StudiedRun):
             self._unstarted[number] = UnstartedRun(self.config_of(step))
         return self._unstarted[number]
 
-    def make(self, first: int, last: int) -> partial[list[Any]]:
-        """Return what makes trainer, task and data for a replay of some steps.
+    def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
+        """Return what makes trainer, task and data for a replay of some steps on a number of processes.
 
         Raises ConfigError where the run was resumed with another config between them.
         """
@@ -69,7 +69,7 @@ class ConfigHistory(StudiedRun):
                 )
         trainer = dict(config.values["trainer"])
         # sync_batchnorm takes a process for each replica; all else is the same on one
-        settings = {} if trainer["sync_batchnorm"] else one_process(trainer)
+        settings = {} if trainer["sync_batchnorm"] else on_processes(processes, trainer)
         # the sums of some kernels depend on it, and this machine may have other cores
         if trainer["threads"] is None and near is not None:
             settings["threads"] = near.threads

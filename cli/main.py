@@ -55,6 +55,7 @@ GROUPS = {
         "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs, and old checkpoints; asks before."),
         "samples": Command(".samples:run_samples", "Tell which samples a step had, or when a sample was seen."),
         "replay": Command(".replay:run_replay", "Compute steps of a run again, and verify them."),
+        "verify": Command(".verify:run_verify", "Prove that a run is what its config gives, with a certificate."),
         "export": Command(".export:run_export", "Write weights, the model or a whole copy for other programs."),
         "convert": Command("..compat.lightning.convert:run_convert", "Write a checkpoint as Lightning's file."),
     },

@@ -55,16 +55,21 @@ def run_replay(options: Namespace) -> None:
 
 def checkpoint_path(word: str, step: int) -> Path:
     """Return where to save the checkpoint of a step. Raises ConfigError for a folder inside of a run directory."""
-    require_local(word, "save=")
+    return outside_of_runs(word, "save=") / directory_name(step)
+
+
+def outside_of_runs(word: str, option: str) -> Path:
+    """Return the folder of an option. Raises ConfigError for one inside of a run directory."""
+    require_local(word, option)
     folder = Path(word).absolute()
     # resolved, since a link may lead into a run, whose files a replay would replace
     inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
     if inside is not None:
         raise ConfigError(
-            f"save={word} is inside of the run directory {inside}, which a replay does not change. Name a folder "
-            f"elsewhere, or leave save= out."
+            f"{option}{word} is inside of the run directory {inside}, which a replay does not change. Name a folder "
+            f"elsewhere, or leave {option} out."
         )
-    return folder / directory_name(step)
+    return folder
 
 
 def described(history: StudiedRun, replayed: Replayed, replica: int | None) -> Iterator[str]:

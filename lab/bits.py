@@ -3,7 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -118,10 +118,21 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
 
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
     """Return whether two checkpoints hold the same weights and optimizer states."""
-    states = []
-    for record in (one, other):
-        contents = reading.read_checkpoint(record.path)
-        flat = flatten({key: contents[key] for key in ("state_dict", "optimizer_states")})
-        tensors = [(name, digest_of(tensor)) for named in flat.tensors.values() for name, tensor in named.items()]
-        states.append((flat.tree, tensors))
-    return states[0] == states[1]
+    contents = (reading.read_checkpoint(record.path) for record in (one, other))
+    first, second = (leaves({key: each[key] for key in ("state_dict", "optimizer_states")}) for each in contents)
+    return first == second
+
+
+def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all numbers and texts of a nested value under dotted names, and each tensor as ("tensor", digest)."""
+    flat = flatten(contents)
+    found = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
+    rest: list[tuple[str, Any]] = [("", flat.tree)]
+    while rest:
+        above, tree = rest.pop()
+        if isinstance(tree, (dict, list)):
+            items = enumerate(tree) if isinstance(tree, list) else tree.items()
+            rest += [(f"{above}.{key}".lstrip("."), value) for key, value in items]
+        else:
+            found[above] = tree
+    return found

@@ -29,10 +29,18 @@ class CheckpointRecord:
 
     path: Location
     state: State
-    threads: int | None
-    """Threads of torch in the run, which some sums depend on."""
-    content: dict[str, Any]
-    """What tells whether data is that of the run."""
+    fingerprint: dict[str, Any]
+    """Settings that the run had; see trainer/resume/fingerprint.py."""
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of torch in the run, which some sums depend on."""
+        return self.fingerprint.get("numerics.threads")
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What tells whether data is that of the run."""
+        return {} if is_elsewhere(self.fingerprint) else self.fingerprint.get(CONTENT) or {}
 
     @property
     def step(self) -> int:
@@ -46,6 +54,8 @@ class RunHistory:
     def __init__(self, directory: Path, folders: Sequence[Location] = ()) -> None:
         """`folders`: those with checkpoints of the run besides the directory's own."""
         self.directory, self.folders = directory, folders
+        self.damaged: list[str] = []
+        """What is wrong with the checkpoints that are passed over."""
 
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:
@@ -64,13 +74,11 @@ class RunHistory:
                     tree = parse_json(state.read_bytes(), STATE_FILE)
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
-                        kept["fingerprint"] = kept["fingerprint"] or {}
-                        threads, data = map(kept["fingerprint"].get, ("numerics.threads", CONTENT))
-                        data = {} if data is None or is_elsewhere(kept["fingerprint"]) else data
-                        record = CheckpointRecord(path, State.from_dict(kept["state"]), threads, data)
+                        record = CheckpointRecord(path, State.from_dict(kept["state"]), kept["fingerprint"] or {})
                         # the run's own folder comes first, and wins over a copy elsewhere
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:
+                    self.damaged.append(f"{path.name}: {error}")
                     log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
         return [records[step] for step in sorted(records)]
 
@@ -130,8 +138,8 @@ class StudiedRun(RunHistory):
     """A run whose objects can be made again, by its config or by its script: `study.history_of` returns one."""
 
     @abstractmethod
-    def make(self, first: int, last: int) -> Callable[[], Sequence[Any]]:
-        """Return what makes trainer, task and data for a replay of some steps, on one process and not started."""
+    def make(self, first: int, last: int, processes: int = 1) -> Callable[[], Sequence[Any]]:
+        """Return what makes trainer, task and data, not started, for a replay of some steps on some processes."""
 
     @abstractmethod
     def unstarted(self, step: int) -> Any:

@@ -1,10 +1,11 @@
 """Versions, git commit and changed files of a run, compared with those of today."""
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..trainer.runs.record import code_of, package_versions
+from ..trainer.runs.record import code_of, installed_packages, package_versions
 from .history import RunHistory
 
 SHOWN_FILES = 8
@@ -12,13 +13,29 @@ SHOWN_FILES = 8
 
 def differences(history: RunHistory, step: int) -> Iterator[str]:
     """Yield a line for each thing that is not as it was when the run did a step."""
-    start, now = history.start_of(step)[1], package_versions()
-    was: dict[str, Any] = start.get("versions") or {}
+    start, now = history.start_of(step)[1], installed_packages() | package_versions()
+    was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
     changed = [f"{name} {old} -> {now[name]}" for name, old in was.items() if name in now and old != now[name]]
     if changed:
-        yield f"Other versions than the run had: {', '.join(changed)}. Bits may differ."
-    if start.get("git"):
-        yield from code_differences(history.directory, start["git"])
+        yield f"Other versions than the run had: {listed(changed)}. Bits may differ."
+    code = list(code_differences(history.directory, start["git"]) if start.get("git") else ())
+    # what git does not track, or where there is no git
+    names = [] if code else changed_sources(start)
+    yield from [*code, *([f"Code has changed since the run: {listed(names)}."] if names else [])]
+
+
+def changed_sources(start: Mapping[str, Any]) -> list[str]:
+    """Return the files of modules that have changed since a start of a run had loaded them."""
+    folder = Path(start.get("working_directory") or ".")
+    paths = {name: (folder if folder.is_dir() else Path.cwd()) / name for name in start.get("sources") or {}}
+    texts = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    return [name for name, text in texts.items() if hashlib.sha256(text).hexdigest() != start["sources"][name]]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, the first of many."""
+    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    return ", ".join(names[:SHOWN_FILES]) + more
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
@@ -33,9 +50,7 @@ def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
     after = by_file(today["diff"] or b"")
     names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if names:
-        more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
-        shown = ", ".join(names[:SHOWN_FILES])
-        yield f"Code has changed since the run (commit {commit[:12]}): {shown}{more}."
+        yield f"Code has changed since the run (commit {commit[:12]}): {listed(names)}."
 
 
 def by_file(diff: bytes) -> dict[str, bytes]:

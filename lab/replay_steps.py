@@ -46,7 +46,7 @@ SAME_BUT_ROUNDING = 1e-3
 """Relative difference up to which two values are called the same but for rounding."""
 
 
-def new_directory(run: Path) -> Path:
+def new_directory(run: Path, mark: str = REPLAY) -> Path:
     """Make and return a directory for a replay beside that of the run: version_3.replay-0.
 
     Raises ConfigError if that cannot be written to.
@@ -56,7 +56,7 @@ def new_directory(run: Path) -> Path:
     # of a run in a store there are only copies here
     run = (Path(ROOT, place.parent.name, place.name) if isinstance(place, Address) else run).absolute()
     while True:
-        path = run.with_name(f"{run.name}{REPLAY}{number}")
+        path = run.with_name(f"{run.name}{mark}{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -193,11 +193,17 @@ def replay(run: str | Path, make: Make, *, step: int, until: int | None = None) 
 
 
 def replay_steps(
-    history: RunHistory, made: Sequence[Any], steps: tuple[int, int], directory: Path, watchers: Sequence[Callback]
+    history: RunHistory,
+    made: Sequence[Any],
+    steps: tuple[int, int],
+    directory: Path,
+    watchers: Sequence[Callback],
+    every_step: bool = True,
 ) -> Replayed:
     """Train from the newest checkpoint before the first of some steps, where a watcher stops it at the last.
 
     made: a new trainer, task and data. All that is written goes to `directory`.
+    every_step: log each step, not those that the run has logged.
 
     Raises DataError where the run has no such step.
     """
@@ -213,7 +219,7 @@ def replay_steps(
     # the loggers of the run write to its own files, or to a server, and must not be called
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
     # every step is a value more for the proof; the sanity check has no part in any of them
-    trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
+    trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1 if every_step else trainer.log_every_n_steps, 0
     # a replay that fails is to end here, and not to begin again
     trainer.max_restarts, trainer.requeue = 0, False
     # a watcher ends the replay, and nothing else may keep it going or end it earlier
@@ -232,14 +238,21 @@ def replay_steps(
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
 
 
-def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Trainer for one process that computes what those of the run have computed."""
+def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Trainer for processes of this machine that compute what those of the run have computed.
+
+    Several are those that the run had, or of ddp where it had one.
+    """
     name, options = read_strategy(trainer)
-    settings = {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
-    if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
-        return settings
+    pieces = name == "ddp_model_parallel" and options.get("micro_batches", 1) != 1
+    devices = options.get("devices_per_replica", 2) if name == "ddp_model_parallel" else 1
+    settings = {"devices": processes, "num_nodes": 1, "cluster": "off"}
+    if processes > 1:
+        alone = name in ("single", "auto", "data_parallel")
+        return {**settings, "devices": processes * devices, **({"strategy": "ddp"} if alone else {})}
     # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
-    return {**settings, "devices": options.get("devices_per_replica", 2), "strategy": {"name": name, **options}}
+    strategy: Any = {"name": name, **options} if pieces else "single"
+    return {**settings, "devices": devices if pieces else 1, "strategy": strategy}
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:
@@ -252,13 +265,14 @@ def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple
     """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
-    before = max(start.get("processes") or 0 for start in starts)
+    before = {start.get("processes") or 0 for start in starts}
     after = trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes
     # bitwise promises the same bits on any number of processes, order only the same samples
     if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
     if "off" in reproducible:
         return False, "reproducible: off, whose random numbers depend on the processes"
-    if before == after == 1:
-        return True, "the run had one process, too"
-    return False, f"the run had {before} processes, the replay {after}, and reproducible: order"
+    if before == {after} and (after == 1 or {start.get("strategy") for start in starts} == {trainer.strategy.name}):
+        return True, "the run had one process, too" if after == 1 else f"the run had {after} processes, too"
+    counts = " and ".join(map(str, sorted(before)))
+    return False, f"the run had {counts} processes, the replay {after}, and reproducible: order"

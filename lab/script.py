@@ -20,7 +20,7 @@ from ..trainer.request import Request
 from ..trainer.runs.record import command_of_process, hash_of
 from ..trainer.trainer import Trainer
 from .history import StudiedRun
-from .replay_steps import Make, one_process
+from .replay_steps import Make, on_processes
 from .sample_lookup import load_loader
 
 BY_HAND = "call legato.replay(run, make, step=N), where make() returns a new (trainer, task, loader)"
@@ -40,10 +40,10 @@ class ScriptHistory(StudiedRun):
         self.settings = dict(map(read_setting, overrides))
         self._unstarted: dict[int, UnstartedScript] = {}
 
-    def make(self, first: int, last: int) -> Make:
+    def make(self, first: int, last: int, processes: int = 1) -> Make:
         """Return what makes trainer, task and data for a replay of some steps. Raises ConfigError for a notebook."""
         runnable(self.start_of(first)[1])
-        return partial(self._make, first)
+        return partial(self._make, first, processes)
 
     def unstarted(self, step: int) -> "UnstartedScript":
         """Return the run as the script made it for a step, not started."""
@@ -52,8 +52,8 @@ class ScriptHistory(StudiedRun):
             self._unstarted[number] = UnstartedScript(self._make(step), start)
         return self._unstarted[number]
 
-    def _make(self, step: int) -> list[Any]:
-        made = run_to_fit(self.start_of(step)[1], self.settings)
+    def _make(self, step: int, processes: int = 1) -> list[Any]:
+        made = run_to_fit(self.start_of(step)[1], self.settings, processes)
         trainer = made[0]
         # where checkpoints are kept elsewhere only the script tells
         given = [callback.dirpath for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
@@ -91,7 +91,7 @@ class _Reached(BaseException):
     """Ends a script at its fit; no `except Exception` of the script takes it."""
 
 
-def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> list[Any]:
+def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
     """Run the script of a start again, up to the fit that began the run; return what that was given.
 
     settings: arguments of the Trainer in place of the script's.
@@ -111,7 +111,7 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> list[An
     os.chdir(start["working_directory"])
     sys.argv = list(start["arguments"])
     sys.path.insert(0, folder)
-    with stopping_at_fit(start, settings) as made:
+    with stopping_at_fit(start, settings, processes) as made:
         try:
             with redirect_stdout(sys.stderr):  # a command prints its answer there
                 if module:
@@ -137,17 +137,17 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> list[An
 
 
 @contextmanager
-def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[list[Any]]:
+def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
     """Let the fit that a start names end its script; yield a list, in which its arguments and `__main__` lie then.
 
-    Trainers get one process and `settings`. Fits and evaluations before do nothing.
+    Trainers get `processes` and `settings`. Fits and evaluations before do nothing.
     """
     made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
     kind: Any = Trainer
     post_init, fit, evaluate_alone = kind.__post_init__, kind.fit, kind.evaluate_alone
 
     def begin(trainer: Any) -> None:
-        vars(trainer).update({} if trainer.sync_batchnorm else one_process(vars(trainer)))
+        vars(trainer).update({} if trainer.sync_batchnorm else on_processes(processes, vars(trainer)))
         vars(trainer).update(settings)
         post_init(trainer)
 

@@ -11,7 +11,9 @@ import torch
 from ..base.errors import DataError
 from ..base.tensors import local_part
 from ..callbacks.callback import Callback, MonitoringCallback
+from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..trainer.optimization.optimizers import optimizer_parameters
+from ..trainer.state import State
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -111,6 +113,42 @@ class StopAfterStep(MonitoringCallback):
         if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
             trainer.save_checkpoint(self.save)
         trainer.should_stop = True
+
+
+class SaveAs(CheckpointCallback):
+    """Saves to `path` where the loop state is that of a checkpoint, and ends training there.
+
+    A run saves after a step, after its validation, or at the end of an epoch; the state tells which of them it was.
+    """
+
+    CLOCKS = ("elapsed", "logged_at")
+    """Fields that depend on when a run was started and ended: its last step is logged in any case."""
+
+    def __init__(self, state: State, path: Path) -> None:
+        self.state, self.path = state, path
+        self.is_saved = self.is_same = False
+
+    def look(self, trainer: "Trainer", task: "Task | None" = None) -> None:
+        """Save and stop at the moment of the checkpoint."""
+        # in the middle of the next step the counts are still those of this one
+        is_within = trainer.metrics.step == trainer.global_step
+        if self.is_same or is_within or trainer.global_step < self.state.global_step:
+            return
+        clocks = {name: getattr(self.state, name) for name in self.CLOCKS}
+        self.is_same = trainer.state.to_dict() | clocks == self.state.to_dict()
+        # where no moment is the same, the first will do: its comparison names what differs
+        if self.is_same or not self.is_saved:
+            self.is_saved = True
+            trainer.save_checkpoint(self.path)
+        # not before that moment, since a run that stops ends its epoch in another way
+        trainer.should_stop |= self.is_same or trainer.global_step > self.state.global_step
+
+    on_validation_start = on_validation_end = on_train_epoch_start = on_train_epoch_end = look
+    on_train_end = save_cut_epoch = look
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save and stop, too."""
+        self.look(trainer)
 
 
 class DebugStep(Callback):

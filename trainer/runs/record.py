@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping
@@ -61,6 +62,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
             "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
             "versions": package_versions(),
             "git": code,
+            "sources": loaded_sources(Path.cwd()) if save_code else {},
             "packages": installed_packages(),
         }
     )
@@ -196,6 +198,18 @@ def installed_packages() -> dict[str, str]:
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
+def loaded_sources(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the file of each loaded module that is no library's, by its path from a folder."""
+    legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    found: dict[str, str] = {}
+    for file in sorted(file for file in files if isinstance(file, str) and file.endswith(".py")):
+        if not file.startswith((legato, *libraries)) and "-packages/" not in file and len(found) < MOST_NAMES:
+            with suppress(OSError):
+                found[os.path.relpath(file, folder)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return found
+
+
 def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
     """Return the git repository of a folder: root, commit, branch, and what differs from `base`; None if there is none.
 
