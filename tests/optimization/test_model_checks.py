@@ -171,6 +171,15 @@ def test_sparse_gradients_on_two_processes_of_which_one_has_no_last_batch(traine
     assert_close(alone, two)
 
 
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"nan": "skip"}], ids=str)
+def test_a_sparse_gradient_that_no_embedding_tells_of_is_refused_on_one_process_too(trainer, options):
+    task = Table(by_function=True)
+    before = task.rows.detach().clone()
+    with pytest.raises(TaskError, match=r"Table\.rows has a sparse gradient, but no Embedding\(sparse=True\) holds it"):
+        trainer(**options).fit(task, make_loader())
+    assert torch.equal(task.rows.detach(), before)
+
+
 @pytest.mark.slow
 def test_a_sparse_gradient_that_no_embedding_tells_of_is_named_under_ddp(refused):
     message = refused(TaskError, Table(by_function=True), devices=2, strategy="ddp")

@@ -43,6 +43,24 @@ def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
         )
 
 
+def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of embeddings whose gradients are sparse."""
+    sparse = (getattr(layer, "weight", None) for layer in task.modules() if getattr(layer, "sparse", False) is True)
+    return {weight for weight in sparse if isinstance(weight, nn.Parameter)}
+
+
+def require_told_sparse(task: nn.Module) -> None:
+    """Raise TaskError for a sparse gradient of no Embedding(sparse=True): several processes cannot add up such ones."""
+    told = sparse_weights(task)
+    for name, parameter in task.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse and parameter not in told:
+            raise TaskError(
+                f"{type(task).__name__}.{name} has a sparse gradient, but no Embedding(sparse=True) holds it, which "
+                f"tells other processes of it before step 1. Write nn.Embedding(n, d, sparse=True) instead of "
+                f"functional.embedding(..., sparse=True), or leave sparse out."
+            )
+
+
 def require_dimensions(task: nn.Module, strategy: str) -> None:
     """Raise TaskError for parameters without dimensions, which a strategy that shards parameters cannot cut."""
     # torch's sharding fails here without a name

@@ -19,6 +19,7 @@ from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
 from .batch_weights import BatchWeights
 from .kernels import NOTHING_COMPILED
+from .model_checks import require_told_sparse
 from .nonfinite import SkipGuard
 from .optimizers import has_modes, may_draw, optimizer_parameters, to_evaluation, to_training
 from .outputs import describe_bad_loss
@@ -77,8 +78,8 @@ class Optimization:
         # Check of the gradients before an update, or None
         fits, skips = trainer.stage == "fit", trainer.nan == "skip"
         self.guard = SkipGuard(trainer, task, metrics, self.optimizers) if fits and skips else None
-        # Whether the losses are checked before the next update: the first one of these processes
-        self.checks_losses = trainer.nan == "raise"
+        # Whether losses and gradients are checked before the next update: the first one of these processes
+        self.checks_first = True
         self.recheck: Any = None  # what computes steps twice, where trainer.recheck_every says so
         # Search for weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
@@ -122,7 +123,7 @@ class Optimization:
 
     def restart(self) -> None:
         """Check the next step as the first one, because the set of ranks has changed."""
-        self.checks_losses, self.weights.used = self.trainer.nan == "raise", None
+        self.checks_first, self.weights.used = True, None
 
     def begin_training(self) -> None:
         """Put what is trained into training mode, and say so where a module came in evaluation mode."""
@@ -227,8 +228,8 @@ class Optimization:
         for parameter in self.strategy.frozen:  # unfrozen since the step began: it is trained from the next one on
             parameter.grad = None
         # before clipping and unscaling, which would hide what was not finite
-        if self.checks_losses:
-            self._check_first_losses()
+        if self.checks_first:
+            self._check_first_update()
         if self.guard is not None and self.guard.drops_step():
             return
         # with nothing to prepare the list itself: no generator in the step
@@ -237,9 +238,11 @@ class Optimization:
             closure = None if self.make_closure is None else self.make_closure(step, optimizer)
             self.strategy.optimizer_step(optimizer, closure)
 
-    def _check_first_losses(self) -> None:
-        self.checks_losses = False  # later ones are checked at logging points: a check waits for the device
-        self.trainer.current_run.check_losses()
+    def _check_first_update(self) -> None:
+        self.checks_first = False  # later losses are checked at logging points: a check waits for the device
+        require_told_sparse(self.task)
+        if self.trainer.nan == "raise":
+            self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
         """Divide gradients and losses by the weights of the step's batches, where they have some; collective."""
@@ -398,8 +401,8 @@ class Optimization:
             return strategy.optimizer_step(optimizer, closure, **options)
         # averaged here, because backward ran inside of DDP's forward, before its hooks were ready (docs/decisions.md)
         strategy.average(optimizer_parameters(optimizer))
-        if self.checks_losses:
-            self._check_first_losses()
+        if self.checks_first:
+            self._check_first_update()
         # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
         with self._keyed_hooks("on_before_optimizer_step", self.draws_before_updates, optimizer):
             self.hooks.call("on_before_optimizer_step", optimizer)

@@ -19,9 +19,10 @@ from ...base.tensors import plain_tensors
 from ...base.torch_private import forward_of_ddp, multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
+from ..optimization.model_checks import sparse_weights
 from ..processes.ranks import Phase
 from .batch_norm import synchronize
-from .group import GroupStrategy, sparse_weights
+from .group import GroupStrategy
 from .strategy import trainable
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from ...base.errors import ConfigError, TaskError
 from ...base.place import Place, find_group
 from ...base.torch_private import copy_to_each
 from ..accelerators import assigned_device, backend_for
+from ..optimization.model_checks import sparse_weights
 from ..optimization.precision import Precision
 from ..processes.ranks import DEFAULT, Ranks, Timeout, Timeouts, legatos_group, require_backend
 from ..processes.rendezvous import join_process_group
@@ -177,12 +178,6 @@ class FlatSum:
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]
-
-
-def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
-    """Return the weights of embeddings whose gradients are sparse."""
-    sparse = (getattr(layer, "weight", None) for layer in task.modules() if getattr(layer, "sparse", False) is True)
-    return {weight for weight in sparse if isinstance(weight, nn.Parameter)}
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
