@@ -32,15 +32,25 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     With `resume=auto` the overrides among the arguments are laid on the config of the run that goes on. Each key of the
     given files that says something else is named in a warning. Raises ConfigError where they name another task.
     """
-    given = load_config(arguments, before_imports)
-    if given.values["resume"] != "auto":
-        return given
+    problem, overrides = None, overrides_among(arguments)
+    try:
+        given = load_config(arguments, before_imports)
+    except ConfigError as error:
+        # of an entry that only the run has: then the files alone are no config
+        entries = [word for word in overrides if word.startswith(("callbacks.", "loggers."))]
+        if not entries:
+            raise
+        problem, given = error, load_config([word for word in arguments if word not in entries], before_imports)
     where = given.values["run"]
-    run = given.directory or newest_to_resume(to_location(where["root"]), where["name"])
+    run = given.directory
+    if given.values["resume"] == "auto" and run is None:
+        run = newest_to_resume(to_location(where["root"]), where["name"])
     # nothing to resume yet, or the run of a script: then this config is the one
-    if run is None or not (run / CONFIG).is_file():
+    if given.values["resume"] != "auto" or run is None or not (run / CONFIG).is_file():
+        if problem is not None:
+            raise problem
         return given
-    stored = load_config([str(run / CONFIG), *overrides_among(arguments)])
+    stored = load_config([str(run / CONFIG), *overrides])
     _require_same_task(run, given, stored)
     replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)
     if replicas is None:  # the run keeps them, and so does whoever runs its config again

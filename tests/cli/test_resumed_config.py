@@ -49,6 +49,28 @@ def test_a_resume_keeps_the_config_of_the_run_and_changes_what_is_set_now() -> N
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
 
 
+def test_an_entry_that_only_the_run_has_is_changed_and_taken_off() -> None:
+    stop = "callbacks.stop={_target_: legato.callbacks.EarlyStopping, monitor: val/loss}"
+    trained(stop, "trainer.max_epochs=1")
+    legato("fit", "points.yaml", "resume=auto", "trainer.max_epochs=2", "callbacks.stop.patience=9")
+    assert values(RUN, "callbacks.stop.patience") == [9]
+    legato("fit", "points.yaml", "resume=auto", "trainer.max_epochs=3", "callbacks.stop=null")
+    assert "callbacks.stop.patience" not in RunDirectory(RUN).config
+    for words in (["resume=auto", "callbacks.stop=null"], ["callbacks.stop=null"]):
+        done = completed(run_module, "legato", "fit", "points.yaml", *words)
+        assert "override 'callbacks.stop=null': there is no 'stop' to remove" in done.stderr
+
+
+def test_a_run_goes_on_by_a_file_that_says_so() -> None:
+    Path("points.yaml").write_text(f"{CONFIG}resume: auto\n")
+    for epochs in ("1", "2"):
+        legato("fit", "points.yaml", f"trainer.max_epochs={epochs}")
+    assert [run.name for run in RUN.parent.iterdir() if run.name.startswith("version")] == [RUN.name]
+    lines = (RUN / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == len({line.partition(",")[0] for line in lines})
+    assert values(RUN, "trainer.max_epochs") == [2]
+
+
 def test_a_key_of_the_file_that_differs_is_told_with_both_values() -> None:
     trained("task.rate=0.02", "trainer.max_epochs=1")
     Path("points.yaml").write_text(CONFIG.replace("seed: 5", "seed: 6").replace("points.Net", "points.Net, rate: 0.5"))

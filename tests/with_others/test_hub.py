@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import legato as lg
-from legato.base.errors import CheckpointError, TaskError
+from legato.base.errors import CheckpointError, ConfigError, TaskError
 from legato.cli.main import main
 
 STOP_AT = """
@@ -176,6 +176,14 @@ def test_a_task_without_a_pretrained_model_is_refused_before_it_is_trained(train
     made = trainer(callbacks=[lg.callbacks.ExportPretrained()])
     with pytest.raises(TaskError, match="Plain has no module with a method save_pretrained"):
         made.fit(Plain(), DataLoader(torch.ones(4, 1)))
+    assert made.global_step == 0
+
+
+def test_weights_that_stay_in_parts_are_refused_before_they_are_trained(base, trainer, example):
+    strategy = {"name": "fsdp", "whole_at_end": False}
+    made = trainer(callbacks=[lg.callbacks.ExportPretrained()], strategy=strategy, devices=2)
+    with pytest.raises(ConfigError, match="ExportPretrained writes whole weights when fit ends, which whole_at_end"):
+        made.fit(example.FineTuning(model=base), example.Documents(model=base, file="pairs.jsonl"))
     assert made.global_step == 0
 
 
