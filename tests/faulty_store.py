@@ -24,6 +24,7 @@ class Store:
         self.objects: dict[str, bytes] = {}
         self.overwritten: list[str] = []
         self.uploads: set[object] = set()
+        self.late: list[Callable[[], Any]] = []
         self.set_fault()
 
     def set_fault(self, fault: Callable[[int], str] = lambda number: "") -> None:
@@ -37,6 +38,9 @@ class Store:
             if kind == "killed before":
                 raise Killed
             if kind == "failed":
+                raise TimeoutError("Read timeout on endpoint")
+            if kind == "late":
+                self.late.append(act)
                 raise TimeoutError("Read timeout on endpoint")
             answer = act()
             if kind == "killed after":

@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -222,6 +223,22 @@ def test_a_manifest_whose_answer_is_lost_is_no_failed_save() -> None:
         problem_of(lambda: save(1, 5))
         STORE.set_fault()
         assert read("step-00000001")[0] == 1
+
+
+def test_a_manifest_that_arrives_after_its_sender_has_given_up_tears_nothing() -> None:
+    arrived = set()
+    for count in range(5, 40):
+        save(1)
+        STORE.set_fault(lambda number, count=count: "late" if count <= number < count + stores.TRIES else "")
+        problem_of(lambda: save(1, 5))
+        STORE.set_fault()
+        assert read("step-00000001")[0] == 1
+        for act in STORE.late:  # the store goes on with what it has been sent
+            with suppress(FileExistsError, FileNotFoundError):
+                act()
+        STORE.late.clear()
+        arrived.add(read("step-00000001")[1])
+    assert len(arrived) == 2  # the older one, or that of the late manifest
 
 
 def test_what_is_no_checkpoint_is_neither_replaced_nor_removed() -> None:

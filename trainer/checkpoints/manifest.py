@@ -188,6 +188,12 @@ def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
     return status.st_size
 
 
+def require_size(place: object, file: str, size: int, expected: int) -> None:
+    """Raise CheckpointError for a file that has another size than the manifest says."""
+    if size != expected:
+        raise CheckpointError(f"{place}: {file} has {size:,} bytes, {expected:,} were written.")
+
+
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
     """Raise CheckpointError for a checkpoint that is not of `run`, or holds `foreign` files."""
     if run is not None and run != content.run:

@@ -46,6 +46,8 @@ class ObjectFolder:
         self.location = location
         connect(location)  # a missing package is told of now
         self._downloads: Path | None = None
+        # Stage whose manifest was sent: it may arrive after its sender has given up
+        self._sent: str | None = None
 
     def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
         return retried(place, getattr(connect(place), request), place, *arguments, **options)
@@ -169,20 +171,20 @@ class ObjectFolder:
             with suppress(CheckpointError):  # a damaged one does not say what it names
                 before = self.read_manifest(name)
                 older = [before.path(file) for file in before.files]
+        self._sent = stage
         self._ask("pipe_file", place / manifest.MANIFEST, manifest.dump_manifest(files, run, stage))
         with suppress(OSError):  # it is committed; the mark stays, and the next sweep repeats this
             self._delete(place, [*older, content.path(WRITING)])
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete what was written for a checkpoint that is given up."""
-        place, sizes = self.location / name, dict[str, int]()
-        with suppress(OSError, CheckpointError):
-            sizes = self._sizes(name)
-            # the answer of the store may have been lost, and the manifest be there
-            if manifest.MANIFEST not in sizes or self.read_manifest(name).prefix != stage:
-                above = f"{stage}/" if stage else ""
-                own = [file for file in sizes if file.startswith(above) and "/" not in file.removeprefix(above)]
-                self._delete(place, [file for file in own if file != manifest.MANIFEST])
+        """Delete what was written for a checkpoint that is given up, unless its manifest may arrive yet."""
+        if self._sent == stage:
+            return  # the next sweep deletes what no manifest names
+        with suppress(OSError):
+            above = f"{stage}/" if stage else ""
+            files = [file for file in self._sizes(name) if file.startswith(above)]
+            written = [file for file in files if "/" not in file.removeprefix(above)]
+            self._delete(self.location / name, [file for file in written if file != manifest.MANIFEST])
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
         """Read the headers of the bases."""
@@ -278,8 +280,7 @@ def _require_sizes(place: Address, content: manifest.Manifest, sizes: Mapping[st
         size = sizes.get(content.path(file))
         if size is None:
             raise CheckpointError(f"{place}: {content.path(file)} is missing.")
-        if size != expected.size:
-            raise CheckpointError(f"{place}: {content.path(file)} has {size:,} bytes, {expected.size:,} were written.")
+        manifest.require_size(place, content.path(file), size, expected.size)
 
 
 def _foreign(files: Iterable[str]) -> list[str]:

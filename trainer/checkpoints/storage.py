@@ -161,9 +161,7 @@ class LocalFolder:
         # links and devices are refused before any is opened
         for folder, each in ((directory, own), (self.path / manifest.BASE, bases)):
             for file, expected in each.files.items():
-                size = manifest.regular_size(folder, each.path(file))
-                if size != expected.size:
-                    raise CheckpointError(f"{folder}: {file} has {size:,} bytes, {expected.size:,} were written.")
+                manifest.require_size(folder, file, manifest.regular_size(folder, each.path(file)), expected.size)
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
