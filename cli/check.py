@@ -117,6 +117,9 @@ class Report:
         if self.checkpoint_bytes is not None:
             beside = [f"{format_bytes(self.base_bytes)} beside them all"] if self.base_bytes else []
             yield "A checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *beside, *self.disk])
+        for record in records:
+            if record.bits and (record is records[0] or record.bits != records[0].bits):
+                yield "Bits depend on" if record is records[0] else f"  on rank {record.rank}", record.bits
         logged = next((record.logged for record in records if record.logged is not None), None)
         if logged is not None:
             yield "Logged", ", ".join(logged) or "nothing"

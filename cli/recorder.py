@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.environment import NUMERIC_VARIABLES
+from ..base.quantities import counted
 from ..callbacks.callback import MonitoringCallback
 from ..trainer.accelerators import peak_memory
 from ..trainer.processes.layout import describe_layout, entry_of
+from ..trainer.resume.fingerprint import NOT_REFUSED
 from ..trainer.strategies.strategy import trainable
+from ..trainer.switches import versions
 
 if TYPE_CHECKING:
     from ..tasks.task import Task
@@ -48,6 +52,8 @@ class Record:
     """Rank, node, host and device."""
     origin: str = ""
     """Name of the launcher that started the process."""
+    bits: str = ""
+    """What the bits of the run depend on."""
 
 
 class Recorder(MonitoringCallback):
@@ -72,6 +78,7 @@ class Recorder(MonitoringCallback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
+        self.record.bits = bits_of(trainer)
         # by hooks on tensors: after the reduction each parameter has a gradient, be it zero
         wanted = set(map(id, trainable(task)))
         missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in wanted}
@@ -160,6 +167,18 @@ def read_records(folder: Path) -> list[Record]:
 def layout_of(records: list[Record]) -> str:
     """Return the layout of the processes that made the records, as text."""
     return describe_layout([record.place for record in records], records[0].origin, "")
+
+
+def bits_of(trainer: "Trainer") -> str:
+    """Return what the bits of a run depend on in this process, and what a resume does where that differs, as text."""
+    numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
+    names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
+    kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]
+    compiled = [f"compile {numerics['compile']}"] * bool(trainer.compile)
+    variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
+    listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
+    told = "is refused where one differs" if is_bitwise else "lists what differs, and other processes change last bits"
+    return f"{', '.join([*listed, *compiled, *variables])}. Under {trainer.reproducible} a resume {told}."
 
 
 def _finite(count: int | float) -> int | None:

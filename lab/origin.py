@@ -1,11 +1,12 @@
-"""Versions, git commit and changed files of a run, compared with those of today."""
+"""Versions, git commit, changed files and environment of a run, compared with those of today."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..trainer.runs.record import code_of, installed_packages, package_versions
+from ..trainer.runs.record import code_of, installed_packages
+from ..trainer.switches import versions
 from .history import RunHistory
 
 SHOWN_FILES = 8
@@ -13,11 +14,10 @@ SHOWN_FILES = 8
 
 def differences(history: RunHistory, step: int) -> Iterator[str]:
     """Yield a line for each thing that is not as it was when the run did a step."""
-    start, now = history.start_of(step)[1], installed_packages() | package_versions()
+    start, now = history.start_of(step)[1], installed_packages() | versions()
     was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
-    changed = [f"{name} {old} -> {now[name]}" for name, old in was.items() if name in now and old != now[name]]
-    if changed:
-        yield f"Other versions than the run had: {listed(changed)}. Bits may differ."
+    if changed := changed_values(was, now):
+        yield f"Other versions than the run had: {changed}. Bits may differ."
     code = list(code_differences(history.directory, start["git"]) if start.get("git") else ())
     # what git does not track, or where there is no git
     names = [] if code else changed_sources(start)
@@ -36,6 +36,11 @@ def listed(names: Sequence[str]) -> str:
     """Return names as text, the first of many."""
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return ", ".join(names[:SHOWN_FILES]) + more
+
+
+def changed_values(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Return the values that differ, under names that both have, as text."""
+    return listed([f"{name} {old} -> {now[name]}" for name, old in (was or {}).items() if now.get(name, old) != old])
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:

@@ -225,7 +225,9 @@ def replay_steps(
     # a watcher ends the replay, and nothing else may keep it going or end it earlier
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     content = next((record.content for record in history.checkpoints if record.content), {})
-    trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content)]
+    # a resume lists what its checkpoint had otherwise
+    environment = {} if source else history.start_of(first)[1].get("environment")
+    trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
     # the task adds its callbacks when training begins, after this list was cut
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())

@@ -21,12 +21,12 @@ from ..base.location import location_of
 from ..base.quantities import counted, format_bytes, time_taken
 from ..base.run_names import REPLAY
 from ..loggers.json_lines import POINTS_FILE
+from ..trainer import switches
 from ..trainer.checkpoints.find import load_manifest, verify
 from ..trainer.checkpoints.reading import read_checkpoint
-from ..trainer.optimization.kernels import machine
 from ..trainer.resume.fingerprint import CONTENT
 from ..trainer.runs.lock import is_held
-from ..trainer.runs.record import code_of, package_versions
+from ..trainer.runs.record import code_of
 from ..trainer.runs.run_file import identity_of
 from .bits import leaves
 from .history import CheckpointRecord, StudiedRun
@@ -249,12 +249,12 @@ class Verification:
             "starts": [{name: start.get(name) for name in RECORDED} for _, start in history.starts],
             "verified": {
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "host": {"name": platform.node(), "system": platform.platform(), **machine()},
-                "versions": package_versions(),
+                "host": {"name": platform.node(), "system": platform.platform(), **switches.processor()},
+                "versions": switches.versions(),
                 "git": code and {name: code[name] for name in ("commit", "changed")},
             },
         }
-        versions = ", ".join(f"{name} {version}" for name, version in package_versions().items() if version)
+        versions = ", ".join(f"{name} {version}" for name, version in switches.versions().items() if version)
         host = certificate["verified"]["host"]
         lines = [
             f"Result     {certificate['result'].upper()}",

@@ -1,6 +1,7 @@
 """Callbacks of a replay: what a step came to, where it stops, a debugger in it, a checkpoint of it."""
 
 import json
+import logging
 import pdb
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from ..callbacks.callback import Callback, MonitoringCallback
 from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..trainer.optimization.optimizers import optimizer_parameters
 from ..trainer.state import State
+from ..trainer.switches import environment
+from .origin import changed_values
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,18 +24,22 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
     from ..trainer.trainer import Trainer
 
+log = logging.getLogger("legato")
+
 STEPS_FILE = "steps.jsonl"
 """File in the directory of a replay with a line for each step that was asked for."""
 
 
 class SameData(Callback):
-    """Ends a replay before its first step where the data is not that of the run."""
+    """Ends a replay before its first step where the data is not that of the run; tells where the environment is not."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
+    def __init__(self, content: Mapping[str, Any], environment: Mapping[str, Any] | None) -> None:
+        self.content, self.environment = content, environment
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Compare the data."""
+        """Compare the environment and the data."""
+        if trainer.is_global_zero and (other := changed_values(self.environment, environment())):
+            log.warning("The environment is not that of the run: %s. Bits may differ.", other)
         changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
         if changed:
             names = " ".join(["", *filter(None, changed)])

@@ -4,10 +4,13 @@ It asks torch's generic functions (torch.accelerator, the device's module). What
 has no question for.
 """
 
+import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import Any
 
 import torch
@@ -153,9 +156,20 @@ def autocast_kinds() -> list[str]:
     return [*dict.fromkeys(("cpu", "cuda", "cpu" if module is None else module.type))]
 
 
+@cache
 def built_with() -> dict[str, str | None]:
-    """Return the versions of the vendors' libraries that torch was built with."""
+    """Return the versions of the vendors' libraries that torch was built with, and of those that it calls."""
     others = {name: getattr(torch.version, name, None) for name in ("hip", "xpu")}
+    # MKL and oneDNN are part of torch, and another build of the same version may have others
+    found = re.findall(r"(Math Kernel Library|MKL-DNN)\D+([\d.]+)", torch.__config__.show())
+    others |= {{"MKL-DNN": "onednn"}.get(library, "mkl"): version for library, version in found}
+    if torch.version.cuda:  # packages of their own, which pip may replace; `cudnn` is a switch
+        others["cudnn_version"] = str(torch.backends.cudnn.version())
+        for distribution in ("nvidia-cublas", f"nvidia-cublas-cu{torch.version.cuda.partition('.')[0]}"):
+            with suppress(PackageNotFoundError):
+                others["cublas"] = version_of(distribution)
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            others["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {"cuda": torch.version.cuda, **{name: version for name, version in others.items() if version}}
 
 

@@ -1,14 +1,25 @@
-"""The global switches of torch that change results: one table, by which they travel to workers and are recorded."""
+"""What changes the bits of a run beside the run itself; docs/reference/bits.md describes each name.
 
+`versions` and `environment` return it as a run records and compares it. The global switches of torch are one table, by
+which they also travel to workers.
+"""
+
+import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from .accelerators import autocast_kinds
+from ..base.environment import numeric_variables
+from ..base.version import __version__
+from .accelerators import autocast_kinds, built_with
+
+# CPU features by which oneDNN and MKL choose their matrix kernels
+CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
 
 
 class Switch(NamedTuple):
@@ -31,6 +42,18 @@ def of_precision(name: str) -> Switch:
     """Return the switch of float32 products of a backend; "none" with nothing above it means "ieee", as torch says."""
     plain = of_attribute(f"{name}.fp32_precision")
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
+
+
+def of_library(ask: Callable[..., Any]) -> Switch:
+    """Return the switch of the library that torch prefers, by the name that the function takes."""
+    return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
+
+
+def of_split_k(kind: str) -> Switch:
+    """Return the switch of products that add up parts of their inner dimension; torch sets it by a pair."""
+    reduced = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction")
+    split_k = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction_split_k")
+    return Switch(split_k.read, lambda value: reduced.write((reduced.read(), value)))
 
 
 def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> Switch:
@@ -90,9 +113,14 @@ SWITCHES: dict[str, Switch] = {
     "attention_fastpath": Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     "fp16_reduced_precision": of_attribute("cuda.matmul.allow_fp16_reduced_precision_reduction"),
     "bf16_reduced_precision": of_attribute("cuda.matmul.allow_bf16_reduced_precision_reduction"),
+    "fp16_split_k": of_split_k("fp16"),  # after those of reduced precision, which allow it again
+    "bf16_split_k": of_split_k("bf16"),
     "fp16_accumulation": of_attribute("cuda.matmul.allow_fp16_accumulation"),
+    "blas_library": of_library(torch.backends.cuda.preferred_blas_library),
+    "linalg_library": of_library(torch.backends.cuda.preferred_linalg_library),
     "cudnn": of_attribute("cudnn.enabled"),
     "cudnn_benchmark": of_attribute("cudnn.benchmark"),
+    "cudnn_benchmark_limit": of_attribute("cudnn.benchmark_limit"),
     "cudnn_deterministic": of_attribute("cudnn.deterministic"),
     "mkldnn": of_attribute("mkldnn.enabled"),
     "mkldnn_deterministic": of_attribute("mkldnn.deterministic"),
@@ -103,6 +131,24 @@ SWITCHES: dict[str, Switch] = {
     "autocast_cache": Switch(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     **{f"autocast_dtype_{kind}": of_autocast(kind) for kind in autocast_kinds()},
 }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Legato, Python, torch, and the libraries under torch."""
+    ours = {"legato": __version__, "python": platform.python_version()}
+    return {**ours, "torch": str(torch.__version__), "numpy": np.__version__, **built_with()}
+
+
+def processor() -> dict[str, str]:
+    """Return the instructions of the CPU, by which libraries choose kernels."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
+    return {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_features": " ".join(features)}
+
+
+def environment() -> dict[str, Any]:
+    """Return the instructions of the CPU, torch's switches and the variables of libraries, as JSON values."""
+    return {**processor(), **read_switches(), **numeric_variables()}
 
 
 def read_switches(names: Iterable[str] = SWITCHES) -> dict[str, Any]:

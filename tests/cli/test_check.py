@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked import completed, run_module
 from waiting import free_port, own_lines
 
@@ -84,6 +85,24 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
         assert words in first.stdout
     assert first.stdout.endswith("All is well.\n")
     assert files(folder) == before
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("trainer.reproducible=bitwise", *ALONE), "Under bitwise a resume is refused where one differs."),
+    ((), "Under order a resume lists what differs, and other processes change last bits."),
+])  # fmt: skip
+def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    (row,) = re.findall(r"(?m)^Bits depend on  (.*)$", check("trainer.threads=2", *words).text())
+    assert row.startswith(f"torch {torch.__version__}, ")
+    assert "NCCL_PROTO=Simple" in row
+    assert re.search(f"{torch.backends.cpu.get_cpu_capability()}, cpu, 32-true, 2 threads, .*{told}$", row)
+
+
+def test_ranks_that_differ_have_a_row_each() -> None:
+    records = [Record(rank=0, bits="torch 2.13"), Record(rank=1, bits="torch 2.13"), Record(rank=2, bits="torch 2.12")]
+    rows = [line for line in Report(records=records).text().splitlines() if "torch" in line]
+    assert rows == ["Bits depend on  torch 2.13", "  on rank 2     torch 2.12"]
 
 
 def check(*words: str) -> Report:

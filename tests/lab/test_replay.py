@@ -1,5 +1,6 @@
 """`legato replay`: steps of a run, computed again from its directory."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -86,6 +87,23 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
     Path("points.py").write_text(text.replace("0.02 *", "0.03 *"))
     done = legato("replay", str(run), "step=7", fails=True)
     assert "The replay is not what the run did: the samples of the dataset are others than in the run." in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), (*TWO, "trainer.reproducible=bitwise")])
+def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...]) -> None:
+    """From the start of the run by its record, from a checkpoint by that."""
+    run = trained(*options)
+    text = Path("points.py").read_text()
+    Path("points.py").write_text(
+        text.replace("import torch\n", "import torch\ntorch.backends.mkldnn.enabled = False\n", 1)
+    )
+    # its bits may be those of the run, or not
+    first = completed(run_module, "legato", "replay", str(run), "step=2", env={**os.environ, "NCCL_ALGO": "Ring"})
+    told = "The environment is not that of the run: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
+    assert told in first.stderr
+    later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
+    assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr
+    assert ("cannot go on with the same bits here" in later.stderr) == bool(options)
 
 
 def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> None:

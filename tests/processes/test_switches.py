@@ -1,13 +1,22 @@
-"""Global switches of torch: what the script has set holds in workers, is recorded, and is compared at a resume."""
+"""What changes bits beside the run: the page lists it, workers get it, a record has it, a resume compares it."""
+
+import importlib.metadata
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import Tiny, make_loader, make_trainer
 
+import legato as lg
 from legato.base.environment import NUMERIC_VARIABLES
 from legato.base.errors import ConfigError
-from legato.trainer.switches import SWITCHES, read_switches, write_switches
+from legato.trainer.accelerators import built_with
+from legato.trainer.optimization.kernels import numerics
+from legato.trainer.switches import SWITCHES, read_switches, versions, write_switches
 
+TWO = {"devices": 2, "strategy": "ddp"}
 OTHER = {
     "default_dtype": "torch.float64",
     "deterministic_algorithms": "warn",
@@ -18,8 +27,13 @@ OTHER = {
     "autocast_dtype_cuda": "torch.bfloat16",
     **dict.fromkeys(("fp32_precision_cudnn.conv", "fp32_precision_cudnn.rnn"), "ieee"),
 }
-FOLLOWS = ("tf32_matmul", "fp32_precision_cuda.matmul", "fp32_precision_mkldnn.matmul", "opt_einsum_strategy")
-"""Those that follow from another one, or need a package."""
+FOLLOWS = (
+    *("tf32_matmul", "fp32_precision_cuda.matmul", "fp32_precision_mkldnn.matmul", "opt_einsum_strategy"),
+    *("fp16_split_k", "bf16_split_k"),
+)
+"""Those that follow from another one, need one, or need a package."""
+OF_CUDA = ("blas_library", "linalg_library", "cudnn_benchmark_limit")
+"""Those that torch has only where it was built with CUDA."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +50,8 @@ def as_before():
 
 def others():
     """Another value for each switch that can be set by itself."""
-    values = {name: OTHER.get(name, not value) for name, value in read_switches().items() if name not in FOLLOWS}
+    here = {name: value for name, value in read_switches().items() if name not in (*FOLLOWS, *OF_CUDA)}
+    values = {name: OTHER.get(name, not value) for name, value in here.items()}
     return {name: value for name, value in values.items() if not name.startswith("fp32_precision_mkldnn")}
 
 
@@ -92,7 +107,7 @@ def test_bitwise_refuses_a_resume_under_another_switch(tmp_path, name):
         fit(tmp_path, max_epochs=2)
 
 
-@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA"])
+@pytest.mark.parametrize("name", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "NCCL_ALGO"])
 def test_bitwise_refuses_a_resume_under_another_variable(tmp_path, monkeypatch, name):
     fit(tmp_path, max_epochs=1)
     monkeypatch.setenv(name, "COMPATIBLE")
@@ -101,9 +116,66 @@ def test_bitwise_refuses_a_resume_under_another_variable(tmp_path, monkeypatch, 
         fit(tmp_path, max_epochs=2)
 
 
-def test_order_tells_of_another_switch(tmp_path, caplog):
-    options = {"enable_checkpointing": True, "reproducible": "order"}
-    make_trainer(tmp_path, max_epochs=1, **options).fit(Tiny(), make_loader(), resume="auto")
+@pytest.mark.parametrize("layout", [{}, TWO])
+def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, capfd, monkeypatch, layout):
+    caplog.set_level("INFO", "legato")
+    options = {"enable_checkpointing": True, **layout}
+    make_trainer(tmp_path, max_epochs=1, threads=1, **options).fit(Tiny(), make_loader(), resume="auto")
     torch.backends.mkldnn.enabled = False
-    make_trainer(tmp_path, max_epochs=2, **options).fit(Tiny(), make_loader(), resume="auto")
-    assert "mkldnn: True -> False" in caplog.text
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "4")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    make_trainer(tmp_path, max_epochs=2, threads=2, **options).fit(Tiny(), make_loader(), resume="auto")
+    told = caplog.text + capfd.readouterr().err
+    as_set = "As set now: mkldnn: True -> False, CUBLAS_WORKSPACE_CONFIG: None -> :16:8, NCCL_MAX_NCHANNELS: None -> 4."
+    assert as_set in told
+    assert "Last bits may differ from here on, by threads: 1 -> 2." in told
+    trainer = make_trainer(tmp_path / "exact", max_epochs=1, reproducible="bitwise", **options)
+    trainer.fit(Tiny(), make_loader(), resume="auto")
+    start = json.loads((Path(trainer.run_dir) / "environment.json").read_text())["starts"][0]
+    values = {name: start["environment"][name] for name in ("mkldnn", "NCCL_MAX_NCHANNELS", "threads", "NCCL_ALGO")}
+    assert values == {"mkldnn": False, "NCCL_MAX_NCHANNELS": "4", "threads": 1, "NCCL_ALGO": None}
+    torch.backends.mkldnn.enabled = True
+    monkeypatch.delenv("NCCL_MAX_NCHANNELS")
+    with pytest.raises(ConfigError, match=r"same bits here: mkldnn: False -> True, NCCL_MAX_NCHANNELS: 4 -> None\."):
+        make_trainer(tmp_path / "exact", max_epochs=2, reproducible="bitwise", **options).fit(
+            Tiny(), make_loader(), resume="auto"
+        )
+
+
+def test_split_products_are_a_switch_of_their_own(tmp_path):
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    task, names = Tells(), ("fp16_reduced_precision", "fp16_split_k", "bf16_reduced_precision", "bf16_split_k")
+    make_trainer(tmp_path, **TWO).fit(task, make_loader())
+    assert [task.told()[name] for name in names] == ["False", "True", "False", "False"]
+
+
+@pytest.fixture
+def built_for_cuda(monkeypatch):
+    """What torch says where it was built for each vendor."""
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: type("Package", (), {"version": "13.1.0.3"}))
+    built_with.cache_clear()
+    yield
+    built_with.cache_clear()
+
+
+def test_versions_of_libraries_that_pip_may_replace_are_read(built_for_cuda):
+    assert (
+        versions().items() >= {"cudnn_version": "91300", "cublas": "13.1.0.3", "nccl": "2.28.3", "cuda": "13.0"}.items()
+    )
+
+
+def test_the_page_lists_what_is_recorded_and_nothing_else(built_for_cuda):
+    page = Path(lg.__file__).parent / "docs/reference/bits.md"
+    rows = re.findall(r"(?m)^\| (`[^|]*) \| ", page.read_text())
+    listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(listed) == len(set(listed))
+    recorded = (
+        numerics([], "32-true", torch.device("cpu")).keys() | SWITCHES.keys() | {"micro_batches", "tensor_shards"}
+    )
+    assert set(listed) == recorded

@@ -1,5 +1,6 @@
 """Numerics that bitwise runs compare, compilation and activation checkpointing."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ...base.errors import ConfigError, did_you_mean
 from ...base.torch_private import compile_call
 from ..accelerators import name_of
-from ..switches import read_switches
+from ..switches import environment, versions
 
 KEPT = ("__module__", "__doc__")
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
@@ -22,38 +23,27 @@ NOTHING_COMPILED = (
 )
 # Keyword arguments of torch.compile
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-# CPU features by which oneDNN and MKL choose their matrix kernels
-CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
 
 
 def numerics(
-    optimizers: Sequence[Optimizer], precision: str, device: torch.device, compiled: bool = False
+    optimizers: Sequence[Optimizer], precision: str, device: torch.device, options: bool | Mapping[str, Any] = False
 ) -> dict[str, Any]:
     """Return every setting that affects the last bits of a result, apart from the order of additions.
 
     Seen to change bits: the number of threads, the instruction set, `fused` instead of `foreach` optimizers.
+    `options`: those of trainer.compile.
     """
     return {
-        **machine(),
+        **versions(),
+        **environment(),
         "device": name_of(device),
-        **read_switches(),
-        "compiled": compiled,
+        # a backend may be a function, whose address is another one in each process
+        "compile": json.dumps(options, default=lambda value: getattr(value, "__name__", type(value).__name__)),
         "precision": precision,
         "optimizers": [
             [class_of(optimizer), *({flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups)]
             for optimizer in optimizers
         ],
-    }
-
-
-def machine() -> dict[str, str]:
-    """Return the numerics with which a dataset, too, may make the last bits of its samples otherwise."""
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
-    return {
-        "torch": str(torch.__version__),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_features": " ".join(features),
     }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -22,6 +23,7 @@ from ...base.arguments import TrainerArguments
 from ..data.combined import CombinedLoader, loaders_in
 from ..data.loaders import is_plain_shuffle, length_of
 from ..optimization import kernels
+from ..switches import processor
 
 if TYPE_CHECKING:
     from ..optimization.optimization import Optimization
@@ -33,6 +35,8 @@ SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
 """Names below `numerics` that may differ between machines and layouts, and change last bits only."""
+NOT_REFUSED = {"legato", "python", "numpy"}
+"""Names below `numerics` that compute no step: the samples that they make are compared by their content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
 """The setting of samples that may change within an epoch, and under bitwise: all other samples keep their step."""
@@ -66,6 +70,8 @@ class Changes:
     """Other settings that change the training; the current value counts."""
     restored: list[SettingChange] = field(default_factory=list)
     """Settings restored from the checkpoint, though they are set to other values now."""
+    rounding: list[SettingChange] = field(default_factory=list)
+    """Differences that may change last bits, where these are not promised."""
     end_epoch: bool = False
     """Whether the rest of the epoch is skipped, as its steps would have other samples."""
 
@@ -225,7 +231,9 @@ def compare(saved: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Colle
             (found.restored if kept else found.changed).append(SettingChange(name, saved[name], now))
         elif section == "samples":
             found.samples.append(SettingChange(rest, saved[name], now))
-        elif section != "numerics" or every_bit or rest not in LAYOUT:
+        elif section == "numerics" and rest in (NOT_REFUSED if every_bit else NOT_REFUSED | LAYOUT):
+            found.rounding.append(SettingChange(rest, saved[name], now))
+        else:
             found.changed.append(SettingChange(rest, saved[name], now))
     # a limit that leaves as many batches as before changes nothing, and other changes explain another number of batches
     names = {change.name for change in found.samples}
@@ -237,7 +245,8 @@ def compare(saved: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Colle
 
 def is_elsewhere(saved: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint's run went on a machine where the same samples may have other last bits."""
-    return any(saved.get(f"numerics.{name}") != value for name, value in kernels.machine().items())
+    now = {"torch": str(torch.__version__), "numpy": np.__version__, **processor()}
+    return any(saved.get(f"numerics.{name}") != value for name, value in now.items())
 
 
 def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:

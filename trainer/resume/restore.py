@@ -257,7 +257,10 @@ def _list_changes(changes: Sequence[SettingChange]) -> str:
 
 def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
     """Log the differences from the saved run on rank 0, and whether the new or the saved values count."""
+    rounding = f"Last bits may differ from here on, by {_list_changes(changes.rounding)}." if changes.rounding else ""
     if not trainer.is_global_zero or not (changes.samples or changes.changed or changes.restored):
+        if trainer.is_global_zero and rounding:
+            log.info("%s", rounding)
         return
     state, lines = trainer.state, ["The run resumes with other settings than it was saved with."]
     if changes.samples:
@@ -271,7 +274,7 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
             f"As saved, and not as set now: {restored}. To change that, set it in on_train_start, or begin a new run "
             f"from the weights (load_from_checkpoint)."
         )
-    log.warning("%s", "\n".join(lines))
+    log.warning("%s", "\n".join(filter(None, [*lines, rounding])))
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

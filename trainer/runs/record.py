@@ -48,6 +48,8 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
         os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read it
+    from ..switches import environment, versions  # who reads records needs no torch
+
     code = code_of(Path.cwd()) if save_code else None
     if code is not None:
         diff = code.pop("diff")
@@ -60,7 +62,8 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
             "working_directory": str(Path.cwd()),
             **facts,
             "host": {"name": socket.gethostname(), "system": platform.platform(), "cpus": os.cpu_count()},
-            "versions": package_versions(),
+            "versions": versions(),
+            "environment": environment(),
             "git": code,
             "sources": loaded_sources(Path.cwd()) if save_code else {},
             "packages": installed_packages(),
@@ -169,23 +172,6 @@ def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
-def package_versions() -> dict[str, str | None]:
-    """Return the versions of Legato, Python, torch, and what torch was built with."""
-    import numpy
-    import torch
-
-    from ...base.version import __version__
-    from ..accelerators import built_with
-
-    return {
-        "legato": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": numpy.__version__,
-        **built_with(),
-    }
-
-
 def installed_packages() -> dict[str, str]:
     """Return the versions of all installed packages, as the names of their folders of metadata have them."""
     # importlib.metadata opens a file for each package: 0.19 s for a hundred of them, at every start

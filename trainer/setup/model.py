@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from ...base.environment import numeric_variables
 from ...base.errors import ConfigError
 from ...base.torch_private import spare_compiler
 from ..closure import use_closures
@@ -73,10 +72,9 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
     """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
-    strategy, compiles = call.strategy, bool(call.trainer.compile)
-    numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, compiles)
+    strategy, options = call.strategy, call.trainer.compile
+    numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, options)
     numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}
-    numerics |= numeric_variables()
     if call.bitwise:
         kernels.require_same_ranks(strategy.collectives.gather_objects(numerics))
     return numerics
