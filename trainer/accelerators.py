@@ -160,11 +160,11 @@ def autocast_kinds() -> list[str]:
 def built_with() -> dict[str, str | None]:
     """Return the versions of the vendors' libraries that torch was built with, and of those that it calls."""
     others = {name: getattr(torch.version, name, None) for name in ("hip", "xpu")}
-    # MKL and oneDNN are part of torch, and another build of the same version may have others
-    found = re.findall(r"(Math Kernel Library|MKL-DNN)\D+([\d.]+)", torch.__config__.show())
-    others |= {{"MKL-DNN": "onednn"}.get(library, "mkl"): version for library, version in found}
-    if torch.version.cuda:  # packages of their own, which pip may replace; `cudnn` is a switch
-        others["cudnn_version"] = str(torch.backends.cudnn.version())
+    # another build of the same torch may have others; torch.backends.cudnn.version() would start CUDA
+    found = re.findall(r"- (?:Intel\S+ )?(?:oneAPI )?(Math|MKL-DNN|CuDNN) \D*([\d.]+)", torch.__config__.show())
+    names = {"Math": "mkl", "MKL-DNN": "onednn", "CuDNN": "cudnn_version"}  # `cudnn` is a switch
+    others |= {names[library]: version for library, version in found}
+    if torch.version.cuda:  # packages of their own, which pip may replace
         for distribution in ("nvidia-cublas", f"nvidia-cublas-cu{torch.version.cuda.partition('.')[0]}"):
             with suppress(PackageNotFoundError):
                 others["cublas"] = version_of(distribution)

@@ -155,7 +155,9 @@ def built_for_cuda(monkeypatch):
     """What torch says where it was built for each vendor."""
     for name in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, name, "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91300)
+    config = torch.__config__.show()
+    shown = "  - CuDNN 91.3 (built against CUDA 13.0)\n    - Built with CuDNN 90.1\n"
+    monkeypatch.setattr(torch.__config__, "show", lambda: config + shown)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: type("Package", (), {"version": "13.1.0.3"}))
@@ -166,7 +168,7 @@ def built_for_cuda(monkeypatch):
 
 def test_versions_of_libraries_that_pip_may_replace_are_read(built_for_cuda):
     assert (
-        versions().items() >= {"cudnn_version": "91300", "cublas": "13.1.0.3", "nccl": "2.28.3", "cuda": "13.0"}.items()
+        versions().items() >= {"cudnn_version": "91.3", "cublas": "13.1.0.3", "nccl": "2.28.3", "cuda": "13.0"}.items()
     )
 
 
