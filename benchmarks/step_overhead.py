@@ -2,9 +2,11 @@
 
 Run: python -m benchmarks.step_overhead [--modes bare,usual,map] [--steps 2000] [--rounds 3] [--only raw,legato,...]
 
-Every contestant trains the same small MLP on the same batches, in its own process, in turn (A B C, A B C, ...), so that
-other load affects all alike. The figure of a step is the CPU time of the process: the tenth percentile over blocks of
-50 steps, without the first quarter; the minimum over rounds.
+Every contestant trains the same small MLP on the same batches, in its own process. They take turns of 50 steps (A B C,
+A B C, ...), while the others wait, so that other load and the clock of the machine affect all alike. Measured is the
+CPU time of the process in a turn, without its first steps, which find cold caches. A turn is compared with the turns of
+the loop by hand right before and after it. Shown are the medians of a step's time and of these ratios, over all rounds
+without the first turns; "raw, again" is a second loop by hand: the noise.
 
 bare: nothing attached, batches from a stream. map: the same from a map-style DataLoader, shuffled and collated. usual:
 one loss logged per step, a progress bar (into a file), TensorBoard every 50 steps, and a checkpoint at the end where
@@ -16,19 +18,23 @@ the framework has these.
 import argparse
 import importlib.util
 import itertools
-import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-BLOCK = 50
+BLOCK, COLD = 50, 10
+"""Steps of a turn, and how many of them are not measured."""
+FIRST = 5
+"""Turns of each contestant that are left out."""
 BATCH, BATCHES = 32, 64
 MODES = ("bare", "usual", "map")
 
@@ -40,8 +46,10 @@ class Job:
     mode: str
     steps: int
     folder: Path
-    marks: list[float] = field(default_factory=list)
+    answers: TextIO
+    """Where the seconds of each turn go."""
     done: int = 0
+    began: float = 0.0
 
     def __post_init__(self) -> None:
         import torch
@@ -85,17 +93,13 @@ class Job:
         return torch.optim.Adam(model.parameters(), 1e-3)
 
     def tick(self, *_: Any) -> None:
-        """Record the end of a step."""
+        """Count a step; at the end of a turn tell its time, and wait for the next one."""
         self.done += 1
-        if self.done % BLOCK == 0:
-            self.marks.append(time.process_time())
-
-    def microseconds(self) -> float:
-        """Return the CPU time of a step."""
-        assert self.done == self.steps, f"{self.done} steps instead of {self.steps}"
-        marks = self.marks[len(self.marks) // 4 :]
-        blocks = sorted(later - earlier for earlier, later in itertools.pairwise(marks))
-        return blocks[len(blocks) // 10] / BLOCK * 1e6
+        if self.done % BLOCK == COLD:
+            self.began = time.process_time()
+        elif self.done % BLOCK == 0:
+            print(time.process_time() - self.began, file=self.answers, flush=True)
+            sys.stdin.readline()
 
 
 # --- the contestants --------------------------------------------------------------------------------------------------
@@ -254,6 +258,7 @@ def by_hand(job: Job, model: Any, optimizer: Any, loader: Any, backward: Callabl
 
 CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, tuple[str, ...]]] = {
     "raw": (raw, "torch", MODES),
+    "raw, again": (raw, "torch", MODES),
     "legato": (legato, "legato", MODES),
     "legato, off": (legato_off, "legato", MODES),
     "lightning": (lightning, "lightning", MODES),
@@ -265,29 +270,57 @@ CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, tuple[str, ...]]] = {
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
-def measure(name: str, mode: str, steps: int) -> float:
-    """Run one contestant in its own process; return the microseconds of a step."""
-    command = [sys.executable, __file__, "--one", name, "--modes", mode, "--steps", str(steps)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed in mode {mode}:\n{done.stderr[-2000:]}")
-    figure: float = json.loads(done.stdout.splitlines()[-1])
-    return figure
+def measure(names: list[str], mode: str, steps: int) -> dict[str, list[float]]:
+    """Run contestants in turn, each in its own process; return the seconds of each turn."""
+    environment, taken = os.environ | {"OMP_NUM_THREADS": "1"}, {name: list[float]() for name in names}
+    with ExitStack() as opened:
+        errors = {name: opened.enter_context(tempfile.TemporaryFile("w+")) for name in names}
+        processes = {
+            name: opened.enter_context(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--one", name, "--modes", mode, "--steps", str(steps)],
+                    env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors[name], text=True,
+                )
+            )
+            for name in names
+        }  # fmt: skip
+        for _ in range(steps // BLOCK):
+            for name, process in processes.items():
+                assert process.stdin is not None
+                assert process.stdout is not None
+                print(file=process.stdin, flush=True)
+                answer = process.stdout.readline()
+                if not answer:
+                    errors[name].seek(0)
+                    raise SystemExit(f"{name} failed in mode {mode}:\n{errors[name].read()[-2000:]}")
+                taken[name].append(float(answer))
+    return taken
 
 
 def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
     """Print the table of one mode."""
     names = [name for name in names if mode in CONTESTANTS[name][2]]
-    figures: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name in names:
-            figures[name].append(measure(name, mode, steps))
-    base = min(figures["raw"])
-    print(f"{mode + ', CPU time of a step':<32}{'us':>8}{'over raw':>10}{'ratio':>8}")
-    for name, values in figures.items():
-        least = min(values)
-        print(f"  {name:<30}{least:>8.1f}{least - base:>+10.1f}{least / base:>8.2f}")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        # whoever comes next finds the caches of the one before
+        others = names[1:] if number % 2 == 0 else names[:0:-1]
+        taken = measure([names[0], *others], mode, steps)
+        for name, turns in taken.items():
+            seconds[name] += turns[FIRST:]
+            around = list(itertools.pairwise(taken[names[0]]))[FIRST:]
+            pairs = zip(turns[FIRST:], around, strict=False)
+            ratios[name] += [2 * turn / (before + after) for turn, (before, after) in pairs]
+    base = statistics.median(seconds["raw"])
+    print(f"{mode + ', CPU time of a step':<32}{'us':>8}{'over raw':>10}{'ratio':>8}{'+-':>7}")
+    for name in names:
+        microseconds = statistics.median(seconds[name]) / (BLOCK - COLD) * 1e6
+        ratio = 1.0 if name == "raw" else statistics.median(ratios[name])
+        # half the width of the middle half, as of the mean of as many
+        lower, _, upper = statistics.quantiles(ratios[name], n=4)
+        spread = (upper - lower) / 2 / len(ratios[name]) ** 0.5
+        over = (ratio - 1) * base / (BLOCK - COLD) * 1e6
+        print(f"  {name:<30}{microseconds:>8.1f}{over:>+10.1f}{ratio:>8.2f}{spread:>7.3f}")
     print(flush=True)
 
 
@@ -300,12 +333,19 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        with tempfile.TemporaryDirectory() as folder:
-            job = Job(options.modes, options.steps, Path(folder))
+        # what a framework prints must not be read as an answer
+        with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(1), "w") as answers:
+            os.dup2(2, 1)
+            job = Job(options.modes, options.steps // BLOCK * BLOCK, Path(folder), answers)
+            sys.stdin.readline()
             CONTESTANTS[options.one][0](job)
-        print(json.dumps(job.microseconds()))
+        assert job.done == job.steps, f"{job.done} steps instead of {job.steps}"
         return
-    wanted = ["raw", *options.only.split(",")] if options.only else list(CONTESTANTS)
+    if options.steps < 2 * FIRST * BLOCK:
+        parser.error(
+            f"--steps takes {2 * FIRST * BLOCK} or more: turns have {BLOCK} steps, the first {FIRST} do not count"
+        )
+    wanted = ["raw", "raw, again", *options.only.split(",")] if options.only else list(CONTESTANTS)
     names = [name for name in CONTESTANTS if name in wanted and importlib.util.find_spec(CONTESTANTS[name][1])]
     for mode in options.modes.split(","):
         compare(mode, names, options.steps, options.rounds)
