@@ -3,12 +3,14 @@
 import pytest
 import timm
 import torch
+from datasets import Dataset as Texts
 from pytorch_optimizer import AdaBelief
 from tiny import make_trainer
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import legato as lg
+from legato.base.errors import ConfigError
 
 BATCH, STEPS = 4, 5
 
@@ -83,3 +85,22 @@ def test_the_weights_are_those_of_a_loop_by_hand(tmp_path, make_task, make, layo
         torch.testing.assert_close(
             weight, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("layout", [{"replicas": 2}, {"strategy": "ddp", "devices": 2}], ids=["one", "two"])
+def test_a_kernel_of_attention_that_was_switched_off_is_found(tmp_path, layout):
+    """On texts of `datasets`, by a model of `transformers`, whose attention has other last bits then."""
+    rows = [tokens(torch.Generator().manual_seed(index)) for index in range(2 * BATCH * STEPS)]
+    texts = Texts.from_dict({"input_ids": [row.tolist() for row in rows]}).with_format("torch")
+    options = {"enable_checkpointing": True, "reproducible": "bitwise", **layout}
+    loader = DataLoader(texts, BATCH, collate_fn=lambda rows: torch.stack([row["input_ids"] for row in rows]))
+    torch.manual_seed(0)
+    make_trainer(tmp_path, **options).fit(Language(), loader, resume="auto")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"cannot go on with the same bits here: flash_attention: True -> False\."
+        ):
+            make_trainer(tmp_path, **{**options, "max_epochs": 2}).fit(Language(), loader, resume="auto")
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
