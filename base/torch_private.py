@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizer_module
+from torch.utils import _python_dispatch
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------
@@ -112,6 +113,17 @@ def faking_tensors() -> Iterator[str]:
 
     with FakeTensorMode():
         yield "cpu"
+
+
+DispatchMode = _python_dispatch.TorchDispatchMode
+"""A mode that sees each operation below autograd, also those of a backward; torch documents it by this name."""
+
+
+def node_numbers() -> tuple[int, int | None]:
+    """Return the number of the newest node of the autograd graph, and that of the node whose backward runs, if any."""
+    running: Any = torch._C._current_autograd_node()
+    newest: int = torch._C._autograd._get_sequence_nr() - 1
+    return newest, None if running is None else running._sequence_nr()
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

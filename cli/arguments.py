@@ -61,6 +61,7 @@ def add_arguments(parser: ArgumentParser, name: str) -> None:
         add("--blame", action="store_true", help="loss and gradient norm of each sample of the step, the largest first")
     elif name == "replay":
         add("--debug", action="store_true", help="stop in pdb within the step")
+        add("--operations", metavar="FILE.jsonl", help="record each operation of the first step, for legato compare")
     elif name == "verify":
         add("--out", metavar="DIR", help="where to write the certificate (beside the run)")
     elif name == "export":
@@ -90,8 +91,10 @@ def _add_of_runs(parser: ArgumentParser, name: str) -> None:
     elif name == "show":
         add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (the newest below runs/)")
     elif name == "compare":
-        add("runs", metavar="RUN", nargs="+", help=f"two or more of these: {A_RUN}")
-        add("--bits", action="store_true", help="find the first step and tensor at which two runs differ")
+        add(
+            "runs", metavar="RUN", nargs="+", help=f"two or more of these: {A_RUN}; or two files of operations, x.jsonl"
+        )
+        add("--bits", action="store_true", help="find the first step, tensor and operation at which two runs differ")
     elif name == "clean":
         kinds = ["empty", "failed", "checkpoints"]
         add("--only", action="append", choices=kinds, help="only this kind; may be given again")

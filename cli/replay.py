@@ -11,6 +11,7 @@ from ..base.messages import STDERR, STDOUT
 from ..base.run_names import require_local
 from ..callbacks.callback import Callback
 from ..lab.history import StudiedRun
+from ..lab.operations import Operations, read_operations
 from ..lab.origin import differences
 from ..lab.replay_steps import Replayed, new_directory, replay_steps
 from ..lab.sample_lookup import SampleLookup, shown_samples
@@ -40,6 +41,8 @@ def run_replay(options: Namespace) -> None:
     watchers: list[Callback] = [StepReport(first, last), StopAfterStep(last, save)]
     if options.debug:
         watchers.insert(1, DebugStep(first, replica))
+    if options.operations:
+        watchers.insert(1, Operations(first))
     try:
         replayed = replay_steps(history, make(), (first, last), directory, watchers)
     # q in the debugger, which is no failure
@@ -49,8 +52,14 @@ def run_replay(options: Namespace) -> None:
     print("\n".join(described(history, replayed, replica)), file=STDOUT)
     if save is not None:
         print(f"Checkpoint  {save}", file=STDOUT)
+    if options.operations:
+        Path(options.operations).write_text(read_operations(directory), encoding="utf-8")
+        print(f"Operations  {options.operations}", file=STDOUT)
     print(f"Replay      {directory}", file=STDOUT)
-    replayed.conclude()
+    if options.operations:  # what a change has come to is asked for, and no failure
+        print(replayed.describe(), file=STDOUT)
+    else:
+        replayed.conclude()
 
 
 def checkpoint_path(word: str, step: int) -> Path:

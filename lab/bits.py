@@ -1,9 +1,10 @@
-"""`legato compare --bits`: the first step at which two runs differ, and the first tensor there."""
+"""`legato compare --bits`: the first step at which two runs differ, the first tensor and the first operation there."""
 
 import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,12 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.tensors import local_part
-from ..callbacks.callback import MonitoringCallback
+from ..callbacks.callback import Callback, MonitoringCallback
 from ..trainer.checkpoints import reading
 from ..trainer.checkpoints.codec import flatten
 from .history import CheckpointRecord, StudiedRun
-from .replay_steps import read_lines, replay_steps
+from .operations import Operations, different_operation, read_operations
+from .replay_steps import Replayed, read_lines, replay_steps
 from .watchers import StopAfterStep, gradients_of
 
 if TYPE_CHECKING:
@@ -96,13 +98,11 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
         return
     steps, notes = list[dict[int, Any]](), list[str]()
     for history in (one, other):
-        with TemporaryDirectory() as folder:
-            watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
-            replayed = replay_steps(history, history.make(begin + 1, end)(), (begin + 1, end), Path(folder), watchers)
+        with watched(history, (begin + 1, end), TensorDigests(begin + 1)) as replayed:
             # then the difference may be one of the code since, and not between the two runs
             if not replayed.holds:
                 notes.append(f"{history.directory} is not what its config gives today: {replayed.describe()}.")
-            steps.append({record["step"]: record for record in read_lines(Path(folder) / DIGESTS)})
+            steps.append({record["step"]: record for record in read_lines(replayed.directory / DIGESTS)})
     first = next((step for step in range(begin + 1, end + 1) if steps[0].get(step) != steps[1].get(step)), None)
     if first is None:
         yield f"Every bit is the same up to step {end:,}, by its checkpoint and computed again."
@@ -113,7 +113,19 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
             names = [name for name in before | after if before.get(name) != after.get(name)]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield f"  {kind:<10}{names[0] + more if names else 'the same'}"
+        texts = []
+        for history in (one, other):
+            with watched(history, (first, first), Operations(first)) as replayed:
+                texts.append(read_operations(replayed.directory))
+        yield from different_operation(texts)
     yield from notes
+
+
+@contextmanager
+def watched(history: StudiedRun, steps: tuple[int, int], watcher: Callback) -> Iterator[Replayed]:
+    """Replay steps of a run with a watcher, into a folder that is there until the end of the context."""
+    with TemporaryDirectory() as folder:
+        yield replay_steps(history, history.make(*steps)(), steps, Path(folder), [watcher, StopAfterStep(steps[1])])
 
 
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:

@@ -3,6 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...base.errors import ConfigError
 from ...base.quantities import time_taken
@@ -13,6 +14,9 @@ from .text import fitting, metric_names, number, table
 
 def run_compare(arguments: Namespace) -> None:
     """Print the comparison. Raises ConfigError if a run is missing."""
+    if all(word.endswith(".jsonl") for word in arguments.runs):
+        print(operations(arguments.runs))
+        return
     runs = [find_run(word) for word in arguments.runs]
     if len(runs) < 2:
         raise ConfigError("legato compare needs two runs at least.")
@@ -66,3 +70,12 @@ def bits(runs: Sequence[RunDirectory]) -> str:
     if len(runs) != 2:
         raise ConfigError(f"--bits compares two runs, got {len(runs)}.")
     return "\n".join(first_difference(*map(history_of, runs)))
+
+
+def operations(files: Sequence[str]) -> str:
+    """Return the first difference of two recordings of `legato replay --operations`. Raises ConfigError without two."""
+    from ...lab.operations import different_operation  # which loads torch
+
+    if len(files) != 2 or not all(Path(file).is_file() for file in files):
+        raise ConfigError(f"Expected two files of `legato replay --operations FILE.jsonl`, got {' '.join(files)}.")
+    return "\n".join(different_operation([Path(file).read_text(encoding="utf-8") for file in files]))
