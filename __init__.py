@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .base.version import __version__ as __version__
     from .callbacks.callback import Callback as Callback
     from .lab import testing as testing
-    from .lab.replay_steps import replay as replay
     from .tasks.data_module import DataModule as DataModule
     from .tasks.task import Task as Task
     from .trainer import runs as runs
@@ -38,7 +37,6 @@ __all__ = [
     "lab",
     "loggers",
     "rank_zero_only",
-    "replay",
     "runs",
     "seed_everything",
     "strategies",
@@ -55,7 +53,6 @@ _HOMES = {
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".base.place",
-    "replay": ".lab.replay_steps",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {
@@ -79,6 +76,7 @@ if not TYPE_CHECKING:  # else any name would do for a type checker
             "LightningModule": "Task",
             "LightningDataModule": "DataModule",
             "read_metrics": "runs.open(run).metrics",
+            "replay": "lab.replay",
         }
         instead = f"; its name here is {__name__}.{meant[name]}" if name in meant else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")

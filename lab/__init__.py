@@ -8,11 +8,15 @@ if TYPE_CHECKING:
     from .microscope import Microscope as Microscope
     from .spike_watch import SpikeWatch as SpikeWatch
     from .straggler_monitor import StragglerMonitor as StragglerMonitor
+    from .study import replay as replay
+    from .study import samples as samples
 
 _HOMES = {
     "Microscope": ".microscope",
     "SpikeWatch": ".spike_watch",
     "StragglerMonitor": ".straggler_monitor",
+    "replay": ".study",
+    "samples": ".study",
 }
 __all__ = list(_HOMES)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..base.arguments import read_strategy
 from ..base.errors import ConfigError, DataError, LegatoError
-from ..base.location import Address, location_of, to_location
+from ..base.location import Address, location_of
 from ..base.messages import STDOUT
 from ..base.quantities import counted
 from ..base.run_names import REPLAY
@@ -29,7 +29,7 @@ from ..loggers.tensorboard import TensorBoardLogger
 from ..trainer.runs.directory import ROOT
 from .history import CheckpointRecord, RunHistory
 from .straggler_monitor import StragglerMonitor
-from .watchers import STEPS_FILE, SameData, StepReport, StopAfterStep
+from .watchers import STEPS_FILE, SameData
 
 log = logging.getLogger("legato")
 
@@ -149,47 +149,6 @@ def relative_difference(one: float, other: float) -> float:
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
-
-
-def replay(run: str | Path, make: Make, *, step: int, until: int | None = None) -> Replayed:
-    """Compute steps of a run of one's own script again; the run itself stays as it is.
-
-    Training begins at the newest checkpoint before `step`, without loggers and callbacks that write, and stops after
-    `until`. What is logged is compared with the run's metrics.jsonl, and the result printed.
-
-    Args:
-        run: the run directory.
-        make: makes trainer, task and data as the script made them for the run, and returns them as `trainer.fit` takes
-            them: `(trainer, task, loader)`, with a validation loader and a data module after it. They are the replay's
-            own; one process will do (`devices=1`), whatever the run had.
-        step: the first step, counted from 1.
-        until: the last one; `step` by default.
-
-    Returns the replay, whose `steps()` has loss, gradient norms by module and learning rates of each step.
-
-    Raises ConfigError where `make` does not return a new trainer and a task, and LegatoError where the replay is not
-    what the run did.
-    """
-    made = make() if callable(make) else None
-    if not isinstance(made, Sequence) or len(made) < 2 or getattr(made[0], "run", made) is not None:
-        came = "one that returned other things, or a trainer that has run" if callable(make) else type(make).__name__
-        raise ConfigError(
-            f"legato.replay takes a function that makes a new trainer, the task and the data; got {came}. Write "
-            f"legato.replay(run, make, step=N), where make() returns (trainer, task, loader)."
-        )
-    last = step if until is None else until
-    given = [callback.dirpath for callback in made[0].checkpoint_callbacks]
-    folders = [to_location(dirpath) for dirpath in given if dirpath is not None]
-    history = RunHistory(Path(run), folders)
-    if not 1 <= step <= last <= history.last_step:
-        raise ConfigError(
-            f"Steps {step} to {last} of {run}: they count from 1, the last one is not before the first, and the newest "
-            f"that is known of this run is {history.last_step}."
-        )
-    watchers: list[Callback] = [StepReport(step, last), StopAfterStep(last)]
-    replayed = replay_steps(history, made, (step, last), new_directory(history.directory), watchers)
-    replayed.conclude()
-    return replayed
 
 
 def replay_steps(

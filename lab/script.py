@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.arguments import ARGUMENT_NAMES
-from ..base.environment import set_default
+from ..base.environment import all_variables, replace_variables, set_default
 from ..base.errors import ConfigError, add_note, did_you_mean
 from ..base.location import to_location
 from ..base.place import Place, variables_of
@@ -23,7 +23,7 @@ from .history import StudiedRun
 from .replay_steps import Make, on_processes
 from .sample_lookup import load_loader
 
-BY_HAND = "call legato.replay(run, make, step=N), where make() returns a new (trainer, task, loader)"
+BY_HAND = "call legato.lab.replay(run, step, make=make), where make() returns a new (trainer, task, loader)"
 log = logging.getLogger("legato")
 _imported: set[str] = set()
 """Modules of the scripts that have run again in this process."""
@@ -173,6 +173,24 @@ def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], proce
         yield made
     finally:
         kind.__post_init__, kind.fit, kind.evaluate_alone = post_init, fit, evaluate_alone
+
+
+@contextmanager
+def restoring_process() -> Iterator[None]:
+    """Put back what a script that runs again changes of this process: a notebook goes on in its own folder."""
+    folder, arguments, path, main, variables = (
+        os.getcwd(),
+        sys.argv,
+        [*sys.path],
+        sys.modules["__main__"],
+        all_variables(),
+    )
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        sys.argv, sys.path[:], sys.modules["__main__"] = arguments, path, main
+        replace_variables(variables)
 
 
 def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -212,14 +212,14 @@ import legato as lg
 from legato.base.errors import ConfigError
 from script import make
 again = lambda: make(devices=1, reproducible=sys.argv[2])
-found = lg.replay("runs/default/version_0", again, step=7, until=8)
+found = lg.lab.replay("runs/default/version_0", 7, 8, make=again)
 print([(one["step"], one["loss"]) for one in found.steps()])
-assert lg.replay("runs/default/version_0", again, step=7, until=8).steps() == found.steps()
+assert lg.lab.replay("runs/default/version_0", 7, 8, make=again).steps() == found.steps()
 used = again()
-lg.replay("runs/default/version_0", lambda: used, step=8)
+lg.lab.replay("runs/default/version_0", 8, make=lambda: used)
 for wrong in (used[0], lambda: used, lambda: None):
     try:
-        lg.replay("runs/default/version_0", wrong, step=3)
+        lg.lab.replay("runs/default/version_0", 3, make=wrong)
     except ConfigError as error:
         assert "takes a function that makes a new trainer" in str(error)
     else:

@@ -1,6 +1,7 @@
 """Runs that a script of one's own began: samples, replay and compare --bits run that script again up to its fit."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -196,9 +197,38 @@ def test_what_has_changed_is_told(folder: Path) -> None:
 def test_a_notebook_is_refused_with_the_way_out(folder: Path) -> None:
     run("-c", "import train; train.main('1')")
     for command in ("replay", "samples"):
-        assert "legato.replay(run, make, step=N)" in legato(command, str(RUN), "step=7", fails=True).stderr
+        assert "legato.lab.replay(run, step, make=make)" in legato(command, str(RUN), "step=7", fails=True).stderr
     record = json.loads((RUN / "environment.json").read_text())
     record["starts"][0] |= {"script": "/bin/legato", "command": [sys.executable, "/bin/legato", "lightning", "x.py"]}
     (RUN / "environment.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="begun by `legato lightning`"):
         history_of(RUN).make(7, 7)
+
+
+@pytest.mark.parametrize(("processes", "reproducible"), PROCESSES)
+def test_python_studies_runs_of_scripts_and_configs_by_one_door(processes: str, reproducible: str) -> None:
+    """Also in another folder, which the process has afterwards as before, with its arguments and `__main__`."""
+    run("train.py", processes, reproducible)
+    legato("fit", "points.yaml", "run.name=configured", f"trainer.devices={processes}")
+    runs = [RUN.absolute(), Path("runs/configured/version_0").absolute()]
+    assert completed(study, *map(str, runs)).returncode == 0
+
+
+def study(*paths: str) -> None:
+    import legato as lg
+
+    os.chdir("/")
+    before = Path.cwd(), sys.argv, [*sys.path], sys.modules["__main__"]
+    for path in paths:
+        run = lg.runs.open(path)
+        told = lg.lab.samples(run, 4)
+        assert told == lg.lab.samples(path, 4)
+        assert {record["loader"] for record in told} == {""}
+        assert all(len(record["indices"]) == 3 for record in told)
+        replayed = lg.lab.replay(run, 7, 8)
+        assert [record["step"] for record in replayed.steps()] == [7, 8]
+        assert replayed.holds
+        for wrong in (0, 99, "7"):
+            with pytest.raises(ConfigError):
+                lg.lab.replay(run, wrong)
+    assert before == (Path.cwd(), sys.argv, sys.path, sys.modules["__main__"])

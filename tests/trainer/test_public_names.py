@@ -44,7 +44,6 @@ def test_the_public_names():
         "lab",
         "loggers",
         "rank_zero_only",
-        "replay",
         "runs",
         "seed_everything",
         "strategies",
@@ -76,7 +75,7 @@ def test_the_public_names():
         "WeightAveraging",
     ]
     assert sorted(legato.runs.__all__) == ["BestValue", "CheckpointEntry", "RunDirectory", "list", "open"]
-    assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor"]
+    assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor", "replay", "samples"]
     assert sorted(legato.tasks.__all__) == ["DataModule", "Digits", "DigitsData", "Task"]
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}
 
@@ -96,6 +95,8 @@ def test_an_unknown_name_is_an_attribute_error():
     for module in (legato, legato.tasks, legato.strategies):
         with pytest.raises(AttributeError, match="Trianer"):
             _ = module.Trianer
+    with pytest.raises(AttributeError, match=r"its name here is legato\.lab\.replay"):
+        _ = legato.replay
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------
