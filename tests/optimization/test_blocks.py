@@ -110,11 +110,11 @@ def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
 @pytest.mark.slow
 def test_what_cannot_be_synchronized_is_refused(found, refused):
     said = found[1]
-    assert "needs strategy ddp with 4 processes" in said["turns"]
-    assert "and reproducible: order" in said["bitwise"]
-    assert "here strategy 'fsdp' has batches on 2" in said["elsewhere"]
+    assert "here is 4 replicas on 2. Start 4 processes under strategy ddp, or begin a new run" in said["turns"]
+    assert "Set reproducible: order, or leave" in said["bitwise"]
+    assert "here is strategy 'fsdp'. Take strategy ddp, zero1 or" in said["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
-    assert "here strategy 'single' has batches on 1" in message
+    assert "here is 2 replicas on 1. Start 2 processes" in message
 
 
 @pytest.mark.slow

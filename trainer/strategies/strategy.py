@@ -167,12 +167,20 @@ class Strategy:
     def _sync_batch_norm(self, task: "Task") -> None:
         """Have batch norm take statistics over all replicas of a step. Raises ConfigError where it cannot."""
         trainer, replicas = task.trainer, self.layout.replicas
-        if trainer.sync_batchnorm and trainer.stage == "fit" and replicas > 1:
-            raise ConfigError(
-                f"sync_batchnorm=true takes statistics over all {replicas} replicas of a step at once. That needs "
-                f"strategy ddp with {replicas} processes, which stay, and reproducible: order; here strategy "
-                f"{self.name!r} has batches on {self.data_ranks.size}. Leave it out, or set replicas to their number."
-            )
+        if not trainer.sync_batchnorm or trainer.stage != "fit" or replicas == 1:
+            return
+        processes = self.data_ranks.size
+        if trainer.reproducible == "bitwise":
+            here, remedy = "reproducible: bitwise, whose sums have another order", "Set reproducible: order"
+        elif processes != replicas:
+            here = f"{replicas} replicas on {processes}"
+            remedy = f"Start {replicas} processes under strategy ddp, or begin a new run with replicas={processes}"
+        else:
+            here, remedy = f"strategy {self.name!r}", "Take strategy ddp, zero1 or ddp_model_parallel, without elastic"
+        raise ConfigError(
+            f"sync_batchnorm=true takes statistics over the batches of all replicas at once, each on a process of its "
+            f"own, which stays; here is {here}. {remedy}, or leave sync_batchnorm out."
+        )
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Prepare the placed task for training on the layout of replicas; return the optimizers to use."""
