@@ -238,7 +238,9 @@ class Model(lg.Task):
 
     def _may_die(self) -> None:
         last = self.trainer.world_size - 1
-        if self.killed is None or self.global_step != STEP_OF_DEATH or self.trainer.global_rank != last:
+        # of accumulating runs an epoch has two steps, in the second of which the last rank may have no batch
+        step = STEP_OF_DEATH + (self.case.option == "accumulation")
+        if self.killed is None or self.global_step != step or self.trainer.global_rank != last:
             return
         if not self.killed.exists():
             self.killed.touch()
@@ -250,7 +252,7 @@ class Model(lg.Task):
         if self.case.option == "noisy optimizer":
             return Langevin(self.parameters(), 0.05)
         if self.case.kind == "sparse embedding":  # Adam takes no sparse gradients
-            optimizer: torch.optim.Optimizer = torch.optim.Adagrad(self.parameters(), 0.05)
+            optimizer: torch.optim.Optimizer = torch.optim.Adagrad(self.parameters(), 0.05, eps=1e-2)
         else:
             # eps: the gradient of an attention's key bias is nothing but rounding, and Adam would follow it
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)

@@ -19,11 +19,11 @@ from legato.trainer.processes.launch import run_workers
 from .cases import Case, fit
 from .rows import ELSEWHERE, LAYOUTS, Layout, Row, next_strategy
 
-UNITS = {"32": (torch.float32, 128), "64": (torch.float64, 128), "16-mixed": (torch.float16, 16)}
+UNITS = {"32": (torch.float32, 512), "64": (torch.float64, 512), "16-mixed": (torch.float16, 16)}
 UNITS |= dict.fromkeys(("bf16-mixed", "bf16-true"), (torch.bfloat16, 16))
 BOUNDS = {precision: units * torch.finfo(kind).eps for precision, (kind, units) in UNITS.items()}
 """The largest relative difference that counts as rounding: units in the last place of the type in which matrices are
-multiplied, as they grow in six steps at most. Of 16 bits fewer: 128 of them would be as large as the numbers."""
+multiplied, as they grow in six steps at most. Of 16 bits fewer: 512 of them would be as large as the numbers."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ _PROCESSES = ("ddp 2", "ddp 3", "ddp 4", "zero1", "ddp_model_parallel")
 _OTHERS = tuple(name for name in COLUMNS["strategy"] if name != "single")
 REFUSED: tuple[Refusal, ...] = (
     {
-        "strategy": ("data x shard", "tensor", "pipeline", "data_parallel", "ddp_rpc"),
+        "strategy": ("data x shard", "pipeline", "data_parallel", "ddp_rpc"),
         "reproducible": ("bitwise",),
     },
     {
