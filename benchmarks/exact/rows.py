@@ -150,6 +150,10 @@ NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
         "each part of the weights [draws numbers of its own](strategies.md#random-numbers-of-the-update)",
     ),
     (
+        {"strategy": ("data_parallel",), "option": ("two loaders",)},
+        "where parts of a combined batch differ in length, the first is split and the others go to each device whole",
+    ),
+    (
         {"strategy": ("ddp_rpc",), "kind": ("tied weights",)},
         "a module on a server shares no weight with the task",
     ),
