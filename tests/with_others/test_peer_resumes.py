@@ -1,6 +1,7 @@
 """The reproducers of peers' resumes run, and tell a lost sample from a complete epoch."""
 
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 
@@ -26,7 +27,6 @@ def test_the_verdict_counts_samples(tmp_path, before, after, sentence):
 
 
 def test_a_loader_with_a_state_goes_on_in_legato_and_begins_anew_in_lightning():
-    pytest.importorskip("lightning")
     assert peer_resumes.run("state", "legato") == (True, "each of 64 samples was read once")
-    if version("lightning") == "2.6.6":
+    if find_spec("lightning") and version("lightning") == "2.6.6":
         assert peer_resumes.run("state", "peer") == (False, "of 64 samples 12 were read twice and 12 never")

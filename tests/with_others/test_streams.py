@@ -1,8 +1,6 @@
 """Streams with a state of their own, killed in the middle of an epoch, and batches that are no rows of tensors."""
 
-import os
 import shutil
-import signal
 import warnings
 
 import datasets
@@ -11,7 +9,7 @@ import pytest
 import streaming
 import torch
 import webdataset
-from streams_of_others import BATCH, SAMPLES, Sum, decode, options, write_samples
+from streams_of_others import BATCH, EPOCHS, SAMPLES, decode, options, trained, write_samples
 from torch import nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_sequence
@@ -20,7 +18,6 @@ from transformers import DataCollatorWithFlattening
 
 import legato as lg
 from legato.base.errors import ConfigError
-from legato.trainer.processes.launch import run_workers
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)  # PyG scripts its classes
@@ -28,8 +25,6 @@ with warnings.catch_warnings():
     from torch_geometric.loader import DataLoader as GraphLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:Length of IterableDataset")
-
-EPOCHS = 2
 
 
 @pytest.fixture(scope="module")
@@ -69,47 +64,8 @@ MAKE = {
 }
 
 
-class Written(Sum):
-    """Writes the samples of each step to a file of its process, and dies in the step `dies_in` of process `of`."""
-
-    def __init__(self, make, folder, notes, dies_in=0, of=0):
-        super().__init__(make, folder)
-        self.notes, self.dies_in, self.of = notes, dies_in, of
-
-    def training_step(self, batch, batch_idx):
-        if self.global_step + 1 == self.dies_in and self.global_rank == self.of:
-            os.kill(os.getpid(), signal.SIGKILL)
-        values = (batch["x"] if isinstance(batch, dict) else batch).flatten()
-        with (self.notes / str(self.global_rank)).open("a") as file:
-            file.writelines(f"{self.global_step} {value}\n" for value in values.tolist())
-        return (self.weight * values).mean()
-
-    def val_dataloader(self):
-        return None
-
-
 def train(path, name, folder, processes, workers, dies_in=0, **changes):
-    """Return the samples of each step of a run of so many processes of Legato's; it goes on with what is in `path`."""
-    notes = path / f"notes-{len(list(path.glob('notes-*')))}"
-    notes.mkdir(parents=True)
-    task = Written(lambda folder: MAKE[name](folder, workers), folder, notes, dies_in, processes - 1)
-    arguments = {**options(path, processes), "enable_checkpointing": True, "max_epochs": EPOCHS, **changes}
-    callbacks = [lg.callbacks.Checkpoint(every_n_train_steps=2)]
-
-    def fit():
-        lg.Trainer(**arguments, callbacks=callbacks).fit(task, resume="auto")
-
-    if dies_in:
-        with pytest.raises(Exception, match=r"SIGKILL|killed|died"):
-            run_workers(fit, 1, threads=1) if processes == 1 else fit()
-    else:
-        fit()
-    steps = {}
-    for file in notes.iterdir():
-        for line in file.read_text().splitlines():
-            step, value = line.split()
-            steps.setdefault(int(step), []).append(float(value))
-    return {step: sorted(values) for step, values in steps.items()}
+    return trained(path, lambda folder: MAKE[name](folder, workers), folder, processes, dies_in, **changes)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -225,3 +181,20 @@ def test_a_batch_weighs_its_samples(tmp_path, name):
     mean = (0 * 4 + 1 * 4 + 2 * 2) / 10
     assert trainer.callback_metrics["mean"].item() == pytest.approx(mean)
     assert task.weight.item() == pytest.approx(-mean)
+
+
+def weigh_all(path, processes):
+    """Return, for each kind of batch, the samples that were counted, the mean of what was logged, and the weight."""
+    results = {}
+    for name, make in BATCHES.items():
+        task, trainer = Weighing(), lg.Trainer(max_epochs=1, replicas=2, **options(path, processes))
+        trainer.fit(task, make())
+        results[name] = [trainer.state.samples_seen, trainer.callback_metrics["mean"].item(), task.weight.item()]
+    return results
+
+
+def test_a_batch_weighs_as_much_on_two_processes(tmp_path):
+    alone, together = weigh_all(tmp_path / "alone", 1), weigh_all(tmp_path / "together", 2)
+    for name in BATCHES:
+        assert alone[name][0] == 10
+        assert together[name] == pytest.approx(alone[name]), name
