@@ -29,10 +29,7 @@ class ConfigHistory(StudiedRun):
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
-        # a callback may keep its checkpoints elsewhere, and a replay begins at any of them
-        sections = load_config([str(directory / CONFIG)]).values.get("callbacks") or {}
-        folders = [section.get("dirpath") for section in sections.values()]
-        super().__init__(directory, [Path(folder) for folder in folders if isinstance(folder, str)])
+        super().__init__(directory)
         self.overrides = overrides
         self._configs: dict[int, Config] = {}
         self._unstarted: dict[int, UnstartedRun] = {}

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .straggler_monitor import StragglerMonitor as StragglerMonitor
     from .study import replay as replay
     from .study import samples as samples
+    from .study import verify as verify
 
 _HOMES = {
     "Microscope": ".microscope",
@@ -17,6 +18,7 @@ _HOMES = {
     "StragglerMonitor": ".straggler_monitor",
     "replay": ".study",
     "samples": ".study",
+    "verify": ".study",
 }
 __all__ = list(_HOMES)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError, DataError
-from ..base.location import Location, checkpoints_of
+from ..base.location import Location, checkpoints_of, to_location
 from ..loggers.json_lines import POINTS_FILE, parse_point
 from ..trainer.checkpoints import find
 from ..trainer.checkpoints.codec import unflatten
@@ -51,31 +51,35 @@ class CheckpointRecord:
 class RunHistory:
     """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N."""
 
-    def __init__(self, directory: Path, folders: Sequence[Location] = ()) -> None:
-        """`folders`: those with checkpoints of the run besides the directory's own."""
-        self.directory, self.folders = directory, folders
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.damaged: list[str] = []
         """What is wrong with the checkpoints that are passed over."""
+
+    @cached_property
+    def folders(self) -> list[Location]:
+        """The folders with checkpoints of the run, its own first: it wins over a copy elsewhere."""
+        elsewhere = (name for _, start in self.starts for name in start.get("checkpoint_folders", ()))
+        return list(dict.fromkeys([checkpoints_of(self.directory), *map(to_location, elsewhere)]))
 
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:
         """The complete checkpoints of the run from which it could resume, oldest first."""
         identity, records = identity_of(self.directory), dict[int, CheckpointRecord]()
-        for folder in (checkpoints_of(self.directory), *self.folders):
+        for number, folder in enumerate(self.folders):
             stored = folder_at(folder)
             for path in find.checkpoints_in(folder):
                 try:
                     # sizes alone: to hash gigabytes takes minutes, and who reads a checkpoint verifies it
                     content = find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
-                    if folder in self.folders and (not identity or content.run != identity):
+                    if number and (not identity or content.run != identity):
                         continue
                     state = stored.fetch(path.name, content, [STATE_FILE]) / STATE_FILE
                     tree = parse_json(state.read_bytes(), STATE_FILE)
                     if "state" in tree:  # else it holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
                         record = CheckpointRecord(path, State.from_dict(kept["state"]), kept["fingerprint"] or {})
-                        # the run's own folder comes first, and wins over a copy elsewhere
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:
                     self.damaged.append(f"{path.name}: {error}")

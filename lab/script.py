@@ -14,7 +14,6 @@ from typing import Any
 from ..base.arguments import ARGUMENT_NAMES
 from ..base.environment import all_variables, replace_variables, set_default
 from ..base.errors import ConfigError, add_note, did_you_mean
-from ..base.location import to_location
 from ..base.place import Place, variables_of
 from ..trainer.request import Request
 from ..trainer.runs.record import command_of_process, hash_of
@@ -55,11 +54,6 @@ class ScriptHistory(StudiedRun):
     def _make(self, step: int, processes: int = 1) -> list[Any]:
         made = run_to_fit(self.start_of(step)[1], self.settings, processes)
         trainer = made[0]
-        # where checkpoints are kept elsewhere only the script tells
-        given = [callback.dirpath for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
-        if given:
-            self.folders = [to_location(folder) for folder in given]
-            self.__dict__.pop("checkpoints", None)
         near = self.near(step)
         # the sums of some kernels depend on it, and this machine may have other cores
         if trainer.threads is None and near is not None:

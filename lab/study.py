@@ -3,6 +3,7 @@
 run = legato.runs.open("digits")         # or a path, here and below
 legato.lab.samples(run, 21)              # a record for each batch
 legato.lab.replay(run, 21).steps()       # loss, gradient norms and learning rates
+legato.lab.verify(run).is_proven         # segments between checkpoints, computed again
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.location import to_location
 from ..base.run_names import CONFIG
 from ..trainer.runs.directory import RunDirectory, find_run
 from .history import RunHistory, StudiedRun
 from .replay_steps import Make, Replayed, new_directory, replay_steps
 from .sample_lookup import SampleLookup
 from .script import ScriptHistory, restoring_process
+from .verification import VERIFIED, Verification
 from .watchers import StepReport, StopAfterStep
 
 AnyRun = str | Path | RunDirectory
@@ -68,14 +69,44 @@ def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | Non
             made = studied.make(step, last)()
         else:
             made = made_new(make)
-            given = [callback.dirpath for callback in made[0].checkpoint_callbacks if callback.dirpath is not None]
-            directory = run.path if isinstance(run, RunDirectory) else find_run(run).path
-            history = RunHistory(directory, [to_location(folder) for folder in given])
+            history = RunHistory(run.path if isinstance(run, RunDirectory) else find_run(run).path)
             require_steps(history, step, last)
         watchers = [StepReport(step, last), StopAfterStep(last)]
         replayed = replay_steps(history, made, (step, last), new_directory(history.directory), watchers)
     replayed.conclude()
     return replayed
+
+
+def verify(
+    run: AnyRun,
+    segments: int | None = 5,
+    *,
+    seed: int | None = None,
+    devices: int | None = None,
+    out: str | Path | None = None,
+) -> Verification:
+    """Compute random segments of a run between its checkpoints again, and write a certificate; the run stays as it is.
+
+    Args:
+        run: a run of `legato.runs`, its path or its name.
+        segments: how many; None for all.
+        seed: of the draw; a new one by default, which the certificate states.
+        devices: processes that compute them; by default others than the run had where the bits must be the same.
+        out: folder of the certificate; by default a new one beside the run.
+
+    Returns the verification: `is_proven`, and for each of its `segments` what differs.
+
+    Raises ConfigError where the run has no segment that can be computed again.
+    """
+    with restoring_process():
+        history = history_of(run)
+        verification = Verification(history, segments, seed, devices)
+        directory = new_directory(history.directory, VERIFIED) if out is None else Path(out).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        for _ in verification.compute(directory):
+            pass  # each one is kept
+        verification.write_certificate(directory)
+    return verification
 
 
 def require_steps(history: RunHistory, first: int, last: int) -> None:

@@ -228,6 +228,9 @@ def study(*paths: str) -> None:
         replayed = lg.lab.replay(run, 7, 8)
         assert [record["step"] for record in replayed.steps()] == [7, 8]
         assert replayed.holds
+        verification = lg.lab.verify(run, 1, seed=2, out=f"{path}.proof")
+        assert verification.is_proven
+        assert {file.name for file in Path(f"{path}.proof").iterdir()} == {"certificate.json", "certificate.txt"}
         for wrong in (0, 99, "7"):
             with pytest.raises(ConfigError):
                 lg.lab.replay(run, wrong)

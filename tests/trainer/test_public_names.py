@@ -75,7 +75,7 @@ def test_the_public_names():
         "WeightAveraging",
     ]
     assert sorted(legato.runs.__all__) == ["BestValue", "CheckpointEntry", "RunDirectory", "list", "open"]
-    assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor", "replay", "samples"]
+    assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor", "replay", "samples", "verify"]
     assert sorted(legato.tasks.__all__) == ["DataModule", "Digits", "DigitsData", "Task"]
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}
 

@@ -28,6 +28,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
         "stage": call.stage,
         "step": call.state.global_step if evaluated is None else evaluated[0],
         "checkpoint": None if source is None else str(source),
+        "checkpoint_folders": [str(each.dirpath) for each in trainer.checkpoint_callbacks if each.is_elsewhere],
         **trainer.command,
         "strategy": strategy.name,
         "replicas": call.state.replicas,
