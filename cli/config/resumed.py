@@ -38,7 +38,8 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     except ConfigError as error:
         # of an entry that only the run has: then the files alone are no config
         entries = [word for word in overrides if word.startswith(("callbacks.", "loggers."))]
-        if not entries:
+        # a misspelt key of any other run is told before anything is imported
+        if not entries or "resume=auto" not in arguments:
             raise
         problem, given = error, load_config([word for word in arguments if word not in entries], before_imports)
     where = given.values["run"]
