@@ -102,12 +102,14 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     needed = [type(optimizer).__name__ for optimizer in optimization.optimizers if needs_closure(optimizer)]
     if not optimization.automatic or not (needed or optimization.own_optimizer_step):
         return
-    fits = not several and len(optimization.optimizers) == strategy.data_ranks.size == 1
+    is_alone = strategy.place.world_size == len(trainer.device_list) == 1
+    fits = is_alone and not several and len(optimization.optimizers) == 1
     if needed and (not fits or strategy.precision.scaler is not None or trainer.nan == "skip"):
         raise ConfigError(
-            f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica, a single "
-            f"optimizer, and neither precision 16-mixed nor nan=skip. Or set automatic_optimization = False, and call "
-            f"optimizer.step(closure) in training_step; then strategy ddp may have a process for each replica."
+            f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica on one "
+            f"device, a single optimizer, and neither precision 16-mixed nor nan=skip. Or set automatic_optimization = "
+            f"False, and call optimizer.step(closure) in training_step; then strategy ddp may have a process for each "
+            f"replica."
         )
     optimization.losses, optimization.needs_closure = [], bool(needed)
     optimization.make_closure = lambda step, optimizer: Closure(trainer, step, optimizer)

@@ -234,7 +234,8 @@ class Model(lg.Task):
         return {"loss": loss, "weight": kept} if weighted else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
+        weighted = {"batch_size": (batch[1] >= 0).sum()} if self.data_kind == "padded text" else {}
+        self.log("val", self.loss(batch), **weighted)
 
     def _may_die(self) -> None:
         last = self.trainer.world_size - 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .compare import BOUNDS, Result
-from .rows import COLUMNS, NOT_TRIED, REFUSED, SEED, Refusal, Row, excludes
+from .rows import COLUMNS, LEFT_OUT, NOT_TRIED, REFUSED, SEED, Refusal, Row, excludes
 
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
 Results = Mapping[Row, Result]
@@ -129,12 +129,13 @@ def write_page(results: Results) -> None:
         [number, *asdict(row).values(), result.verdict + (f", {power(result.difference)}" if result.difference else "")]
         for number, (row, result) in enumerate(results.items())
     ]
+    not_tried = (*NOT_TRIED, *LEFT_OUT)
     parts = [
         HEAD.read_text().replace("BOUNDS", bounds),
         f"## Strategies\n\n{strategies(results)}",
         *(f"## By {name}\n\n{by_value(column, results)}" for column, name in NAMES.items()),
         f"## Refused\n\n{refusals(results)}",
-        f"## Not tried\n\n{table(['together', 'why'], *([name_refusal(left), why] for left, why in NOT_TRIED))}",
+        f"## Not tried\n\n{table(['together', 'why'], *([name_refusal(values), why] for values, why in not_tried))}",
         f"## All rows\n\n{table(['', *COLUMNS, 'result'], *shown)}",
         f"## Made with\n\n{len(results)} rows ({counts['exact']} exact, {counts['close']} close), seed {SEED}, "
         f"{datetime.date.today():%d %B %Y}; torch {torch.__version__}, Python {platform.python_version()}, "

