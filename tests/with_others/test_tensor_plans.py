@@ -122,7 +122,7 @@ def test_an_adapter_around_a_model_is_cut_by_the_models_plan(trainer):
 
 @pytest.mark.parametrize("name", ["llama", "tied", "adapter"])
 def test_in_shards_a_model_has_the_same_bits_on_one_and_two_processes(trainer, name):
-    """Queries share keys and values, and the head is whole; weights and each logged loss."""
+    """Queries share keys and values, and the head is whole; the weights are compared."""
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if name == "adapter" else None
     config, found = CONFIGS["llama" if adapter else name], []
     for processes in (1, 2):
