@@ -114,7 +114,7 @@ def begin(root: str, *words: str) -> Forked:
 
 
 def weights(path: str) -> dict[str, bytes]:
-    with fsspec.open(f"{path}/model.safetensors", "rb") as file:
+    with fsspec.open(f"{path}/model.safetensors", "rb", skip_instance_cache=True) as file:
         Path("weights").write_bytes(file.read())
     with safe_open("weights", "numpy") as tensors:
         return {name: tensors.get_tensor(name).tobytes() for name in tensors.keys()}  # noqa: SIM118
