@@ -73,31 +73,37 @@ def write(folder: Path, part: str, rank: int, epoch: int, batch: torch.Tensor) -
         file.writelines(f"{epoch} {int(number)}\n" for number in batch.flatten())
 
 
-def with_legato(
-    folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK, devices: int = 1
-) -> None:
-    """Train for some epochs and some batches, and finish the epoch in a new trainer."""
-    import legato as lg
+def task_of(base: Any, folder: Path, part: str) -> Any:
+    """Return a task that notes its samples; `base`: the class of tasks of a library."""
 
-    class Reads(lg.Task):
-        def __init__(self, part: str) -> None:
+    class Reads(base):  # type: ignore[misc]
+        def __init__(self) -> None:
             super().__init__()
-            self.layer, self.part = torch.nn.Linear(1, 1), part
+            self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            write(folder, self.part, self.global_rank, self.current_epoch, batch)
+            write(folder, part, self.global_rank, self.current_epoch, batch)
             return self.layer(batch).mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             assert self.trainer.estimated_stepping_batches
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
+    return Reads()
+
+
+def with_legato(
+    folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK, devices: int = 1
+) -> None:
+    """Train for some epochs and some batches, and finish the epoch in a new trainer."""
+    import legato as lg
+
     def fit(part: str, resume: Path | None, **limit: int) -> None:
         lg.seed_everything(SEED)
         keeps = lg.callbacks.Checkpoint(dirpath=folder / "kept")
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "default_root_dir": folder}
         trainer = lg.Trainer(accelerator="cpu", devices=devices, callbacks=[keeps], **quiet, **limit)
-        trainer.fit(Reads(part), loader(), resume=resume)
+        trainer.fit(task_of(lg.Task, folder, part), loader(), resume=resume)
 
     fit("before", None, max_steps=epochs * SAMPLES // BATCH // devices + batches)
     fit("after", folder / "kept", max_epochs=epochs + 1)
@@ -108,19 +114,6 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    class Reads(pl.LightningModule):
-        def __init__(self, part: str) -> None:
-            super().__init__()
-            self.layer, self.part = torch.nn.Linear(1, 1), part
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            write(folder, self.part, self.global_rank, self.current_epoch, batch)
-            return self.layer(batch).mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            assert self.trainer.estimated_stepping_batches
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
     def fit(part: str, resume: Path | None, **limit: int) -> None:
         pl.seed_everything(SEED, verbose=False)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -129,7 +122,7 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy="ddp", callbacks=[keeps], default_root_dir=folder, **quiet, **limit
         )
-        trainer.fit(Reads(part), loader(), ckpt_path=resume)
+        trainer.fit(task_of(pl.LightningModule, folder, part), loader(), ckpt_path=resume)
 
     steps = epochs * SAMPLES // BATCH + batches
     fit("before", None, max_steps=steps)
