@@ -32,7 +32,6 @@ class ConfigHistory(StudiedRun):
         super().__init__(directory)
         self.overrides = overrides
         self._configs: dict[int, Config] = {}
-        self._unstarted: dict[int, UnstartedRun] = {}
 
     def config_of(self, step: int) -> Config:
         """Return the config that a step was done with."""
@@ -44,12 +43,9 @@ class ConfigHistory(StudiedRun):
             self._configs[number] = replace(config, directory=None)
         return self._configs[number]
 
-    def unstarted(self, step: int) -> UnstartedRun:
+    def make_unstarted(self, step: int) -> UnstartedRun:
         """Return the run as it was configured in a step, without its processes."""
-        number = self.start_of(step)[0]
-        if number not in self._unstarted:
-            self._unstarted[number] = UnstartedRun(self.config_of(step))
-        return self._unstarted[number]
+        return UnstartedRun(self.config_of(step))
 
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
         """Return what makes trainer, task and data for a replay of some steps on a number of processes.

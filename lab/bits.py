@@ -138,7 +138,7 @@ def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
 def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return all numbers and texts of a nested value under dotted names, and each tensor as ("tensor", digest)."""
     flat = flatten(contents)
-    found = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
+    values = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
     rest: list[tuple[str, Any]] = [("", flat.tree)]
     while rest:
         above, tree = rest.pop()
@@ -146,5 +146,5 @@ def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
             items = enumerate(tree) if isinstance(tree, list) else tree.items()
             rest += [(f"{above}.{key}".lstrip("."), value) for key, value in items]
         else:
-            found[above] = tree
-    return found
+            values[above] = tree
+    return values

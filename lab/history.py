@@ -141,10 +141,21 @@ class RunHistory:
 class StudiedRun(RunHistory):
     """A run whose objects can be made again, by its config or by its script: `study.history_of` returns one."""
 
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._unstarted: dict[int, Any] = {}
+
     @abstractmethod
     def make(self, first: int, last: int, processes: int = 1) -> Callable[[], Sequence[Any]]:
         """Return what makes trainer, task and data, not started, for a replay of some steps on some processes."""
 
-    @abstractmethod
     def unstarted(self, step: int) -> Any:
         """Return the run as it was made for a step, to look at: `task`, `seed`, `load_loader(epoch)`."""
+        number = self.start_of(step)[0]
+        if number not in self._unstarted:
+            self._unstarted[number] = self.make_unstarted(step)
+        return self._unstarted[number]
+
+    @abstractmethod
+    def make_unstarted(self, step: int) -> Any:
+        """Make what `unstarted` keeps for each start."""

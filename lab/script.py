@@ -37,19 +37,15 @@ class ScriptHistory(StudiedRun):
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
         super().__init__(directory.absolute())  # the script runs in a folder of its own
         self.settings = dict(map(read_setting, overrides))
-        self._unstarted: dict[int, UnstartedScript] = {}
 
     def make(self, first: int, last: int, processes: int = 1) -> Make:
         """Return what makes trainer, task and data for a replay of some steps. Raises ConfigError for a notebook."""
         runnable(self.start_of(first)[1])
         return partial(self._make, first, processes)
 
-    def unstarted(self, step: int) -> "UnstartedScript":
+    def make_unstarted(self, step: int) -> "UnstartedScript":
         """Return the run as the script made it for a step, not started."""
-        number, start = self.start_of(step)
-        if number not in self._unstarted:
-            self._unstarted[number] = UnstartedScript(self._make(step), start)
-        return self._unstarted[number]
+        return UnstartedScript(self._make(step), self.start_of(step)[1])
 
     def _make(self, step: int, processes: int = 1) -> list[Any]:
         made = run_to_fit(self.start_of(step)[1], self.settings, processes)

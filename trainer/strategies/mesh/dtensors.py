@@ -229,11 +229,8 @@ def step_one_by_one(optimizers: Iterable[Optimizer], always: bool = False) -> No
     where all tensors are on an accelerator. Raises ConfigError where the user has chosen one of them.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        apart = (
-            always
-            or len({parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]})
-            > 1
-        )
+        meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}
+        apart = always or len(meshes) > 1
         chosen = [option for option in ("foreach", "fused") if group.get(option)]
         if apart and chosen:
             raise ConfigError(
