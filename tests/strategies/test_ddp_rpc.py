@@ -15,7 +15,7 @@ from torch import nn
 
 import legato as lg
 from legato.base.errors import ConfigError, TaskError, WorkerError
-from legato.base.place import Place
+from legato.base.place import Place, find_place
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
 from legato.trainer.strategies import DDPRPCStrategy
 
@@ -65,6 +65,25 @@ def found(tmp_path_factory):
 def test_trainers_and_servers_do_as_one_process_does(found, name):
     task, options = CASES[name]
     assert_close(found[name], in_one(Ratings(**task), **options))
+
+
+def weights_of_each_trainer():
+    task = Ratings()
+    fit(task, **RPC)
+    if find_place().rank < RPC["devices"]:
+        Path(f"trainer{find_place().rank}").write_text(
+            json.dumps({key: tensor.is_meta for key, tensor in flat(task).items()})
+        )
+
+
+@pytest.mark.slow
+def test_no_trainer_calls_a_server_after_the_run(tmp_path, monkeypatch):
+    """Weights of remote modules are back on rank 0; other trainers have modules without values, and no proxy."""
+    monkeypatch.chdir(tmp_path)
+    run_cases({"fit": weights_of_each_trainer}, 3, tmp_path / "cases", threads=1)["fit"]
+    on_servers = {key: key.startswith(("users", "items")) for key in in_one(Ratings())}
+    assert json.loads((tmp_path / "trainer0").read_text()) == dict.fromkeys(on_servers, False)
+    assert json.loads((tmp_path / "trainer1").read_text()) == on_servers
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ process with all batches: dense gradients meet in DDP, remote ones on their serv
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -307,13 +307,17 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Bring the remote modules back to rank 0, whose task is the one that is kept."""
+        """Put the remote modules back on the task: with their weights on rank 0, without values on other trainers."""
         super().finish()
-        if self.task is not None and self.place.rank == 0:
-            for name, one in self.remotes.items():
-                module = self.makers[name]()
-                module.load_state_dict(one.call("module.state_dict"))
-                setattr(self.task, name, module)
+        if self.task is not None:
+            is_kept = self.place.rank == 0
+            for name, remote_module in self.remotes.items():
+                # a proxy that outlives the run would call a server that has left it
+                with nullcontext() if is_kept else torch.device("meta"):
+                    module = self.makers[name]()
+                if is_kept:
+                    module.load_state_dict(remote_module.call("module.state_dict"))
+                setattr(self.task, name, module if is_kept else module.to("meta"))
         self.collectives.barrier()
         self.finished = True
 
