@@ -59,21 +59,13 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
 
 
-def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor or array in `batch` along its first dimension.
-
-    Without one that of the first list of numbers or texts, or 1.
-    """
-    lengths = _lengths(batch)
-    return lengths[0] if lengths else _length_of_list(batch) or 1
-
-
 def require_samples(batch: Any, items: int | None = None) -> int:
     """Return the number of samples in a batch: the length that its parts have along their first dimension.
 
     items: how many items the loader has collated; it decides where parts differ.
 
-    Raises DataError where they differ. A tensor without dimensions has none; without any, see `count_samples`.
+    Raises DataError where they differ. A tensor without dimensions has no length; in a batch without any length,
+    the first list of numbers or texts counts.
     """
     lengths = set(_lengths(batch, items))
     if items is not None and (items in lengths or (items > 1 and len(lengths) > 1)):

@@ -307,7 +307,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch of a stream, by which it is weighted.
+        """Return the number of samples in a batch of a stream, or in a batch that a strategy splits.
 
         By default the first dimension of its tensors, the number of its graphs or packed sequences, or where these
         differ the items that were collated. Override it where the loader does not tell, or they are no samples. Of

@@ -11,7 +11,7 @@ from simulated_devices import DEVICES, SimulatedDevices, device_of
 from tiny import Tiny, Validated, assert_same_bits, make_loader
 from torch import Tensor
 
-from legato.base.tensors import count_samples
+from legato.base.tensors import require_samples
 from legato.trainer.data.transfer import CopyStream, to_device
 from legato.trainer.strategies.strategy import Strategy
 
@@ -253,7 +253,7 @@ class Labelled:
     ("batch", "samples"),
     [
         ({"count": 3, "names": ["a", "b", "c"], "values": torch.zeros(2, 4)}, 2),
-        ([["a", "b", "c"], (np.zeros((4, 1)), torch.zeros(2))], 4),
+        ([["a", "b", "c"], (np.zeros((4, 1)), torch.zeros(4))], 4),
         (Labelled(["a", "b"], torch.zeros(5)), 5),
         ({"text": "abc", "names": ["a", "b", "c"]}, 3),
         ([1, 2], 2),
@@ -261,5 +261,5 @@ class Labelled:
         ({"text": "abc", "nothing": None, "empty": []}, 1),
     ],
 )
-def test_samples_are_counted_by_the_first_tensor_and_without_one_by_the_first_list(batch, samples):
-    assert count_samples(batch) == samples
+def test_samples_are_counted_by_tensors_and_without_any_by_the_first_list(batch, samples):
+    assert require_samples(batch) == samples

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
+from legato.base.errors import DataError
 
 
 class Classifier(lg.Task):
@@ -111,3 +112,37 @@ def test_what_is_logged_is_that_of_the_undivided_batches(tmp_path):
     expected.pop("own")
     assert ours == pytest.approx(expected)
     assert ours["count"] == 20
+
+
+class TwoLoaders(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch["labelled"]) + self.model(batch["plain"][0]).square().mean()
+
+
+def test_batches_of_loaders_that_differ_in_length_are_refused_with_what_to_do(tmp_path):
+    """Only the first loader's part was split; the other was sent to each device, and its mean was off."""
+    loaders = {"labelled": DataLoader(make_data(16), 4), "plain": DataLoader(make_data(24), 6)}
+    with pytest.raises(DataError, match=r"first dimension \(4, 6\).*Give the task a method count_samples"):
+        make_trainer(tmp_path, strategy="data_parallel", devices=2).fit(TwoLoaders(), loaders)
+
+
+def test_a_batch_that_begins_with_a_table_is_split_by_its_samples(tmp_path):
+    class WithTable(Classifier):
+        def training_step(self, batch, batch_idx):
+            return (batch["table"].sum() + self.model(batch["points"])).square().mean()
+
+        def count_samples(self, batch):
+            return len(batch["points"])
+
+    def run(strategy, devices):
+        task, data = WithTable(), DataLoader(make_data(12), 4, collate_fn=with_table)
+        make_trainer(tmp_path, strategy=strategy, devices=devices).fit(task, data)
+        return task.state_dict()
+
+    ours, expected = run("data_parallel", 2), run("single", 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=name)
+
+
+def with_table(samples):
+    return {"table": torch.arange(9.0), "points": torch.stack([point for point, _ in samples])}

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from ....base.errors import ConfigError, add_note
-from ....base.tensors import count_samples
 from ....base.torch_private import is_compiled
 from ..pieces import chunk_sizes, combine, combine_losses, split
 from ..strategy import Strategy
@@ -91,7 +90,7 @@ class DataParallelStrategy(Strategy):
         if len(self.devices) == 1:
             return getattr(task, name)(*arguments)
         batch, *others = arguments
-        sizes = chunk_sizes(count_samples(batch), len(self.devices))
+        sizes = chunk_sizes(task.count_samples(batch), len(self.devices))
         devices = self.devices[: len(sizes)]
         chunks = split(batch, sizes, devices)
         if len(chunks) == 1:

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError, first_names
 from ....base.place import Place
-from ....base.tensors import count_samples
 from ...data.transfer import to_device
 from ..ddp import DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
@@ -224,7 +223,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             return super()._call_step(name, arguments)
         assert self.task is not None
         batch, *others = arguments
-        step, metrics, samples = getattr(self.task, name), self.task.trainer.metrics, count_samples(batch)
+        step, metrics, samples = getattr(self.task, name), self.task.trainer.metrics, self.task.count_samples(batch)
         sizes, whole, outputs = chunk_sizes(samples, self.micro_batches), metrics.samples, []
         for piece, size in zip(split(batch, sizes), sizes, strict=True):
             metrics.samples = size  # what is logged counts as much as the piece has samples

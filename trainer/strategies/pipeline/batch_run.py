@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import TaskError
-from ....base.tensors import count_samples, map_tensors
+from ....base.tensors import map_tensors
 from ...data.randomness import seed_generators
 from ...data.sampling import mix
 from ...metrics.reduce import to_floats
@@ -50,7 +50,7 @@ class BatchRun:
         batch, *self.others = arguments
         run = task.trainer.current_run
         assert run.loop.step is not None
-        samples = count_samples(batch)
+        samples = task.count_samples(batch)
         count = count_pieces(together.all_gather(torch.tensor(samples)).tolist(), pieces)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
