@@ -110,16 +110,16 @@ def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
 @pytest.mark.slow
 def test_what_cannot_be_synchronized_is_refused(found, refused):
     said = found[1]
-    assert "here is 4 replicas on 2. Start 4 processes under strategy ddp, or begin a new run" in said["turns"]
+    assert "4 replicas on 2 processes. Start 4 processes under strategy ddp, or begin a new run" in said["turns"]
     assert "Set reproducible: order, or leave" in said["bitwise"]
-    assert "here is strategy 'fsdp'. Take strategy ddp, zero1 or" in said["elsewhere"]
+    assert "strategy 'fsdp' cannot do this. Use ddp, zero1 or" in said["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
-    assert "here is 2 replicas on 1. Start 2 processes" in message
+    assert "2 replicas on 1 process. Start 2 processes" in message
 
 
 @pytest.mark.slow
 def test_a_batch_that_is_left_out_after_its_forward_ends_the_run():
-    with pytest.raises(TaskError, match=r"left a batch out of step 2 .* Return a loss times 0\.0"):
+    with pytest.raises(TaskError, match=r"returned None in step 2, .* Return the loss times 0\.0"):
         train(Images(leave_out=1))
 
 

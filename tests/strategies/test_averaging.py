@@ -138,7 +138,9 @@ def test_three_ranks_add_up_in_the_tree():
 
 
 def test_a_sparse_gradient_that_no_embedding_tells_of_is_named():
-    with pytest.raises(TaskError, match=r"shape \(5, 2\) has a sparse gradient, but no Embedding\(sparse=True\)"):
+    with pytest.raises(
+        TaskError, match=r"shape \(5, 2\) has a sparse gradient, but is not the weight of an Embedding\(sparse=True\)"
+    ):
         train(Undeclared(), 2)
 
 

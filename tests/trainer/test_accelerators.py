@@ -134,7 +134,7 @@ def test_the_variable_that_shares_devices_out(monkeypatch, wanted, variables, an
 def test_one_process_does_not_take_a_device_twice():
     refuse_twice([torch.device("cpu")] * 2)
     refuse_twice([GPU, torch.device("cuda", 1)])
-    with pytest.raises(ConfigError, match="names cuda:0, cuda:0 for one process"):
+    with pytest.raises(ConfigError, match="lists cuda:0, cuda:0 for one process"):
         refuse_twice([GPU, GPU])
 
 

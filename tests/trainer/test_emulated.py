@@ -160,7 +160,7 @@ def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path):
     assert first["weights"] == second["weights"] == pytest.approx(alone["weights"], abs=1e-3)
 
     refused = [process.communicate(timeout=120)[1] for process, _ in fit(EMUL_VISIBLE="")]
-    assert "2 processes on this machine, but 1 emul devices; start as many" in refused[0]
+    assert "runs 2 processes, but trainer.devices has 1 emul devices. Start one process per device" in refused[0]
 
 
 @pytest.mark.slow
@@ -184,7 +184,10 @@ def test_it_trains_in_half_precision(tmp_path, precision):
         ({"accelerator": "emul:0", "devices": 1}, "names a device, and trainer.devices=1 others: say accelerator=emul"),
         ({"devices": [1]}, "expected indices of emul devices, below 1"),
         ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
-        ({"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}}, "one process needs different devices"),
+        (
+            {"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}},
+            "for one process, which needs distinct devices",
+        ),
         ({"devices": [0, 0], "strategy": {"name": "ddp", "process_group_backend": "gloo"}}, "its gloo takes those of"),
     ],
 )

@@ -193,7 +193,7 @@ class Empty(Tiny):
 
 
 def test_a_parameter_without_values_is_named(trainer):
-    with pytest.raises(TaskError, match=r"Empty has no values in head\.weight: it is on the device meta"):
+    with pytest.raises(TaskError, match=r"head\.weight of Empty has no values: it is on the meta device"):
         trainer().fit(Empty(), make_loader())
 
 

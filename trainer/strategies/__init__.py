@@ -27,7 +27,7 @@ STRATEGIES = {
     "ddp_model_parallel": ".model_parallel.model_parallel:DDPModelParallelStrategy",
     "ddp_rpc": ".ddp_rpc.ddp_rpc:DDPRPCStrategy",
 }
-"""The names that a config may use, and the class behind each."""
+"""Strategy names in a config, and their classes."""
 
 _HOMES = {
     "Strategy": ".strategy",
@@ -38,5 +38,5 @@ _HOMES = {
 __all__ = list(_HOMES)
 __all__ += ["STRATEGIES"]
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     __getattr__ = importer(__name__, _HOMES)

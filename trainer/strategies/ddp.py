@@ -1,4 +1,4 @@
-"""Distributed data parallel: one process for each device, gradients averaged by torch's DistributedDataParallel."""
+"""Distributed data parallelism: one process per device, gradients averaged by torch's DistributedDataParallel."""
 
 import re
 import warnings
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ...tasks.task import Task
 
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
-"""DDP's message for parameters without gradient, which it lists by their indices."""
+"""DDP's error for parameters without gradient, with their indices."""
 
 
 class DDPStrategy(GroupStrategy):
-    """One process for each device. The arguments are DistributedDataParallel's and init_process_group's.
+    """One process per device. Takes arguments of DistributedDataParallel and init_process_group.
 
-    A subclass registers a communication hook of torch's, or of its own, on `self.ddp` in `regroup`.
+    To add a communication hook, register it on `self.ddp` in `regroup` of a subclass.
     """
 
     name = "ddp"
@@ -51,8 +51,9 @@ class DDPStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`elastic`: the run goes on when processes die, which are replaced. `timeout`: the seconds that a rank waits
-        for another, or those of each phase: startup, step, checkpoint. Without a backend, nccl on CUDA, else gloo.
+        """`elastic`: replace processes that die, and continue the run. `timeout`: seconds that a rank waits for others,
+        or a mapping with seconds per phase: startup, step, checkpoint. `process_group_backend`: by default nccl on
+        CUDA, otherwise gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -64,40 +65,40 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             self._require_elastic()
         self.ddp: DistributedDataParallel | None = None
-        """Lets gradients meet while backward computes them; None in one process, in one order, and where the task runs
-        backward itself."""
+        """Reduces gradients while backward computes them; None in one process, with `one_order`, under manual
+        optimization, and for a task that overrides `backward`."""
         self.ddp_forward: Callable[..., Any] | None = None
         self.require_reduced: Callable[[], object] = nullcontext
-        """Raises RuntimeError where DDP misses a gradient after the last backward of a step."""
+        """Raises RuntimeError if DDP still waits for a gradient after the last backward of a step."""
         self.undo_batch_norm: Callable[[], None] | None = None
         self.batch_norm_group: tuple[Any, Any] | None = None
-        """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
+        """The default group, and batch norm's group of the same ranks."""
 
     def _require_elastic(self) -> None:
-        """Raise ConfigError for arguments that an elastic run excludes."""
+        """Raise ConfigError for arguments that do not work with `elastic`."""
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
-                "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
-                "MPI group. Leave process_group_backend out."
+                "elastic=true reduces gradients over gloo, since a process cannot leave a broken NCCL or MPI group. "
+                "Leave process_group_backend out."
             )
         if self.init_method is not None:
-            raise ConfigError("elastic=true meets on the loopback interface of one machine: leave init_method out.")
+            raise ConfigError("elastic=true runs on one machine, over its loopback interface: leave init_method out.")
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
-        """Whether torch's DDP waits for a gradient of every parameter."""
+        """True if torch's DDP waits for a gradient of every parameter."""
         return not self.finds_unused
 
     def _backend(self) -> str:
-        """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
+        """Return the backend of the process group: gloo for elastic runs, since processes can leave broken groups."""
         return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and precision. Raises ConfigError for options that exclude each other."""
+        """Move the task to its device and precision; raises ConfigError for `elastic` with manual optimization."""
         if self.elastic and not task.automatic_optimization:
             raise ConfigError(
-                "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
-                "which another process has died cannot be repeated."
+                "elastic=true needs automatic optimization: if training_step updates the weights itself, a step cannot "
+                "be repeated after a process dies. Set automatic_optimization = True, or leave elastic out."
             )
         super().place_task(task)
 
@@ -108,31 +109,31 @@ class DDPStrategy(GroupStrategy):
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
             super()._sync_batch_norm(task)
             return
-        # A group of its own: batch norm's sums wait within forward and backward, while DDP's buckets are on their way
-        # in the strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
+        # A separate group: batch norm's sums block within forward and backward while DDP's buckets are in flight in the
+        # strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach to the parameters that are trained now: by torch's DDP, or in one order by the tree."""
-        # DDP takes its hooks off the parameters only when its C++ reducer is destroyed: before another one is made
+        """Attach torch's DDP to the trainable parameters or, with `one_order`, the tree."""
+        # DDP's hooks stay on the parameters until its C++ reducer is destroyed, so first drop the old one
         self._drop_ddp()
         self.loss_scale = 1.0
         super().regroup(layout, place)
         task = self.task
         if layout is None or task is None or self.place.world_size == 1 or self.one_order:
             return
-        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without trained
-        # parameters DDP's constructor raises.
+        # Under manual optimization backward runs inside training_step, which DDP's forward cannot wrap. Without
+        # trainable parameters DDP's constructor raises.
         if not task.automatic_optimization or not any(True for _ in trainable(task)):
             return
-        # DDP divides the sum over ranks by their number, so that gradients which a task keeps from the step before stay
-        # as they are. Under 16-mixed that is undone on the gradients: a larger loss would overflow on more processes
-        # only.
+        # DDP divides the sum over ranks by their number: scaling the loss leaves gradients kept from the previous step
+        # unchanged. Under 16-mixed the gradients are scaled instead, as a larger loss would overflow earlier on more
+        # processes.
         if self.precision.scaler is None:
             self.loss_scale = float(self.data_ranks.size)
-        # a task's own `backward` may call backward twice, of which DDP reduces the first
+        # an overridden `backward` may call loss.backward() twice, and DDP would reduce after the first
         if not self.own_backward:
             self.ddp = self._wrap(task)
             is_plain = type(self.ddp) is DistributedDataParallel
@@ -144,22 +145,22 @@ class DDPStrategy(GroupStrategy):
         self.ddp, self.ddp_forward, self.require_reduced = None, None, nullcontext
 
     def _share_weights(self, task: "Task") -> None:
-        if self.ddp is None or _is_quantized(task):  # else DDP has done it
+        if self.ddp is None or _is_quantized(task):  # otherwise DDP's constructor has done it
             super()._share_weights(task)
 
     def _wrap(self, task: "Task") -> DistributedDataParallel:
         options = {name: value for name, value in self.module_options.items() if value is not None}
         with warnings.catch_warnings(), no_compiler_for_ddp():
-            # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
+            # torch 2.13 deprecates broadcast_buffers for an argument that older releases lack
             warnings.filterwarnings("ignore", message=".*broadcast_buffers")
             return DistributedDataParallel(
                 DDPSteps(task, self._call_step),
-                # to which DDP may move inputs; None: they stay where they are
+                # DDP moves inputs to this device; None: it leaves them in place
                 device_ids=[self.device] if self._only_device() and has_streams(self.device) else None,
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
-                broadcast_buffers=False,  # in each forward; `end_step` does it
-                init_sync=not _is_quantized(task),  # which takes views that quantized weights have not
+                broadcast_buffers=False,  # `end_step` broadcasts them once a step, not in each forward
+                init_sync=not _is_quantized(task),  # it takes views, which quantized weights do not support
                 **options,
             )
 
@@ -167,7 +168,7 @@ class DDPStrategy(GroupStrategy):
         return getattr(self.task, name)(*arguments)
 
     def teardown(self) -> None:
-        """Drop the wrapper, and with it its hooks on the parameters."""
+        """Drop the wrapper and its hooks on the parameters."""
         self._drop_ddp()
         if self.undo_batch_norm is not None:
             self.undo_batch_norm()
@@ -176,39 +177,39 @@ class DDPStrategy(GroupStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step through DDP, which prepares the reduction when this is the `last` local batch."""
+        """Call training_step through DDP, which prepares the reduction for the `last` local batch."""
         ddp, forward = self.ddp, self.ddp_forward
         if ddp is None or forward is None:
             return super().training_step(arguments, replica, last)
         if self.by_replica:
             self._open_replica(replica)
-        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
+        # as DDP.no_sync() does, but for a forward and its backward together
         if ddp.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
             ddp.require_backward_grad_sync = last
-        if self.precision.forward_context is nullcontext:  # four calls less
+        if self.precision.forward_context is nullcontext:  # saves four calls
             return forward("training_step", *arguments)
         with self.precision.forward_context():
             return forward("training_step", *arguments)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Send a gradient of zero, since the other ranks' reduction waits for every parameter of every rank."""
+        """Send zero gradients, since the reduction on other ranks waits for every parameter of every rank."""
         if after_forward and self.data_ranks.size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
             raise TaskError(
-                f"training_step left a batch out of step {self.task.global_step + 1} after its forward, in which other "
-                f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."
+                f"training_step returned None in step {self.task.global_step + 1}, but with sync_batchnorm=true other "
+                f"ranks wait for this batch's backward. Return the loss times 0.0 instead."
             )
         if self.ddp is not None and last:
             self._zero_loss().backward()
 
     def _zero_loss(self) -> Tensor:
-        """Return a loss whose backward sends zeros for this rank's last batch."""
+        """Return a loss whose backward sends zero gradients."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = True
-        loss: Tensor = self.ddp("nothing")  # a forward, which prepares DDP's reducer, anew after one without a loss
+        loss: Tensor = self.ddp("nothing")  # a forward, since only that prepares DDP's reducer
         return loss
 
     def end_step(self) -> None:
-        """Check that all gradients were sent, and make means of samples out of them."""
+        """Check that all gradients were reduced, and scale them to the mean over samples."""
         if self.ddp is not None:
             self._check_reduced()
             if self.precision.scaler is not None:
@@ -218,11 +219,11 @@ class DDPStrategy(GroupStrategy):
         super().end_step()
 
     def _add_up_ranks(self) -> None:
-        if self.ddp is None:  # which has done it within backward
+        if self.ddp is None:  # DDP reduces within backward
             super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
-        """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""
+        """Raise TaskError with the names of parameters that got no gradient, for which the other ranks wait."""
         assert self.task is not None
         try:
             self.require_reduced()
@@ -232,36 +233,36 @@ class DDPStrategy(GroupStrategy):
                 raise
             names = [name for name, parameter in self.task.named_parameters() if parameter.requires_grad]
             raise TaskError(
-                f"Step {self.task.global_step + 1} gave rank {self.place.rank} no gradient for "
-                f"{first_names([names[int(index)] for index in indices.group(1).split()])}. Freeze what no loss uses "
-                f"(requires_grad_(False)) or remove it; if only some batches use it, set find_unused_parameters=true "
-                f"for strategy ddp."
+                f"Step {self.task.global_step + 1} produced no gradient on rank {self.place.rank} for "
+                f"{first_names([names[int(index)] for index in indices.group(1).split()])}. Remove parameters that no "
+                f"loss uses, or freeze them (requires_grad_(False)); if only some batches use them, set "
+                f"find_unused_parameters=true for strategy ddp."
             ) from error
 
 
 def _is_quantized(task: nn.Module) -> bool:
-    """Return whether weights of a task are made of several tensors."""
+    """Return whether a weight of the task consists of several tensors."""
     return any(plain_tensors(weight)[0] is not weight for weight in (*task.parameters(), *task.buffers()))
 
 
 class DDPSteps(nn.Module):
-    """Module whose forward calls a step of the task, for DDP to wrap."""
+    """Module whose forward calls a step of the task; DDP wraps it."""
 
     def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
         """`run`: calls a step by its name."""
         super().__init__()
         self.task, self.run = task, run
 
-    def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
-        """Return what the step `name` returns; for "nothing" a loss without effect."""
+    def __call__(self, name: str, *arguments: Any) -> Any:  # faster than nn.Module's: this module has no hooks
+        """Return the result of the step `name`; for "nothing", a loss with zero gradients."""
         return self.nothing() if name == "nothing" else self.run(name, arguments)
 
     def nothing(self) -> Tensor:
-        """Return a loss whose gradient changes nothing, for every parameter that is trained."""
-        # Times a parameter, not a constant: DDP's reducer counts gradients by hooks, which only a graph calls. -0.0,
-        # since 0.0 would turn other ranks' -0.0 into 0.0, which one process without this rank does not.
-        sparse = sparse_weights(self.task)  # DDP wants their gradients sparse here, too
-        rows = {one: one.new_zeros(0, dtype=torch.int64) for one in sparse}
-        used = (embedding(rows[one], one, sparse=True) if one in sparse else one for one in trainable(self.task))
-        nothing = [(parameter * -0.0).sum().float() for parameter in used]
-        return torch.stack([zero.to(nothing[0].device) for zero in nothing]).sum()  # parts may live on several devices
+        """Return a loss with a zero gradient for every trainable parameter."""
+        # Computed from the parameters, since DDP's reducer counts gradients by hooks, which only a graph calls. -0.0
+        # is neutral in a sum; 0.0 would turn other ranks' -0.0 into 0.0, unlike a run without this rank.
+        sparse = sparse_weights(self.task)  # DDP needs sparse gradients for them here, too
+        rows = {w: w.new_zeros(0, dtype=torch.int64) for w in sparse}
+        used = (embedding(rows[w], w, sparse=True) if w in sparse else w for w in trainable(self.task))
+        zeros = [(w * -0.0).sum().float() for w in used]
+        return torch.stack([zero.to(zeros[0].device) for zero in zeros]).sum()  # weights may be on several devices

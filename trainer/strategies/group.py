@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class GroupStrategy(Strategy):
-    """One process for each device, in one process group; gradients meet at the end of a step, in one flat sum.
+    """One process per device in one process group; gradients are summed at the end of a step, in a flat buffer.
 
-    The simplest base for a strategy of your own: override `end_step` for another way in which gradients meet.
+    The simplest base class for a custom strategy: override `end_step` to reduce gradients in another way.
     """
 
     def __init__(
@@ -36,27 +36,27 @@ class GroupStrategy(Strategy):
         init_method: str | None = None,
         timeout: Timeout = DEFAULT,
     ) -> None:
-        """`timeout`: see `processes.ranks.Timeouts`; without a backend, torch's for the kind of device."""
+        """`process_group_backend`: by default torch's for the device. `timeout`: see `processes.ranks.Timeouts`."""
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
         self.flat_sum: FlatSum | None = None
 
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one process for each device."""
+        """Return one process per device."""
         return len(devices)
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Open the process group and take the device of the local rank."""
+        """Join the process group and select the device of the local rank."""
         self.place, self.devices = place, list(devices)
         is_assigned = len(devices) == 1 and place.origin not in ("alone", "legato") and assigned_device(devices[0])
         if place.local_world_size > len(devices) and devices[0].type != "cpu" and not is_assigned:
             raise ConfigError(
-                f"{place.local_world_size} processes on this machine, but {len(devices)} {devices[0].type} devices; "
-                f"start as many processes as there are devices, or let them share: trainer.devices="
-                f"{[index % len(devices) for index in range(place.local_world_size)]}."
+                f"This machine runs {place.local_world_size} processes, but trainer.devices has {len(devices)} "
+                f"{devices[0].type} devices. Start one process per device, or let processes share devices: "
+                f"trainer.devices={[index % len(devices) for index in range(place.local_world_size)]}."
             )
-        # more processes than entries: on the CPU, whose entries are all the same device, or where each has its own
+        # there may be more processes than entries on the CPU, or where a launcher assigned each process a device
         self._take_device(devices[place.local_rank % len(devices)])
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
@@ -65,17 +65,17 @@ class GroupStrategy(Strategy):
             self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
             if find_group() is not None:
                 require_backend(self.device, self.process_group_backend)
-            # elastic groups come and go with their members; elsewhere the default group is left to the script, so that
-            # a collective that the script calls once too often cannot pair with one of ours
+            # Elastic groups change with their members. Elsewhere the default group stays the script's, so that an extra
+            # collective in the script cannot pair with one of Legato's.
             if not self.elastic:
                 group = legatos_group(self.timeouts.limits["startup"])
             self.timeouts.enter("startup")
         else:
-            rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
+            rank = 0  # a process about to join an elastic run is alone, whatever its place
         self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
-        """Return the one device of this process; None if it has several, or if its groups come and go."""
+        """Return the only device of this process; None if it has several, or if the run is elastic."""
         return None if self.elastic else self.device
 
     def _backend(self) -> str:
@@ -83,7 +83,7 @@ class GroupStrategy(Strategy):
         return backend_for(self.device, self.process_group_backend, shared=self.devices.count(self.device) > 1)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training; every rank begins with the weights of rank 0."""
+        """Prepare the placed task for training; every rank starts with the weights of rank 0."""
         self.flat_sum = FlatSum(task, self.data_ranks) if self.data_ranks.size > 1 else None
         prepared = super().prepare(task, optimizers)
         self._share_weights(task)
@@ -93,10 +93,9 @@ class GroupStrategy(Strategy):
         self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
 
     def end_step(self) -> None:
-        """Add up the gradients of all ranks, and complete the buffers of the step."""
-        # before the sum over ranks: replicas in turn have added up in `grad`, and buffers of replica 0 go out
+        """Sum the gradients of all ranks, and complete the buffers of the step."""
         super().end_step()
-        # manual optimization has averaged them before each update
+        # manual optimization has averaged gradients before each update
         if self.tree is None and self.task is not None and self.task.automatic_optimization:
             self._add_up_ranks()
 
@@ -105,7 +104,7 @@ class GroupStrategy(Strategy):
             self.flat_sum.add_up(list(trainable(self.task)), int(self.loss_scale))
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks; a rank without one counts as zero."""
+        """Average gradients over ranks; a missing gradient counts as zero."""
         if self.flat_sum is None or self.task is None:
             return
         if self.task.trainer.reproducible == "bitwise":
@@ -118,20 +117,20 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 class FlatSum:
-    """Adds gradients up over ranks, by one all_reduce of a flat buffer for each dtype and device.
+    """Sums gradients over ranks, with one all_reduce of a flat buffer per dtype and device.
 
-    A rank without a gradient for a parameter counts as zero, and gets one if any rank has one; the buffer ends with
-    flags that say which parameters have a gradient.
+    A missing gradient counts as zero; the rank gets the sum if any rank has a gradient. The buffer ends with flags that
+    mark the parameters with a gradient.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
         self.ranks = ranks
         self.sparse = sparse_weights(task)
-        """Embeddings' weights, whose gradients are sparse and travel by themselves: known to all ranks beforehand."""
+        """Weights of sparse embeddings, whose gradients are reduced separately; the same set on all ranks."""
         self.buffers: dict[Kind, Tensor] = {}
 
     def add_up(self, parameters: Sequence[nn.Parameter], divisor: int = 1) -> None:
-        """Replace the gradients of `parameters` by their sums over ranks, divided; every rank calls it."""
+        """Replace the gradients of `parameters` by their sums over ranks, over `divisor`; every rank calls it."""
         kinds: dict[Kind, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -141,47 +140,47 @@ class FlatSum:
 
     def _add_up(self, kind: Kind, dense: list[nn.Parameter], sparse: list[nn.Parameter], divisor: int) -> None:
         sizes, flags = [parameter.numel() for parameter in dense], len(dense) + len(sparse)
-        flat = self._room(kind, sum(sizes) + flags)
-        parts = flat[: sum(sizes)].split(sizes)
-        for parameter, part in zip(dense, parts, strict=True):
+        flat = self._buffer(kind, sum(sizes) + flags)
+        slices = flat[: sum(sizes)].split(sizes)
+        for parameter, slice_ in zip(dense, slices, strict=True):
             if parameter.grad is None:
-                part.zero_()
+                slice_.zero_()
             elif parameter.grad.is_sparse:
                 raise TaskError(
-                    f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, but no "
-                    f"Embedding(sparse=True) holds it: only those may have one here. Make it dense."
+                    f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, but is not the weight of an "
+                    f"Embedding(sparse=True), the only one that may have it on several processes. Make it dense."
                 )
             else:
-                part.view_as(parameter).copy_(parameter.grad)
-        # The flags travel behind the gradients, so that it is one collective and not two. In their dtype: only "not
-        # zero" is read, which a sum of ones keeps in every floating point type.
+                slice_.view_as(parameter).copy_(parameter.grad)
+        # The flags follow the gradients in the same buffer, which saves a collective. Their dtype does not matter: a
+        # sum of ones is nonzero in every floating-point type.
         present = [parameter.grad is not None for parameter in chain(dense, sparse)]
         flat[sum(sizes) :].copy_(torch.tensor(present))
-        # a sum: each loss is weighted by its share of the samples already, so that ranks may have unequal batches
+        # a sum, not a mean: losses are already weighted by samples, so ranks may have batches of different sizes
         dist.all_reduce(flat, group=self.ranks.group)
         used = (flat[sum(sizes) :] != 0).tolist()
         flat /= divisor
         for parameter, is_used in zip([*dense, *sparse], used, strict=True):
             if is_used and parameter.grad is None:
                 parameter.grad = _no_rows(parameter) if parameter in self.sparse else torch.empty_like(parameter)
-        pairs = [(parameter.grad, part.view_as(parameter)) for parameter, part in zip(dense, parts, strict=True)]
-        targets = [(gradient, part) for gradient, part in pairs if gradient is not None]
+        pairs = [(parameter.grad, slice_.view_as(parameter)) for parameter, slice_ in zip(dense, slices, strict=True)]
+        targets = [(gradient, slice_) for gradient, slice_ in pairs if gradient is not None]
         if targets:
-            copy_to_each([gradient for gradient, _ in targets], [part for _, part in targets])
+            copy_to_each([gradient for gradient, _ in targets], [slice_ for _, slice_ in targets])
         for parameter in sparse:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad, group=self.ranks.group)
                 parameter.grad /= divisor
 
-    def _room(self, kind: Kind, length: int) -> Tensor:
-        """Return a buffer of `length` numbers, reused in every step: fresh memory costs a page fault every 4 KiB."""
+    def _buffer(self, kind: Kind, length: int) -> Tensor:
+        """Return a buffer of `length` numbers, reused in every step: new memory costs a page fault per 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a sparse gradient without rows: gloo takes each rank's indices, but a rank must not stay away."""
+    """Return a sparse gradient without rows, with which a rank takes part in the collective."""
     rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
-    with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns of the argument
+    with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns about the argument
         return torch.sparse_coo_tensor(rows, values, parameter.shape, device=parameter.device)
