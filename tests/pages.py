@@ -6,7 +6,7 @@ In README.md and docs/**/*.md:
 * a `python` block without a title is run; those of one page are one script, in their order;
 * a `yaml` block without a title is a part of a config, and is checked as one;
 * each line of a `bash` block, and each line of a `console` block that begins with `$ `, is a command;
-* other blocks (`text`: output, drawings) are not run.
+* other blocks (`text`: output, drawings; `diff`) are not run.
 
 All blocks of a page share a folder.
 """

@@ -1,4 +1,4 @@
-"""The commands of the README, in its order, on its program."""
+"""The commands of docs/start/whole-program.md, in its order, on its program."""
 
 import re
 from pathlib import Path
@@ -10,10 +10,10 @@ from legato.trainer.runs.directory import RunDirectory
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reader, printed = Reader(tmp_path, tiny=("trainer.accelerator=cpu",)), dict[str, str]()
-    for block in blocks("README.md"):
+    for block in blocks("docs/start/whole-program.md"):
         if block.title:
             reader.write(block.title, block.text)
         if any("spirals.yaml" in command for command in block.commands):
