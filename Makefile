@@ -25,11 +25,12 @@ coverage: $(STAMP)  ## run all tests, and print by room which share of the lines
 others: $(VENV)/.others  ## run the tests on models, loaders and optimizers that others wrote, and install those
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/with_others
 
-lint: $(STAMP)  ## format, imports, layers, types
+lint: $(STAMP)  ## format, imports, layers, types, entries of the changelog
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	.ci/types $(BIN)/python
+	$(BIN)/python .ci/changes
 
 size:  ## lines of code by room, comments, imports of a module
 	$(PYTHON) .ci/size --rooms

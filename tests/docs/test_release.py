@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -65,6 +66,57 @@ def test_templates_and_hooks_are_valid():
     assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/lint-imports"}
 
 
+# --- the changelog ----------------------------------------------------------------------------------------------------
+def fragments(folder):
+    return sorted((folder / "changes").glob("+*.md"))
+
+
+def check_entries(folder):
+    words = [sys.executable, ROOT / ".ci" / "changes", folder]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+def test_entries_of_the_next_release_are_well_formed():
+    assert check_entries(ROOT / "changes").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("planted.fixed.md", "A planted entry.", "expected a name such as"),
+        ("+planted.bug.md", "A planted entry.", "expected a name such as"),
+        ("+planted.fixed.md", "A planted entry.\nIts second line.\n", "expected one sentence in one line"),
+        ("+planted.fixed.md", "a planted entry", "expected one sentence in one line"),
+    ],
+)
+def test_an_entry_that_is_not_is_refused(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    done = check_entries(tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path / name}: {complaint}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("towncrier") is None, reason="needs towncrier: make lint installs it")
+def test_a_release_collects_its_entries(tmp_path):
+    folder = copy_sources(tmp_path / "source")
+    for entry in fragments(folder):
+        entry.unlink()
+    (folder / "changes" / "+planted.fixed.md").write_text("A planted entry.\n")
+    words = [sys.executable, "-m", "towncrier", "build", "--keep", "--version", "99.0.0", "--date", "2026-12-01"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=60)
+    changelog = (folder / "CHANGELOG.md").read_text()
+    newest, previous = re.findall(r"^## .*", changelog, re.MULTILINE)[:2]
+    assert newest == "## [99.0.0] - 2026-12-01"
+    assert "### Fixed\n\n- A planted entry.\n" in changelog.partition(previous)[0]
+
+
+def test_no_release_has_more_than_sixty_lines():
+    for entry in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        assert re.match(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}\n", entry)
+        assert len(entry.splitlines()) <= 60
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 def build(folder, tag):
     return subprocess.run(
@@ -81,21 +133,26 @@ def test_a_tag_that_does_not_fit_builds_nothing(tmp_path):
         in wrong.stderr
     )
     changelog = folder / "CHANGELOG.md"
-    changelog.write_text(
-        re.sub(rf"^## \[{lg.__version__}\].*", "## [Unreleased]", changelog.read_text(), flags=re.MULTILINE)
-    )
+    changelog.write_text(re.sub(rf"^## \[{lg.__version__}\].*", "## [1999]", changelog.read_text(), flags=re.MULTILINE))
     undated = build(folder, f"v{lg.__version__}")
     assert undated.returncode == 1
-    assert "rename its [Unreleased]" in undated.stderr
+    assert f"run towncrier build --version {lg.__version__}" in undated.stderr
     assert not (folder / "dist").exists()
+
+
+def test_a_release_leaves_no_entry_behind(tmp_path):
+    folder = copy_sources(tmp_path / "source")
+    (folder / "changes" / "+planted.fixed.md").write_text("A planted entry.\n")
+    done = build(folder, f"v{lg.__version__}")
+    assert done.returncode == 1
+    assert "changes/ still has entries" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_tag_that_fits_builds_both_distributions(tmp_path):
     folder = copy_sources(tmp_path / "source")
-    changelog = folder / "CHANGELOG.md"
-    entry = f"## [{lg.__version__}] - 2026-12-01"
-    changelog.write_text(re.sub(r"^## \[Unreleased\].*", entry, changelog.read_text(), flags=re.MULTILINE))
+    for entry in fragments(folder):
+        entry.unlink()
     done = build(folder, f"v{lg.__version__}")
     assert done.returncode == 0, done.stderr
     (wheel,) = (folder / "dist").glob("*.whl")
