@@ -174,7 +174,7 @@ def replay_steps(
         trainer.replicas = int(history.start_of(first)[1]["replicas"])
     begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
     log.info("The replay begins at the %s; %s.", begin, counted(last - (source.step if source else 0), "step"))
-    trainer.given_dir = directory
+    trainer.assigned_dir = directory
     # the loggers of the run write to its own files, or to a server, and must not be called
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
     # every step is a value more for the proof; the sanity check has no part in any of them

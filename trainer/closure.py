@@ -1,4 +1,4 @@
-"""Closure: the loss of a step as a function, which optimizers and tasks call within an update, also repeatedly."""
+"""Closure: the loss of a step as a function, which optimizers and tasks may call repeatedly within an update."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Closure:
-    """The loss of a step, whose gradients are there at the first call.
+    """The loss of a step. At the first call its gradients are already computed.
 
-    Each further call, or a first one after the gradients were cleared or the weights changed, clears them, runs all
-    batches of the step again without logging, and clips.
+    Each further call clears the gradients, runs all batches of the step again without logging, and clips. So does a
+    first call after the gradients were cleared or the weights changed.
     """
 
     def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:
         self.trainer, self.step, self.optimizer = trainer, step, optimizer
-        # what a task cleared in an earlier step, or before this step's update, is no reason to run the step again
+        # gradients that a task cleared before this update don't require running the step again
         self.is_called = trainer.current_run.optimization.are_cleared = False
         self.versions = self._find_versions()
 
     def __call__(self) -> Tensor | None:
-        """Return the loss, the mean over the samples of this process's batches; None if training_step returned none.
+        """Return the mean loss over the samples of this process's batches; None if training_step returned None.
 
-        Raises TaskError where it cannot run the step again.
+        Raises TaskError if the step cannot run again.
         """
         optimization = self.trainer.current_run.optimization
         if self.is_called or optimization.are_cleared or self.versions != self._find_versions():
@@ -44,22 +44,23 @@ class Closure:
         return optimization.loss_of_step(self.optimizer)
 
     def _find_versions(self) -> list[tuple[int, bool]]:
-        """Return what shows that an optimizer, such as SAM, has moved weights or cleared gradients before it asks."""
+        """Return the weights' versions, which show that an optimizer such as SAM moved weights or cleared gradients."""
         if not self.trainer.current_run.optimization.needs_closure:
             return []
         return [(version_of(parameter), parameter.grad is None) for parameter in optimizer_parameters(self.optimizer)]
 
-    @torch.enable_grad()  # not every optimizer does that
+    @torch.enable_grad()  # some optimizers don't enable gradients themselves
     def _run_again(self) -> None:
         run, step = self.trainer.current_run, self.step
         optimization, draws = run.optimization, run.optimization.draws_in_updates
         if run.strategy.by_replica or run.strategy.lockstep or run.strategy.precision.scaler is not None:
             raise TaskError(
-                "optimizer_step has its closure run the step again, which takes one replica for each process, weights "
-                "that are not sharded, and no precision 16-mixed. Call the closure once, and before zero_grad()."
+                "optimizer_step called the closure so that it has to run the step again. That requires one replica per "
+                "process, unsharded weights and a precision other than 16-mixed. Call the closure once, before "
+                "zero_grad()."
             )
-        # The same random numbers at each call: a line search compares losses, which dropout would otherwise change.
-        # Those of the update go on behind it.
+        # Each call draws the same random numbers: a line search compares losses, which dropout would otherwise change.
+        # Afterwards the update's own random numbers continue.
         states = generator_states() if draws else None
         run.metrics.muted = True
         try:
@@ -77,7 +78,7 @@ class Closure:
 
 
 def run_again(trainer: "Trainer", step: StepInput, batches: Iterable[Any]) -> None:
-    """Run forward and backward of a step again, on its batches as they are opened one after the other."""
+    """Run forward and backward of a step again, opening its batches one after the other."""
     run = trainer.current_run
     run.optimization.weights.begin_step()
     if step.masked:
@@ -90,14 +91,14 @@ def run_again(trainer: "Trainer", step: StepInput, batches: Iterable[Any]) -> No
 
 
 def use_closures(call: Any, optimization: Optimization) -> None:
-    """Give optimizers that evaluate the loss, and a task's own optimizer_step, a closure.
+    """Pass a closure to optimizers that need one and to a task's own optimizer_step.
 
-    Raises ConfigError where an optimizer that needs a closure cannot have one.
+    Raises ConfigError if an optimizer needs a closure that this run cannot provide.
     """
     trainer, strategy = call.trainer, call.strategy
-    # a process may run the replicas of others, or gradients are added up in one order
+    # a process may execute several replicas, or gradients are summed in a fixed order
     several = call.local_replicas > 1 or call.bitwise or call.members_change or strategy.lockstep
-    # as in Lightning, whose hooks before and in zero_grad may read the gradients of the step before
+    # as in Lightning, whose hooks before and in zero_grad may read the previous step's gradients
     optimization.clears_late = optimization.automatic and optimization.own_zero_grad and not several
     needed = [type(optimizer).__name__ for optimizer in optimization.optimizers if needs_closure(optimizer)]
     if not optimization.automatic or not (needed or optimization.own_optimizer_step):
@@ -107,11 +108,11 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     if needed and (not fits or strategy.precision.scaler is not None or trainer.nan == "skip"):
         raise ConfigError(
             f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica on one "
-            f"device, a single optimizer, and neither precision 16-mixed nor nan=skip. Or set automatic_optimization = "
-            f"False, and call optimizer.step(closure) in training_step; then strategy ddp may have a process for each "
-            f"replica."
+            f"device, a single optimizer, and neither precision 16-mixed nor nan=skip. Otherwise set "
+            f"automatic_optimization = False and call optimizer.step(closure) in training_step; strategy ddp then "
+            f"takes one process per replica."
         )
     optimization.losses, optimization.needs_closure = [], bool(needed)
     optimization.make_closure = lambda step, optimizer: Closure(trainer, step, optimizer)
     if needed:
-        call.data.keys_forward = call.keyed  # whatever keyed its first forward, each further one is to draw the same
+        call.data.keys_forward = call.keyed  # key every forward, so that repeats draw the same random numbers

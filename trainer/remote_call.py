@@ -104,12 +104,12 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     source: Location | None = None
     elastic = trainer.strategy.elastic and request.stage == "fit"
     if request.stage == "fit":
-        trainer.run_dir = trainer.given_dir
+        trainer.run_dir = trainer.assigned_dir
     node, began = find_node(trainer.num_nodes)[0], time.time()
     if trainer.replicas is not None and not elastic:
         # raises before any process is started, and before a run directory is made
         Layout(trainer.replicas, _batch_holders(trainer))
-    before, trainer.run = trainer.given_dir, None  # the workers make their own
+    before, trainer.run = trainer.assigned_dir, None  # the workers make their own
     try:
         if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
@@ -117,7 +117,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             start = directory.with_directory(trainer, request, directory.find_source(trainer, request))
             trainer.run_dir = start.directory
             source = places.folder_to_read(start.directory, start.source) if start.is_newest else start.source
-        trainer.given_dir = trainer.run_dir
+        trainer.assigned_dir = trainer.run_dir
         warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
         outcome = _start_workers(trainer, task, elastic)
@@ -126,7 +126,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             run_file.fail(trainer.run_dir, error, began)
         raise
     finally:
-        trainer.given_dir = before
+        trainer.assigned_dir = before
         trainer.saver.release()
     if outcome is None:  # the process that has the result is another node's
         return None

@@ -1,6 +1,7 @@
-"""Schedule: when validation, learning rate schedulers, and the end of an epoch and of a run are due.
+"""Schedule: when to validate, step the learning rate schedulers, and end an epoch or the run.
 
-Each of them happens once, also after a resume from a checkpoint that any hook has saved: `State` holds what is done.
+Each event happens exactly once, even after a resume from a checkpoint saved by any hook: `State` records the events
+that are done.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Counts the steps of a fit, and decides what is due after each of them."""
+    """Counts the steps of a fit and decides what is due after each one."""
 
     def __init__(self, call: Any, optimization: Optimization) -> None:
-        # `call` is the Call whose steps are counted: run.py knows this module, and not the other way round
+        # `call` is a Call; not annotated, as run.py imports this module
         self.call, self.optimization = call, optimization
         self.trainer: Trainer = call.trainer
         self.state: State = call.state
@@ -26,7 +27,7 @@ class Schedule:
     # --- the end ----------------------------------------------------------------------------------------------------
     @property
     def epoch_is_full(self) -> bool:
-        """Whether the epoch's last step is done, as far as lengths tell."""
+        """Whether the epoch's last step is done, if the loader has a length."""
         return self.state.epoch_rounds >= self.trainer.num_training_batches
 
     def is_done(self) -> bool:
@@ -37,10 +38,10 @@ class Schedule:
     def stops_here(self, agrees: bool = True) -> bool:
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
-        agrees: agree with the other ranks where that is due, and save if one was told to end.
+        agrees: if an agreement with the other ranks is due, make it, and save if a signal asked one of them to end.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
-        # a single process has nobody to wait for, and stops after the very step in which it was asked
+        # a single process agrees with nobody, so it stops after the step in which should_stop was set
         asked = trainer.should_stop and trainer.world_size == 1
         if agrees and (state.global_step >= agreement.next_step or asked):
             self.call.agree()
@@ -50,13 +51,13 @@ class Schedule:
             and state.epoch >= (trainer.min_epochs or 0)
         ):
             return True
-        # after the others: max_steps ends a run also where min_epochs or min_steps ask for more
+        # last: max_steps takes precedence over min_epochs and min_steps
         return 0 <= trainer.max_steps <= trainer.global_step
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
-        """Return whether the newest step is a logging point because the run ends after it.
+        """Return whether the newest step is a log point because the run ends after it.
 
-        One that ends by a signal does not count: a resume goes on from there.
+        A run that a signal ends does not count: a resume continues it.
         """
         if not self.state.epoch_steps:
             return False
@@ -65,15 +66,15 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the newest step is a logging point, as far as that is known before the data end."""
+        """Return whether the newest step is a log point, as far as it can be told before the data end."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
     def count(self, step: StepInput) -> None:
-        """Count a finished step, and advance the schedulers that go by steps; after an epoch's last one all others."""
+        """Count a finished step and step the step-interval schedulers; after an epoch's last step, the others too."""
         state, optimization = self.state, self.optimization
-        optimization.updating = True  # also where a guard dropped the update
+        optimization.updating = True  # even if a guard dropped the update
         state.global_step += 1
         state.epoch_steps += 1
         state.epoch_rounds += step.rounds
@@ -82,31 +83,31 @@ class Schedule:
         if optimization.stepped:
             optimization.update_scale()
         if optimization.schedulers:
-            # after the counts: a scheduler is due by the number of finished steps
+            # after counting: the number of finished steps decides which scheduler is due
             optimization.step_schedulers("step", state.global_step, plateau=False)
             if self.epoch_is_full:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Step the schedulers that go by epochs and by no metric, once an epoch: with its last step where it is known.
+        """Step the epoch-interval schedulers without a metric, once per epoch: with its last step if that is known.
 
-        Before the validation that ends the epoch, so that a checkpoint which that one saves has the next rates.
+        This precedes the validation that ends the epoch, so that a checkpoint saved there has the next learning rates.
         """
         if self.state.scheduled_epochs <= self.state.epoch:
             self.state.scheduled_epochs = self.state.epoch + 1
             self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=False)
 
     def after_validation(self, ends_epoch: bool = False) -> None:
-        """Step ReduceLROnPlateau where it goes by steps, once a step: after a validation that follows the step."""
+        """Step a step-interval ReduceLROnPlateau once per step, after the validation that follows the step."""
         state = self.state
         if not self.optimization.has_plateau_by_steps or state.plateau_step >= state.global_step:
             return
-        if ends_epoch or not self.epoch_is_full:  # else the validation that ends the epoch is yet to come
+        if ends_epoch or not self.epoch_is_full:  # otherwise the validation that ends the epoch is still to come
             state.plateau_step = state.global_step
             self.optimization.step_schedulers("step", state.global_step, plateau=True)
 
     def end_epoch(self) -> None:
-        """Step ReduceLROnPlateau where it goes by epochs; what is left to do of this epoch is to count it."""
+        """Step an epoch-interval ReduceLROnPlateau. Only counting the epoch remains after this."""
         self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=True)
         self.state.epoch_ended = True
 
@@ -121,7 +122,7 @@ class Schedule:
 
     # --- validation -------------------------------------------------------------------------------------------------
     def validation_is_due(self) -> bool:
-        """Return whether to validate after this step, within the epoch."""
+        """Return whether validation within the epoch is due after this step."""
         every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
         if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False
@@ -132,29 +133,29 @@ class Schedule:
             return False
         if every is None:
             return bool(self.seconds() - self.loop.validated_after >= (seconds or 0.0))
-        # of the newest step alone: an epoch's last step may have fewer batches than accumulate_grad_batches
+        # of the newest step only: an epoch's last step may have fewer batches than accumulate_grad_batches
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
-        # a step of several batches may pass over the one after which validation is due
+        # one of a step's several batches may be the one after which validation is due
         return bool(rounds % every < rounds_of_step)
 
     def validation_ends_epoch(self, complete: bool) -> bool:
-        """Return whether to validate now that the epoch is `complete`, or that the run was asked to stop within it."""
+        """Return whether to validate now, when the epoch is `complete` or the run was asked to stop within it."""
         state, agreement, epochs = self.state, self.call.agreement, self.trainer.check_val_every_n_epoch
         if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
             return False
         is_due_by_epoch = epochs is None or (state.epoch + 1) % epochs == 0
-        # a signal leaves no time for a validation, and the run is not over: its resume goes on within the epoch
+        # a signal leaves no time to validate, and the run isn't over: its resume continues the epoch
         if agreement.stop and not agreement.signal and state.epoch_steps > 0 and self.stops_here():
             return is_due_by_epoch
         within_epochs = (self.data.validation_rounds, self.data.validation_seconds) != (None, None)
         return complete and not within_epochs and epochs is not None and is_due_by_epoch
 
     def note_validation(self) -> None:
-        """Remember when the newest validation ended."""
+        """Record the step and time at which the newest validation ended."""
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def seconds(self) -> float:
-        """Return the seconds of the run so far, which are the same on every rank."""
-        # the agreed clock: ranks that decide by their own part ways over a millisecond
+        """Return the seconds of the run so far, the same on every rank."""
+        # the agreed clock: a millisecond between the ranks' own clocks could make them decide differently
         agreed: float = self.call.agreement.elapsed
         return float(self.call.agreement.now()) if self.call.metrics.processes == 1 else agreed

@@ -1,4 +1,4 @@
-"""Loop state of a run, as a checkpoint stores it."""
+"""State: the progress of a run, as a checkpoint stores it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,18 +9,18 @@ from ..base.errors import CheckpointError
 
 @dataclass
 class State:
-    """Progress of a run. Saved as it is; nothing in it depends on the number of processes."""
+    """Progress of a run. It is saved unchanged; no field depends on the number of processes."""
 
     replicas: int = 1
     """Logical data-parallel workers, fixed when the run began."""
     seed: int = 0
-    """Seed, which with config and data determines the run."""
+    """Seed of the run's random numbers."""
     global_step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
-    """The epoch that is under way, or comes next."""
+    """Index of the current epoch; between epochs, of the next one."""
     epoch_steps: int = 0
-    """Optimizer steps done in this epoch: the position from which a resume goes on."""
+    """Optimizer steps done in this epoch: the position where a resume continues."""
     epoch_rounds: int = 0
     """Batches that each replica has trained on in this epoch."""
     rounds: int = 0
@@ -28,25 +28,25 @@ class State:
     samples_seen: int = 0
     """Samples trained on in the run, over all replicas."""
     elapsed: float = 0.0
-    """Seconds that the run has taken so far, over all its resumes, as the ranks agreed."""
+    """Seconds of the run so far, over all its resumes, as agreed by the ranks."""
     epoch_ended: bool = False
-    """Whether all that ends `epoch` is done but for counting on; so that a checkpoint of that moment ends it once."""
+    """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
-    """The step of the newest logged point; -1: none yet."""
+    """The step of the newest log point; -1: none yet."""
     skipped_steps: int = 0
-    """Steps whose update was dropped since their gradient was not finite."""
+    """Steps whose update was dropped because their gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Those of them that have followed one another without another step between."""
+    """The current streak of skipped steps."""
     optimizer_steps: int = 0
-    """Calls of optimizers' `step` in manual optimization."""
+    """Calls of an optimizer's `step` under manual optimization."""
     validated_at: int = -1
-    """The step after which the newest finished validation ran; -1: none yet."""
+    """The step after which the newest complete validation ran; -1: none yet."""
     scheduled_epochs: int = 0
-    """Epochs for which the schedulers that go by epochs, and by no metric, have stepped."""
+    """Epochs for which the epoch-interval schedulers without a metric have stepped."""
     plateau_step: int = 0
-    """The newest step after which ReduceLROnPlateau has stepped, where it goes by steps."""
+    """The newest step after which a step-interval ReduceLROnPlateau has stepped."""
     weight_scale: float = 0.0
-    """The power of two by which the weights that training_step returns are multiplied; 0: there were none yet."""
+    """The power of two that scales the batch weights returned by training_step; 0: none returned yet."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -54,14 +54,14 @@ class State:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
-        """Read what `to_dict` wrote. Raises CheckpointError where a field is missing or of the wrong type."""
-        known = {one.name: getattr(cls(), one.name) for one in fields(cls)}
-        missing = sorted(known.keys() - values.keys())
+        """Read what `to_dict` wrote. Raises CheckpointError for a missing field or a wrong type."""
+        defaults = {item.name: getattr(cls(), item.name) for item in fields(cls)}
+        missing = sorted(defaults.keys() - values.keys())
         if missing:
-            raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")
-        for name in known:
-            # True is an int for isinstance, and an int may stand for a float in JSON
-            kind = type(known[name])
+            raise CheckpointError(f"The checkpoint's state has no {', '.join(missing)}: it isn't a Legato state.")
+        for name in defaults:
+            # isinstance(True, int) holds, and JSON may store a float as an int
+            kind = type(defaults[name])
             if isinstance(values[name], bool) != (kind is bool) or not isinstance(values[name], (int, kind)):
                 raise CheckpointError(f"state.{name} must be {kind.__name__}, got {values[name]!r}.")
-        return cls(**{name: values[name] for name in known})  # passes over fields that a later version has added
+        return cls(**{name: values[name] for name in defaults})  # ignores fields that a later version added

@@ -1,7 +1,7 @@
 """Trainer: how training works, top to bottom.
 
-`fit` is the loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders. What they need is made
-before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`.
+`fit` is the training loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders.
+`lifecycle.begin` sets up everything they use. `view.TrainerView` has the read-only properties.
 """
 
 from pathlib import Path
@@ -30,17 +30,17 @@ from .state import State
 from .view import TrainerView
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
-"""Keep the random numbers of evaluations, and of what begins an epoch, apart from those of training."""
+"""Keys that separate the random numbers of evaluations and of epoch starts from those of training."""
 
 Source = str | Path | None
-"""A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
+"""A checkpoint, a folder of checkpoints, or a keyword such as "auto", "last" or "best"."""
 
 
-class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, are those of TrainerArguments
+class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from TrainerArguments
     def __post_init__(self) -> None:
         check_arguments(self)
         self.state = State()
-        self.run = self.run_dir = self.given_dir = self.config_text = self.given_config = None
+        self.run = self.run_dir = self.assigned_dir = self.config_text = self.explicit_config = None
         self.command = command_of_process()
         self.agreed_metrics, self.logged_metrics, self.progress_bar_metrics, self.lengths = {}, {}, {}, {}
         self.should_stop = False
@@ -62,27 +62,26 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         """Train a task.
 
         `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
-        there is one; a path begins a new run directory from that checkpoint. `ckpt_path` is Lightning's name for such a
-        path.
+        there is one. A path starts a new run directory from that checkpoint; Lightning's name for it is `ckpt_path`.
         """
         request = Request.of("fit", model, datamodule, source=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
         if remote_call.needs_workers(self, request):
             remote_call.run_in_workers(self, request)
             return
-        self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
+        self.state, self.run_dir, self.should_stop = self.new_state(), self.assigned_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
             state, schedule = self.state, run.schedule
             run.hooks.call("on_fit_start")
             self.sanity_check()
             run.start_training()
             while run.loop.remaining != "nothing":
-                with run.membership:  # where processes may leave and join, the loop continues here when some did
+                with run.membership:  # an elastic run re-enters the loop here when processes leave or join
                     while not schedule.is_done():
                         self.begin_epoch()
                         for step in run.steps_left():
                             self.train_step(step)
-                            # before a validation, which may save: a checkpoint comes after the point of its step
+                            # before validation, which may save: a step is logged before its checkpoint is written
                             if state.global_step % self.log_every_n_steps == 0:
                                 self.log_step()
                             if schedule.validation_is_due():
@@ -101,7 +100,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the validation data; return the metrics of each loader, and print them where `verbose`."""
+        """Evaluate on the validation data; return the metrics of each loader, and print them if `verbose`."""
         return self.evaluate_alone("validate", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def test(
@@ -112,7 +111,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         verbose: bool = True,
         datamodule: DataModule | None = None,
     ) -> list[dict[str, float]]:
-        """Evaluate on the test data; return the metrics of each loader, and print them where `verbose`."""
+        """Evaluate on the test data; return the metrics of each loader, and print them if `verbose`."""
         return self.evaluate_alone("test", model, dataloaders, datamodule, source=ckpt_path, verbose=verbose)
 
     def predict(
@@ -123,16 +122,16 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         ckpt_path: Source = None,
         return_predictions: bool | None = None,
     ) -> list[Any]:
-        """Return what predict_step returned for each batch, in the loader's order; with several loaders a list each."""
+        """Return predict_step's output for each batch, in loader order; with several loaders, one list per loader."""
         return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, source=ckpt_path)
 
-    # --- for a subclass to override ----------------------------------------------------------------------------------
+    # --- methods that a subclass may override ------------------------------------------------------------------------
     def new_state(self) -> State:
-        """Return the state with which a fit begins."""
+        """Return the initial state of a fit."""
         return State()
 
     def check(self, *owners: Task | DataModule | Callback) -> None:
-        """Raise TaskError for methods that are named almost like hooks, or do not take the arguments of one."""
+        """Raise TaskError for a method with a misspelled hook name, or a hook with the wrong arguments."""
         for owner in owners:
             check_names(owner)
 
@@ -141,10 +140,10 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
         run, output, batch = self.current_run, None, None
         run.begin_step(step)
-        if step.masked:  # batches of other processes, in whose collectives this one takes part
+        if step.masked:  # other processes' batches, run here only to take part in their collectives
             masked.begin_step(run, step)
         for item in step.batches:
-            batch = run.open_batch(item)  # its replica, random numbers and device
+            batch = run.open_batch(item)  # selects its replica, seeds its random numbers, moves it to the device
             if run.hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
             output = self.train_batch(step, item, batch)
@@ -155,19 +154,19 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         run.strategy.end_step()
         run.optimization.step(step)  # guard, clipping, hooks, optimizers, loss scale
         run.schedule.count(step)
-        run.end_step(step, output, batch)  # on every process, also one without a batch
+        run.end_step(step, output, batch)  # on every process, even one without a batch
 
     def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
-        """Run forward and backward on one batch; return what training_step returned. A Closure calls it again."""
+        """Run forward and backward on one batch and return training_step's output. A Closure repeats this call."""
         run = self.current_run
-        hooks, strategy, optimization, last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
-        output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, last)
+        hooks, strategy, optimization, is_last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
+        output = strategy.training_step((batch, item.batch_idx)[: run.arity], item.replica, is_last)
         if not optimization.automatic:
             return output
         if optimization.clears_late and item is step.batches[0]:
             optimization.zero_gradients(step)
         losses = losses_of(output, len(optimization.loss_inputs))
-        weight = item.samples * run.gradient_scale / step.samples  # short batches and accumulation are no special case
+        weight = item.samples * run.gradient_scale / step.samples  # also right for short batches and accumulation
         if optimization.weights.used is not False or (isinstance(output, dict) and "weight" in output):
             weight = optimization.weights.take(output, item, step)
         for index, loss in enumerate(losses):
@@ -179,17 +178,17 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
             if optimization.losses is not None:
                 optimization.losses.append((index, scaled.detach()))
             inputs = None if len(losses) == 1 else optimization.loss_inputs[index]
-            strategy.backward(scaled, last, inputs, index + 1 < len(losses))
+            strategy.backward(scaled, is_last, inputs, index + 1 < len(losses))
             for hook in hooks["on_after_backward"]:
                 hook()
         if not losses:
             run.metrics.leave_out_batch()
-            strategy.leave_out(last, after_forward=True)
+            strategy.leave_out(is_last, after_forward=True)
         return output
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
-        """Begin an epoch, or continue in the middle of one."""
+        """Begin an epoch, or continue one from the middle."""
         run, state, every = self.current_run, self.state, self.reload_dataloaders_every_n_epochs
         if every and state.epoch and state.epoch % every == 0 and not state.epoch_steps:
             make_loaders(run)
@@ -202,37 +201,37 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         run.schedule.after_validation()
 
     def end_epoch(self) -> None:
-        """End an epoch; if the run stops in the middle of one, call the hooks of its end without counting it."""
+        """End the epoch. If the run stops in the middle of it, call its end hooks but don't count it."""
         run, schedule = self.current_run, self.current_run.schedule
         run.end_steps()
         complete = run.loop.epoch_skipped or not schedule.stops_here() or schedule.epoch_is_full
         if complete:
             schedule.step_by_epoch()
         if schedule.validation_ends_epoch(complete):
-            run.save_cut_epoch(complete)  # a resume goes on without the validation, and must not count it
+            run.save_cut_epoch(complete)  # before the validation: a resume continues as if it had not happened
             self.validate_now()
         schedule.after_validation(ends_epoch=True)
         run.call_epoch_end("train")
-        # of an epoch that is cut short nothing is written: a resume writes the point of all of it
+        # a partial epoch is not written: the resumed run logs the complete one
         self.publish(run.metrics.reduce_epoch(keep=not complete), write=complete)
         if complete:
             schedule.end_epoch()
-        for hook in run.hooks.late["on_train_epoch_end"]:  # they judge by the values of the epoch
+        for hook in run.hooks.late["on_train_epoch_end"]:  # they decide by the epoch's metrics
             hook()
         schedule.count_epoch()
         run.agree_on_stop()  # a callback may have set should_stop
 
     def log_step(self) -> None:
-        """Write the newest step's values; here, and nowhere before, they are read from the device."""
+        """Write the newest step's values. They stay on the device until here."""
         run, state = self.current_run, self.state
-        if state.logged_at == state.global_step:  # the last step may be a multiple of log_every_n_steps
+        if state.logged_at == state.global_step:  # the last step may also be a multiple of log_every_n_steps
             return
         reduced = run.log_point()
         state.logged_at = state.global_step
         self.publish(reduced)
 
     def publish(self, reduced: Reduced, write: bool = True) -> None:
-        """Publish reduced values to callbacks and the progress bar and, with `write`, to loggers."""
+        """Publish reduced values to callbacks, the progress bar and, with `write`, to loggers."""
         self.agreed_metrics.update(reduced.tensors())
         self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
@@ -243,7 +242,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def sanity_check(self) -> None:
-        """Run a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
+        """Run a few validation batches before training, to find mistakes early. Their metrics are discarded."""
         run, batches = self.current_run, self.num_sanity_val_steps
         if batches == 0 or "validation" not in run.data.evaluations or run.source is not None:
             return
@@ -261,19 +260,19 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
         run.end_validation()
 
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
-        """Run validate, test or predict; without a task that of the run before, with its best weights."""
+        """Run validate, test or predict. Without a task, use the previous run's task with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
         if remote_call.needs_workers(self, request):
             outputs: list[Any] = remote_call.run_in_workers(self, request)
             return outputs
         with lifecycle.begin(self, request) as run:
             if run.loop.doing not in run.data.evaluations:
-                return []  # without a batch there is nothing to do, and no hook is called
+                return []  # no batches, so no hooks either
             self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
             return evaluation.results(run, request)
 
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
+        """Run one pass over the "validation", "test" or "predict" loaders, counting every sample once."""
         run, state = self.current_run, self.state
         hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations, run.loop.outputs
         step, (arity, begin, end) = f"{word}_step", evaluation.calls_of(run, word)
@@ -299,7 +298,7 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
                 if keep_outputs:
                     outputs.append((item.dataloader_idx, item.batch_idx, item.replica, evaluation.kept(run, output)))
             run.call_epoch_end(word)
-        reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
+        reduced = metrics.reduce_epoch()  # outside inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "validation":
             run.schedule.note_validation()
         self.publish(reduced)
@@ -308,13 +307,13 @@ class Trainer(TrainerView):  # noqa: D101 - its arguments, and its docstring, ar
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
-        """Write a checkpoint of this moment; every rank calls it."""
+        """Write a checkpoint of the current state. Call it on every rank."""
         self.saver.save(to_location(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
+        """Delete a checkpoint that this run wrote. Any rank may call it; rank 0 deletes the files."""
         self.saver.remove(to_location(path))
 
 
 suggesting(Trainer, "fit", "validate", "test", "predict")
-Trainer.__doc__ = TrainerArguments.__doc__  # the only text of the arguments
+Trainer.__doc__ = TrainerArguments.__doc__  # the arguments are documented there only

@@ -1,4 +1,4 @@
-"""Read-only properties of a trainer for callbacks, tasks and scripts, under Lightning's names."""
+"""Read-only properties of a trainer, under Lightning's names, for callbacks, tasks and scripts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -36,17 +36,17 @@ class TrainerView(TrainerArguments):
     """Read-only properties of a trainer and its run."""
 
     run: "Call | None"
-    """The newest run; while it is set up, the phase that it has reached."""
+    """The newest run; during set-up, the parts built so far."""
     state: State
     run_dir: Path | None
-    given_dir: Path | None
-    """The run directory to take, where a subclass or the process that started this one has chosen it."""
+    assigned_dir: Path | None
+    """The run directory to use, if a subclass or the parent process has chosen one."""
     config_text: str | None
-    """The config as YAML, every default included; None where the Trainer was made by a script."""
-    given_config: str | None
-    """The config without defaults, with the origin of each value."""
+    """The config as YAML with every default; None for a Trainer that a script made."""
+    explicit_config: str | None
+    """The config as YAML without defaults, with the origin of each value."""
     command: dict[str, Any]
-    """Command line of the program, and the place of this Trainer in it, by which a replay finds its fits."""
+    """The program's command line and this Trainer's place in it, by which a replay finds its fits."""
     lengths: dict[str, Any]
     """Lengths of the newest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"
@@ -55,14 +55,14 @@ class TrainerView(TrainerArguments):
     logger: "Logger | None"
     loggers: "list[Logger]"
     agreed_metrics: "dict[str, Tensor]"
-    """The newest value of each name, equal on all ranks, which decide by them."""
+    """The newest value of each name, equal on all ranks so that they decide alike."""
     logged_metrics: dict[str, float]
     progress_bar_metrics: dict[str, float]
 
     # --- progress ---------------------------------------------------------------------------------------------------
     @property
     def current_epoch(self) -> int:
-        """The epoch that is under way, from 0; after a run, the number of finished epochs."""
+        """Index of the current epoch, from 0; after a run, the number of finished epochs."""
         return self.state.epoch
 
     @property
@@ -72,48 +72,48 @@ class TrainerView(TrainerArguments):
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run so far, over all its resumes: the same number on every rank."""
-        # not this process's clock, by which ranks that stop after some time would stop at different steps
+        """Seconds of the run so far, over all its resumes; the same on every rank."""
+        # not this process's clock, which would let ranks with a time limit stop at different steps
         return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
 
     @property
     def stage(self) -> str | None:
-        """The method that is under way: "fit", "validate", "test" or "predict"; None outside of one."""
+        """The method in progress: "fit", "validate", "test" or "predict"; None otherwise."""
         return self.run.stage if self.run is not None and self.run.loop.open else None
 
     @property
     def running(self) -> bool:
-        """Whether fit, validate, test or predict is under way."""
+        """Whether fit, validate, test or predict is in progress."""
         return self.stage is not None
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether validation batches are being tried before training."""
+        """Whether the sanity check before training is in progress."""
         return self.running and self.current_run.loop.doing == "sanity_check"
 
     @property
     def training(self) -> bool:
-        """Whether training is under way, and not a validation within it."""
+        """Whether training is in progress; False during a validation within it."""
         return self.running and self.current_run.loop.doing == "train"
 
     @property
     def validating(self) -> bool:
-        """Whether a validation is under way."""
+        """Whether a validation is in progress."""
         return self.running and self.current_run.loop.doing == "validation"
 
     @property
     def testing(self) -> bool:
-        """Whether a test is under way."""
+        """Whether a test is in progress."""
         return self.running and self.current_run.loop.doing == "test"
 
     @property
     def predicting(self) -> bool:
-        """Whether a prediction is under way."""
+        """Whether a prediction is in progress."""
         return self.running and self.current_run.loop.doing == "predict"
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation or a test is under way."""
+        """Whether a validation or a test is in progress."""
         return self.validating or self.testing
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def node_rank(self) -> int:
-        """The index of this machine."""
+        """Index of this machine."""
         return self.strategy.place.node_rank
 
     @property
@@ -149,15 +149,15 @@ class TrainerView(TrainerArguments):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0, which alone writes files."""
+        """Whether this is rank 0, the only rank that writes logs."""
         return self.global_rank == 0
 
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def current_run(self) -> "Run":
-        """The parts of the run; while it is set up, those that are made. Raises RuntimeError where there is none."""
+        """The newest run, perhaps still in set-up. Raises RuntimeError before the first one."""
         if self.run is None:
-            raise RuntimeError("There is no run yet: call fit, validate, test or predict first.")
+            raise RuntimeError("The trainer has no run yet: call fit, validate, test or predict first.")
         return cast("Run", self.run)
 
     @property
@@ -179,12 +179,12 @@ class TrainerView(TrainerArguments):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The task's optimizers; none before the run is complete."""
+        """The task's optimizers; empty until set-up has made them."""
         return self.current_run.optimization.optimizers if self.current_run.is_complete else []
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The task's optimizers, as manual optimization uses them."""
+        """The task's optimizers, wrapped for manual optimization."""
         return self.current_run.optimization.manual_optimizers if self.current_run.is_complete else []
 
     @property
@@ -194,89 +194,89 @@ class TrainerView(TrainerArguments):
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory, as text."""
+        """The run directory as a string."""
         return None if self.run_dir is None else str(self.run_dir)
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, as it was given."""
+        """The user's training loader."""
         return self.current_run.data.loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders, as they were given."""
+        """The user's validation loaders."""
         return self.current_run.data.loaders.get("validation")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders, as they were given."""
+        """The user's test loaders."""
         return self.current_run.data.loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders, as they were given."""
+        """The user's prediction loaders."""
         return self.current_run.data.loaders.get("predict")
 
-    # --- how much there is to do ------------------------------------------------------------------------------------
+    # --- metrics and lengths ----------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The newest value of each name, and what callbacks put there."""
+        """The newest value of each name, including values that callbacks add."""
         return self.agreed_metrics
 
     def is_measured_now(self, name: str) -> bool:
-        """Return whether `callback_metrics[name]` is a value of this very step, or one that a hook has put there."""
+        """Return whether `callback_metrics[name]` was measured at the current step or set by a hook."""
         return self.current_run.metrics.measured_at.get(name, self.state.global_step) == self.state.global_step
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches that each replica has in an epoch; infinity where the loader does not say."""
+        """Batches per replica in an epoch; infinity if the loader has no length."""
         data = None if self.lengths and self.run is None else self.current_run.data.training
         rounds = self.lengths.get("train") if data is None else data.rounds
         return float("inf") if rounds is None else rounds
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether a replica's last training batch of the epoch is under way; False where the loader has no length."""
-        # `epoch_rounds` counts whole steps; within one, the batches of the step are added
+        """Whether the current batch is a replica's last of the training epoch; False if the loader has no length."""
+        # `epoch_rounds` counts finished steps only; within a step, its batches are added
         total, done, metrics = self.num_training_batches, self.state.epoch_rounds, self.metrics
-        if total == float("inf") or metrics.step != self.state.global_step:  # the second: between two steps
+        if total == float("inf") or metrics.step != self.state.global_step:  # the steps differ between two steps
             return done >= total
         rounds = min(self.accumulate_grad_batches, int(total) - done)
         return done + rounds >= total and metrics.batches_of_step % rounds == 0
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of every validation loader that a replica has."""
+        """Batches per replica of each validation loader."""
         return self._counts("validation")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of every test loader that a replica has."""
+        """Batches per replica of each test loader."""
         return self._counts("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of every prediction loader that a replica has."""
+        """Batches per replica of each prediction loader."""
         return self._counts("predict")
 
     @property
     def steps_per_epoch(self) -> int | float:
-        """Optimizer steps of an epoch; infinity where the loader does not say how long it is."""
+        """Optimizer steps in an epoch; infinity if the loader has no length."""
         batches = self.num_training_batches
         return batches if batches == float("inf") else -(-int(batches) // self.accumulate_grad_batches)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run; infinity where nothing limits it."""
+        """Optimizer steps of the complete run; infinity if nothing limits it."""
         epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
         steps = epochs * self.steps_per_epoch if epochs else 0  # 0 * infinity is NaN
         limit = float("inf") if self.max_steps == -1 else self.max_steps
-        found = min(steps, limit)
-        return found if found == float("inf") else int(found)
+        total = min(steps, limit)
+        return total if total == float("inf") else int(total)
 
     @property
     def first_validation_step(self) -> int | None:
-        """Step after which a run that begins now validates first; None where that is not known, or it does not."""
+        """Step after which a run that starts now first validates; None if it never does, or the step is unknown."""
         if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch
@@ -307,7 +307,7 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, word: str) -> list[int | float]:
-        # of the newest call that had such loaders; none before
+        # of the newest call with such loaders
         return list(self.lengths.get(word, []))
 
     def broadcast(self, value: Any) -> Any:
@@ -319,13 +319,13 @@ class TrainerView(TrainerArguments):
         return gather(self.strategy, self.run, data, group, sync_grads)
 
     def leave_out_update(self) -> None:
-        """Leave out the update of this step: weights and optimizers stay as they are, and the step counts.
+        """Skip the update of this step. Weights and optimizers stay unchanged; the step still counts.
 
-        Called on every rank, from on_before_optimizer_step of a callback or the task, under automatic optimization.
+        Call it on every rank, in on_before_optimizer_step of a callback or the task, under automatic optimization.
         """
         self.current_run.optimization.leaves_out_update = True
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print on rank 0 only; a closed standard output is ignored."""
+        """Print on rank 0 only. A closed standard output is ignored."""
         if self.is_global_zero:
             print(*arguments, **{"file": STDOUT, **options})

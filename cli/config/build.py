@@ -77,7 +77,7 @@ def build_config(config: Config) -> ConfiguredRun:
         place = f"{config.origin(('trainer', *filter(None, named.groups())))}: " if named else ""
         raise ConfigError(f"{place}{error}") from error
     again = config.to_run_again()
-    trainer.config_text, trainer.given_config = again.text(), again.given_text()
+    trainer.config_text, trainer.explicit_config = again.text(), again.given_text()
     task, data = made["task",], made.get(("data",))
     return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory, config.resumed)
 

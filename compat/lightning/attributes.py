@@ -334,7 +334,9 @@ class TrainerAttributes(OwnParts, Trainer):
         found = None if self.run is None else self.run.data.loaders.get(word)
         if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # after workers, whose loaders ended with them
-            given = self.run.given.get(word)  # held against None: one of a stream has no length, and so no truth value
+            given = self.run.request_loaders.get(
+                word
+            )  # held against None: one of a stream has no length, and so no truth value
             found = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if given is None else given
         return found.iterables if isinstance(found, CombinedLoader) else found
 
@@ -388,7 +390,7 @@ class TrainerAttributes(OwnParts, Trainer):
         if "validation" in run.data.evaluations:
             return True
         source = self.datamodule or task
-        given = run.given.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")
+        given = run.request_loaders.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")
         return run.stage == "fit" and given and overrides(task, Task, "validation_step")
 
     @property
@@ -400,7 +402,7 @@ class TrainerAttributes(OwnParts, Trainer):
         run = self.run
         if run is not None and run.stage == "fit" and run.loop.open and run.data.training is None:
             make_training_data(run)
-            run.given["train"] = run.data.loaders["train"]
+            run.request_loaders["train"] = run.data.loaders["train"]
         steps = self.steps_per_epoch
         if steps == float("inf"):
             return self.max_steps

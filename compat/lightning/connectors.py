@@ -33,7 +33,7 @@ class DataLoaderSource(Connector):
     @property
     def instance(self) -> Any:
         """The loaders that were given, or else the data module or the module."""
-        given = None if self.trainer.run is None else self.trainer.run.given.get(self.word)
+        given = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if given is None else given
 
     @property
@@ -43,7 +43,7 @@ class DataLoaderSource(Connector):
 
     def is_module(self) -> bool:
         """Return whether a method makes the loaders; else the program has given them."""
-        return self.trainer.run is None or self.trainer.run.given.get(self.word) is None
+        return self.trainer.run is None or self.trainer.run.request_loaders.get(self.word) is None
 
     def is_defined(self) -> bool:
         """Return whether there are loaders, or a method for them."""
@@ -52,7 +52,7 @@ class DataLoaderSource(Connector):
     def dataloader(self) -> Any:
         """Return the loaders: those of the run, those that were given, or what the method returns."""
         run = self.trainer.run
-        known = () if run is None else (run.data.loaders.get(self.word), run.given.get(self.word))
+        known = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
         # held against None: a loader of a stream has no length, and so no truth value
         found = next((one for one in known if one is not None), None)
         return getattr(self.owner, self.name)() if found is None else found

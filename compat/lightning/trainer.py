@@ -408,10 +408,10 @@ class Trainer(TrainerAttributes):
             self.seed = shared_seed() if is_started() and seed >= HIGHEST_SEED else seed & 0xFFFFFFFF
         self.state.fn, self.state.status = function, TrainerStatus.RUNNING
         # within a worker it is that of the process which started it
-        makes_folder = self.given_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
+        makes_folder = self.assigned_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
         if makes_folder:
-            self.given_dir = folder_of_run(self)
-        self.run_dir = self.run_dir or self.given_dir
+            self.assigned_dir = folder_of_run(self)
+        self.run_dir = self.run_dir or self.assigned_dir
         try:
             with points_of(self):
                 yield
@@ -421,7 +421,7 @@ class Trainer(TrainerAttributes):
             raise
         finally:
             if makes_folder:
-                self.given_dir = None
+                self.assigned_dir = None
             for callback in self.callbacks:
                 if isinstance(callback, CallbackOfLightning):
                     callback.__dict__.pop("log", None)

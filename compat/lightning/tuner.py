@@ -330,7 +330,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
             setattr(trial, name, copy.copy(part))
             vars(trial)[name].trainer = trial
     trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
-    trial.run_dir = trial.given_dir = trial.config_text = trial.given_config = None
+    trial.run_dir = trial.assigned_dir = trial.config_text = trial.explicit_config = None
     trial.logger, trial.loggers, trial.callbacks, trial.enable_checkpointing = None, [], [], False
     trial.lengths, trial.agreed_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}
     trial.should_stop, trial.max_restarts, trial.nan = False, 0, "ignore"

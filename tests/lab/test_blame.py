@@ -62,7 +62,7 @@ def test_the_sample_whose_nan_has_ended_the_run_is_told(tmp_path, monkeypatch):
 def rows_of(tmp_path, trainer, task, loader, step=2, **options):
     """What Blame writes in a run of 16 samples."""
     made = trainer(callbacks=[Blame(step)], **options)
-    made.given_dir = tmp_path / "run"
+    made.assigned_dir = tmp_path / "run"
     made.fit(task, loader)
     return [json.loads(line) for line in (tmp_path / "run" / BLAME).read_text().splitlines()]
 

@@ -90,7 +90,7 @@ def test_a_run_shorter_than_the_interval_says_so(play, caplog):
         play(Says(logs()), log_every_n_steps=50, max_epochs=-1, max_steps=50)
     said = [record.message for record in caplog.records if "log_every_n_steps" in record.message]
     assert len(said) == 1
-    assert said[0].startswith("The run has 15 steps, fewer than log_every_n_steps=50: values of steps are written at")
+    assert said[0].startswith("The run has 15 steps, fewer than log_every_n_steps=50, so only its last step is logged")
 
 
 def test_a_value_that_is_not_of_the_newest_step_is_not_its_point(play):

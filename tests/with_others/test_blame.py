@@ -50,7 +50,7 @@ def texts():
 def test_the_guilty_text_comes_first(processes, trainer, tmp_path):
     options = {"strategy": "ddp", "devices": 2} if processes == 2 else {"replicas": 2}
     made = trainer(max_steps=2, callbacks=[Blame(2)], **options)
-    made.given_dir = tmp_path / "run"
+    made.assigned_dir = tmp_path / "run"
     made.fit(Scores(), texts())
     rows = [json.loads(line) for line in (tmp_path / "run" / BLAME).read_text().splitlines()]
     assert [row["sample"] for row in rows] == [f"sample {index}" for index in range(16, 32)]

@@ -39,7 +39,7 @@ def test_the_attention_that_differs_is_named(processes, trainer, tmp_path):
     for name, attention in (("first", "eager"), ("again", "eager"), ("other", "sdpa")):
         options = {"strategy": "ddp", "devices": 2} if processes == 2 else {"replicas": 2}
         made = trainer(max_steps=2, callbacks=[Operations(1)], reproducible="bitwise", **options)
-        made.given_dir = tmp_path / name
+        made.assigned_dir = tmp_path / name
         made.fit(Writes(attention), texts())
         sides.append(read_operations(tmp_path / name))
     assert next(different_operation(sides[:2])).startswith("No operation of this step differs")

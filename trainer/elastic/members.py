@@ -99,7 +99,7 @@ class ElasticMembership(Membership):
         """Take replicas and directory of the run to join."""
         trainer = self.trainer
         if self.joins:  # its launcher has decided on the directory; rank 0, which tells of it, is in the run already
-            trainer.replicas, trainer.run_dir = self.replicas, trainer.given_dir
+            trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
 
     def _take_part(self) -> None:
         """Take part: first members have a group already; others wait for a generation with them."""

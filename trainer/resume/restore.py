@@ -230,7 +230,7 @@ def find_changes(
     dealt_out = fingerprint.section_of(before, "samples")
     is_done = bool(dealt_out) and dealt_out[fingerprint.ROUNDS] == state.epoch_rounds
     within = state.epoch_steps > 0 and not state.epoch_ended
-    if within and not is_done and changes.samples and trainer.resume_at == "step" and run.goes_on:
+    if within and not is_done and changes.samples and trainer.resume_at == "step" and run.resumes_same_run:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
             f"cannot be continued with other samples in a step: {_list_changes(changes.samples)}. Set that as it "

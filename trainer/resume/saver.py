@@ -210,12 +210,12 @@ class Saver:
         """Store the config of a start that goes on with a run, now that there are weights which it has trained."""
         trainer, run = self.trainer, self.trainer.current_run
         text, source = trainer.config_text, run.source
-        if text is None or trainer.run_dir is None or run.stage != "fit" or not run.goes_on or source is None:
+        if text is None or trainer.run_dir is None or run.stage != "fit" or not run.resumes_same_run or source is None:
             return
         step = find.checkpoint_step(to_location(source))
         if trainer.global_step > step and not run_record.is_stored(trainer.run_dir, text):
-            run_record.store_config(trainer.run_dir, text, trainer.given_config)
-            run.run_file.store_config(trainer.run_dir, config_of(text, trainer.given_config))
+            run_record.store_config(trainer.run_dir, text, trainer.explicit_config)
+            run.run_file.store_config(trainer.run_dir, config_of(text, trainer.explicit_config))
 
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.

@@ -227,8 +227,8 @@ def make_evaluation_data(call: Call, word: str) -> None:
 
 def find_loader(call: Call, word: str) -> Any:
     """Return the given loader, or the data module's, or the task's."""
-    if word in call.given:
-        return call.given[word]
+    if word in call.request_loaders:
+        return call.request_loaders[word]
     # the data module first, as in Lightning
     for source in (call.datamodule, call.task):
         method = getattr(source, LOADERS[word], None)

@@ -128,7 +128,7 @@ def find_source(trainer: "Trainer", request: Request, damaged: Collection[Locati
 def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
     """Complete a start by its run directory, which is made if needed, and locked."""
     directory, source, stage = trainer.run_dir or start.directory, start.source, request.stage
-    last = None if directory == trainer.given_dir else directory
+    last = None if directory == trainer.assigned_dir else directory
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
         directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
     if directory is None and (trainer.loggers or trainer.enable_checkpointing):
@@ -137,7 +137,7 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
         identity, root = start.identity or new_identity(), to_location(trainer.default_root_dir)
         directory = directory or places.create(root, trainer.run_name, identity, stage)
-    if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
+    if directory is not None and trainer.assigned_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, stage)
     elif directory is not None:
         directory.mkdir(parents=True, exist_ok=True)

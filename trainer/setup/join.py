@@ -69,7 +69,12 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     set_owners(call)
     hooks = Hooks(trainer, call.task, trainer.callbacks)
     joined = replace(
-        call, hooks=hooks, membership=membership, source=start.source, goes_on=start.same_run, evaluated_point=point
+        call,
+        hooks=hooks,
+        membership=membership,
+        source=start.source,
+        resumes_same_run=start.same_run,
+        evaluated_point=point,
     )
     return joined, saved
 

@@ -41,7 +41,7 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
         show_checkpoint(call, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers
-    begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.goes_on else None
+    begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.resumes_same_run else None
     make_loaders(call, begun or None)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
     optimization = (

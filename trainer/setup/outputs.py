@@ -70,10 +70,10 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
             logger.follow(trainer.run_dir)
         return
     # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.save`
-    config = {} if run.goes_on else config_of(trainer.config_text, trainer.given_config)
-    if trainer.config_text is not None and not run.goes_on:
+    config = {} if run.resumes_same_run else config_of(trainer.config_text, trainer.explicit_config)
+    if trainer.config_text is not None and not run.resumes_same_run:
         weights = to_location(run.source) if run.stage != "fit" and run.source is not None else None
-        places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
+        places.write_config(trainer.run_dir, trainer.config_text, trainer.explicit_config, weights)
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
     # of the data module first: the task's values win where both have a name

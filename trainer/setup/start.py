@@ -40,7 +40,7 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
         stage=request.stage,
         task=request.task,
         datamodule=request.datamodule,
-        given=request.loaders,
+        request_loaders=request.loaders,
         state=trainer.state,
         strategy=trainer.strategy,
         loop=loop,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
     """Return the data of the run that is under way, as a search takes it."""
-    given = trainer.run.given
+    given = trainer.run.request_loaders
     if trainer.run.stage == "fit":
         found = {"train_dataloaders": given.get("train")}
     else:
