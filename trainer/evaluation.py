@@ -1,4 +1,4 @@
-"""What an evaluation calls for each batch, and what it returns to the caller of validate, test or predict."""
+"""The calls of an evaluation for each batch, and the results of validate, test and predict."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def no_gradients(run: "Run") -> AbstractContextManager[Any]:
-    """Return the context of an evaluation."""
-    # inference mode is faster, but its tensors can never be part of a graph again, which some strategies need
+    """Return the context manager that disables gradients in an evaluation."""
+    # inference mode is faster, but some strategies need its tensors in an autograd graph later, which it forbids
     return (
         torch.inference_mode() if run.trainer.inference_mode and run.strategy.allows_inference_mode else torch.no_grad()
     )
 
 
 def calls_of(run: "Run", word: str) -> tuple[int, Calls, Calls]:
-    """Return the number of arguments of the step, and the hooks before and after each batch.
+    """Return how many of (batch, batch_idx, dataloader_idx) the step takes, and the hooks before and after each batch.
 
-    The step takes so many of (batch, batch_idx, dataloader_idx); a hook may do without `dataloader_idx`.
+    A hook may omit `dataloader_idx`.
     """
     several = len(run.data.evaluations[word].loaders) > 1
     start, end = run.hooks[f"on_{word}_batch_start"], run.hooks[f"on_{word}_batch_end"]
@@ -34,22 +34,22 @@ def calls_of(run: "Run", word: str) -> tuple[int, Calls, Calls]:
 
 
 def kept(run: "Run", output: Any) -> Any:
-    """Return a prediction in host memory, so that those of a whole dataset do not fill the device."""
+    """Return a prediction in host memory, so that the predictions of a dataset don't fill the device."""
     return output if run.strategy.device.type == "cpu" else to_host(output)
 
 
 def results(run: "Run", request: "Request") -> list[Any]:
-    """Return what the caller asked for: predictions, or the metrics of each loader, which are printed if `verbose`."""
+    """Return the predictions, or the metrics of each loader, which are printed if `verbose`."""
     if request.stage != "predict":
         return _report(run, request.verbose)
     return _predictions(run) if request.keep_outputs else []
 
 
 def _predictions(run: "Run") -> list[Any]:
-    """Return every rank's predictions in the loader's order; with several loaders a list for each."""
-    outputs, run.loop.outputs = run.loop.outputs, []  # the run outlives the call, and they may be large
+    """Return every rank's predictions in loader order; with several loaders, one list per loader."""
+    outputs, run.loop.outputs = run.loop.outputs, []  # the run outlives the call, and outputs may be large
     ranks = run.strategy.data_ranks.gather_objects(outputs)
-    # by loader, batch and replica: never by the outputs themselves, which need not compare
+    # by loader, batch and replica only: outputs may not be comparable
     every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
     loaders = len(run.data.evaluations["predict"].loaders)
     lists = [[item[3] for item in every if item[0] == index] for index in range(loaders)]
@@ -57,14 +57,14 @@ def _predictions(run: "Run") -> list[Any]:
 
 
 def _report(run: "Run", verbose: bool) -> list[dict[str, float]]:
-    """Return an evaluation's metrics, one dict for each loader; with `verbose`, print them on rank 0."""
+    """Return an evaluation's metrics, one dict per loader; if `verbose`, print them on rank 0."""
     metrics = run.trainer.callback_metrics
     if verbose and metrics:
         width = max(map(len, metrics))
         rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
         run.trainer.print("\n".join(rows), flush=True)
     owners: dict[str, set[int]] = {}
-    # of all ranks: one without a batch of a loader does not know what was logged for it
+    # gathered, as a rank without a batch of a loader does not know the names logged for it
     for rank in run.strategy.data_ranks.gather_objects(run.metrics.loaders_of):
         for name, loaders in rank.items():
             owners.setdefault(name, set()).update(loaders)

@@ -1,8 +1,8 @@
-"""Masked batches: batches of another process, run so that all processes take equally many forward and backward passes.
+"""Masked batches: another process's batches, run so that all processes make equally many forward and backward passes.
 
 A forward that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It runs
-a batch of the process that has most and discards the results: the loss is multiplied by zero, logged values are
-dropped, buffers and metrics are restored, and no batch hook is called.
+a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged values
+are dropped, buffers and metrics are restored, and no batch hook is called.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,18 +17,18 @@ from .data.steps import ReplicaBatch, StepInput
 from .optimization.outputs import losses_of
 
 MASKED = 0x6D61736B
-"""Stream constant that separates their random numbers from those of batches that count."""
+"""Key that separates their random numbers from those of unmasked batches."""
 
 
 def begin_step(run: Any, step: StepInput) -> None:
-    """Run the masked batches that come first in a step: all, or those before the last where none of its own follows."""
+    """Run a step's masked batches; without an unmasked batch after them, leave the last one to `stand_in`."""
     if run.optimization.automatic:
-        # after the gradients are cleared: they may add other processes' gradients to this shard
+        # after the gradients are cleared: these backwards may add other processes' gradients to this shard
         train(run, step.masked if step.batches else step.masked[:-1], last=False)
 
 
 def stand_in(run: Any, step: StepInput) -> None:
-    """Take part in a step of which this process has no batch."""
+    """Take part in a step for which this process has no unmasked batch."""
     if run.strategy.lockstep:
         train(run, step.masked[-1:], last=True)
     else:
@@ -36,18 +36,18 @@ def stand_in(run: Any, step: StepInput) -> None:
 
 
 def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
-    """Run training_step and backward on masked batches; with `last` the final backward reduces gradients."""
+    """Run training_step and backward on masked batches; with `last`, the final backward reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
-        meet = last and left == 0
+        reduces = last and left == 0
         with discarding_effects(run, item):
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
-            output = strategy.training_step((batch, item.batch_idx)[: run.arity], None, meet)
+            output = strategy.training_step((batch, item.batch_idx)[: run.arity], None, reduces)
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
-                # times zero and not left out: FSDP's backward gathers and reduces from all ranks
-                reached = None if len(losses) == 1 else inputs[index]
-                strategy.backward(loss * 0.0, meet, reached, index + 1 < len(losses))
+                # multiplied by zero rather than skipped: FSDP's backward gathers and reduces on all ranks
+                parameters = None if len(losses) == 1 else inputs[index]
+                strategy.backward(loss * 0.0, reduces, parameters, index + 1 < len(losses))
 
 
 def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
@@ -58,7 +58,7 @@ def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
 
 
 def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
-    """Yield the unmasked batches of an evaluation until the run is preempted; run masked ones on the way."""
+    """Yield the unmasked batches of an evaluation until the run is preempted; run the masked ones in between."""
     for item in run.preemption.until_preempted(batches):
         if item.masked:
             evaluate(run, item, step, arity)
@@ -69,13 +69,13 @@ def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 @contextmanager
 def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
-    """Keep nothing of what steps in this context do to metrics and buffers; they draw random numbers of their own."""
+    """Revert changes to metrics and buffers made in this context, and give it separate random numbers."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
-    # a copy of all buffers for each masked batch: batch norm would count samples that another process has counted
+    # all buffers are copied for each masked batch: batch norm would count samples that another process counts
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
-    metrics.muted = True  # what the step logs counts in the process whose batch it is
-    # numbers of its own: those of the batches that count must not depend on who has masked ones
+    metrics.muted = True  # the process that owns the batch logs its values
+    # separate keys: unmasked batches must draw the same random numbers whichever process has masked ones
     seed_generators(mix(state.seed, MASKED, state.global_step, item.replica, item.batch_idx))
     try:
         yield

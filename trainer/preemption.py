@@ -1,8 +1,8 @@
-"""Preemption: a run that a signal asks to end saves a checkpoint and exits, to be resumed.
+"""Preemption: when a signal asks a run to end, it saves a checkpoint to resume from and exits.
 
 The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same
-step, or leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal
-ends the run at once.
+step, or leave the same validation, which a resume repeats. Before the first step there is nothing to save, and a
+signal ends the run at once.
 """
 
 import logging
@@ -38,29 +38,29 @@ class Preemption:
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement
         self.signal = 0
-        """Signal that asked this process to end; 0: none."""
+        """The signal that asked this process to end; 0: none."""
         self.started = False
-        """Whether there may be something to save."""
+        """Whether training has started, so that there may be something to save."""
         self.leaving = False
-        """Whether the run is ending early already."""
+        """Whether the run is already ending early."""
         self.first_step = 0
         self.watch = SignalWatch(attends=stage == "fit")
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals in this context; an evaluation has nothing to save and ends at once."""
+        """Handle signals in this context. An evaluation has nothing to save, so a signal ends it at once."""
         if self.stage != "fit":
             with self.watch:
                 yield
             return
         with signals_attended(), handling_end_signals(self._record, self.watch):
             yield
-        if self.signal and not self.leaving:  # it arrived when all was done
+        if self.signal and not self.leaving:  # it arrived after the run was done
             raise_for_signal(self.signal)
 
     def _record(self, number: int) -> None:
-        # a handler only records, as collectives cannot be called here: the ranks agree at their next meeting
-        self.signal = max(self.signal, number)  # the ranks agree by a maximum, too, so that all end by the same one
+        # only recorded, as a handler cannot call collectives: the ranks agree at the next agreement
+        self.signal = max(self.signal, number)  # as in the agreement, whose maximum makes all ranks end by one signal
         if not self.started and not self.leaving:
             self.leaving = True
             requeue_early(number, self.trainer.requeue)
@@ -68,14 +68,14 @@ class Preemption:
         self.agreement.agree_next()
 
     def start(self) -> None:
-        """Leave signals to the agreement of the ranks from now on."""
+        """From now on, leave signals to the agreement between ranks."""
         self.started, self.first_step = True, self.trainer.state.global_step
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """Record signals only, from now on: the run is being closed, and ends by them afterwards unless it failed.
+        """From now on, only record signals while the run closes; unless it failed, they end the process afterwards.
 
-        An exception from a handler would skip the rest of the tear-down.
+        An exception from a handler would skip the rest of the teardown.
         """
         self.started, self.leaving = True, self.leaving or failed
         self.watch.answer()
@@ -86,7 +86,7 @@ class Preemption:
             raise Preempted
 
     def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield the batches of a validation; raise Preempted, on every rank, if one of them is asked to end."""
+        """Yield the batches of a validation. Raises Preempted, on every rank, if a signal asks any rank to end."""
         if not self.started:
             yield from batches
             return
@@ -94,7 +94,7 @@ class Preemption:
         agreement, rounds, place = self.agreement, 0, None
         agreement.begin_evaluation()
         for item in batches:
-            # rounds are counted, not batches: ranks have different numbers of batches in one
+            # rounds rather than batches: ranks may have different numbers of batches in a round
             if (item.dataloader_idx, item.batch_idx) != place:
                 place = item.dataloader_idx, item.batch_idx
                 if rounds >= agreement.next_round:
@@ -102,7 +102,7 @@ class Preemption:
                     self.stop_if_agreed()
                 rounds += 1
             yield item
-        # a rank that is through goes on meeting those with more batches: each meeting takes all ranks
+        # a rank without further batches keeps agreeing with the others: each agreement takes all ranks
         while not agreement.agree_in_evaluation(rounds, True, self.signal):
             self.stop_if_agreed()
 
@@ -113,7 +113,7 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save and exit if the run was stopped."""
+        """Save and exit if the run was preempted."""
         self.leaving = kind is not None
         if isinstance(error, Preempted):
             self.watch.answer()
@@ -123,7 +123,7 @@ class Preemption:
             raise end from None
 
     def leave_evaluation(self) -> None:
-        """Discard a validation under way and return to the state of training."""
+        """Discard a validation in progress and return to the state of training."""
         run = self.trainer.current_run
         if run.loop.doing == "train":
             return
@@ -138,11 +138,11 @@ class Preemption:
 
     @property
     def _replays(self) -> bool:
-        """Whether this is the replay of a run, which nobody resumes."""
+        """Whether this run is a replay, which nobody resumes."""
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
     def save(self) -> Location | None:
-        """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
+        """Save the run where `resume=auto` finds it. Return the checkpoint, or None if there is nothing to save."""
         trainer, step = self.trainer, self.trainer.global_step
         name = Path(trainer.saver.format.name(step))
         callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
@@ -151,16 +151,16 @@ class Preemption:
             folder = checkpoints_of(trainer.run_dir)
         if name.is_absolute():
             folder = name.parent
-        # at the first step of this start the checkpoint that it came from is the same one
+        # a process still at its first step would only repeat the checkpoint that it resumed from
         if folder is None or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
         path = folder / name.name
-        # a callback keeps count of what it saves by itself; weights alone cannot be resumed from
-        callback = next((one for one in callbacks if one.dirpath == folder and not one.save_weights_only), None)
+        # a callback tracks only the checkpoints that it saves itself; a run cannot resume from weights alone
+        callback = next((saver for saver in callbacks if saver.dirpath == folder and not saver.save_weights_only), None)
         if callback is not None:
             callback.save(trainer, always=True)
-            trainer.saver.writer.wait()  # a background save is not at its path before
-        # waits for rank 0: the launcher takes the first exit for the end of all
+            trainer.saver.writer.wait()  # until a background save is at its path
+        # the broadcast waits for rank 0: the launcher takes the first exit for the end of all processes
         if callback is None or not trainer.broadcast(_is_there(path)):
             trainer.save_checkpoint(path)
         return path
@@ -172,15 +172,15 @@ class Preemption:
             return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         saved = f"the checkpoint {path} is complete" if path is not None else "there is nothing to save"
-        code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} asks for a new start:"
+        code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} requests a restart:"
         again = "" if self._replays else f"{code} resume=auto continues."
         log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
-        if trainer.requeue and number != signal.SIGINT:  # Ctrl-C is a person's, and no request of SLURM
+        if trainer.requeue and number != signal.SIGINT:  # Ctrl-C comes from a person, not from SLURM
             requeue_job(number)
 
 
 def _is_there(checkpoint: Location) -> bool:
-    # another format's may be a file
+    # another checkpoint format may write a single file
     if isinstance(checkpoint, Path):
         return checkpoint.exists()
     return folder_at(checkpoint.parent).committed(checkpoint.name) is not None

@@ -1,4 +1,4 @@
-"""Runs that need several processes: sent to workers, and their results copied back to the caller's objects."""
+"""Runs in worker processes: send the call to workers, and copy their results back into the caller's objects."""
 
 import logging
 import time
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
-TAKEN = (
+RETURNED = (
     *("state", "run_dir", "should_stop", "lengths", "command"),
     *("agreed_metrics", "logged_metrics", "progress_bar_metrics"),
 )
-"""Attributes that the caller's trainer takes over from rank 0's."""
+"""Attributes copied from rank 0's trainer to the caller's."""
 
 
 @dataclass
@@ -51,22 +51,22 @@ class RunResult:
     returned: Any
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    """Buffers that are not in a state dict."""
+    """Buffers that are not in the state dict."""
     metric_states: dict[str, dict[str, Any]]
-    """States of the metric objects in the task that were never logged, by path."""
+    """States of the task's metric objects that were never logged, by path."""
     parts: ModuleParts | None
-    """Parameters, buffers and modules of the task, if the run has built some that the caller's task lacks."""
+    """Parameters, buffers and modules of the task, if the run built some that the caller's task lacks."""
     trainer: dict[str, Any]
-    """Attributes of the trainer, those of TAKEN."""
+    """Attributes of the trainer named in RETURNED."""
     run_id: str
     callbacks: list[tuple[str, dict[str, Any]]]
     """Key and state of each callback."""
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
-    """Return whether this process must start workers: no launcher has, and the strategy wants several processes.
+    """Return whether this process must start workers: the strategy wants several, and no launcher has started them.
 
-    Also true for a process of a launcher that only serves others: it takes no part in the loop.
+    Also true for a launcher's process that only serves others and takes no part in the loop.
     """
     place = find_place(trainer.cluster)
     if place is not None:
@@ -76,29 +76,29 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
 
 
 def _batch_holders(trainer: "Trainer") -> int:
-    """Return the number of processes, or groups of them, that will have batches of their own."""
+    """Return the number of processes, or process groups, that will have separate batches."""
     strategy = trainer.strategy
     return strategy.state_dicts.parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
 
 
 def run_in_workers(trainer: "Trainer", request: Request) -> Any:
-    """Run the request in workers; afterwards the caller's task holds the trained weights.
+    """Run the request in workers. Afterwards the caller's task holds the trained weights.
 
-    Raises what the first failing worker raised.
+    Raises the error of the first worker that fails.
     """
 
     def end(number: int) -> None:
         requeue_early(number, trainer.requeue)
         raise_for_signal(number)
 
-    with handling_end_signals(end, SignalWatch()):  # workers, once there are some, get them
+    with handling_end_signals(end, SignalWatch()):  # once workers have started, signals go to them
         return _run(trainer, request)
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
     check_task(trainer, request.task, request, is_sent=True)
     place = find_place(trainer.cluster)
-    if place is not None:  # this process serves others (ddp_rpc), and returns when they have ended
+    if place is not None:  # this process only serves others (ddp_rpc), and returns when they end
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Location | None = None
@@ -107,11 +107,11 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         trainer.run_dir = trainer.assigned_dir
     node, began = find_node(trainer.num_nodes)[0], time.time()
     if trainer.replicas is not None and not elastic:
-        # raises before any process is started, and before a run directory is made
+        # a wrong number of replicas fails here, before any process or run directory exists
         Layout(trainer.replicas, _batch_holders(trainer))
-    before, trainer.run = trainer.assigned_dir, None  # the workers make their own
+    before, trainer.run = trainer.assigned_dir, None  # the workers make the run
     try:
-        if node > 0:  # node 0 decides and reports for all
+        if node > 0:  # node 0 chooses the run directory and reports for all nodes
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         else:
             start = directory.with_directory(trainer, request, directory.find_source(trainer, request))
@@ -128,27 +128,27 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     finally:
         trainer.assigned_dir = before
         trainer.saver.release()
-    if outcome is None:  # the process that has the result is another node's
+    if outcome is None:  # another node's process returns the result
         return None
     take_results(request.task, outcome)
     request.task.trainer = trainer
     for name, value in outcome.trainer.items():
         setattr(trainer, name, value)
     trainer.saver.run_id = outcome.run_id
-    # the workers' run ended with them: trainer.task and its like read this one, which is closed from the start
+    # the workers' run ended with them: properties such as trainer.task read this run, which is closed from the start
     trainer.run = make_call(trainer, request)
     trainer.run.loop.open = False
     if trainer.run_dir is not None:
         for logger in trainer.loggers:
             logger.follow(trainer.run_dir)
-    # workers have added the callbacks that the task configures; their states below are for those, too
+    # the workers' states include those of callbacks that the task configures
     trainer.callbacks = with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         callback.find_folder(trainer)
     for callback in trainer.callbacks:
         pair = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
         if pair is not None:
-            outcome.callbacks.remove(pair)  # another callback of this key takes the next one
+            outcome.callbacks.remove(pair)  # another callback with this key takes the next pair
             callback.load_state_dict(pair[1])
     return outcome.returned
 
@@ -158,23 +158,23 @@ def _start_workers(trainer: "Trainer", function: Callable[[], RunResult | None],
     restarts, nodes = trainer.max_restarts, trainer.num_nodes
     if not elastic:
         return run_workers(function, processes, max_restarts=restarts, nodes=nodes)
-    from .elastic.launcher import run_elastic_workers  # only where a config asks for it
+    from .elastic.launcher import run_elastic_workers  # only if a config asks for it
 
     timeout = trainer.strategy.timeouts.limits["step"].total_seconds()
     return run_elastic_workers(function, processes, timeout, max_restarts=restarts, nodes=nodes)
 
 
 def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
-    """Load the trained weights, in the dtypes that their precision gave them."""
+    """Load the trained weights, in the dtypes of the run's precision."""
     for name, tensor in task.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
-            # load_state_dict would cast to the caller's dtype; and in place, as a script may hold the Parameter itself
+            # load_state_dict would cast to the caller's dtype; in place, as a script may hold the Parameter
             tensor.data = tensor.data.to(weights[name].dtype)
     task.load_state_dict(weights)
 
 
 def take_results(task: "Task", outcome: RunResult) -> None:
-    """Give the caller's task the weights, buffers and metric states that the workers ended with."""
+    """Copy the workers' final weights, buffers and metric states into the caller's task."""
     if outcome.parts is None and outcome.weights:
         take_weights(task, outcome.weights)
     elif outcome.parts is not None:
@@ -187,12 +187,12 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 
 
 def _run_request(trainer: "Trainer", request: Request, source: Location | None) -> RunResult | None:
-    """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
+    """Run the request in a worker, from `source` or, after a restart, from the run's newest complete checkpoint."""
     if restart_count() > 0 and request.stage == "fit" and trainer.run_dir is not None:
         newest = places.newest_in(trainer.run_dir, check_sizes, directory.folders_elsewhere(trainer, request))
         source = places.folder_to_read(trainer.run_dir, newest) or source
     request.source = source
-    task, known = request.task, directory.weight_names(request.task)
+    task, names = request.task, directory.weight_names(request.task)
     try:
         returned = request.repeat(trainer)
     except RunFinished as error:
@@ -201,9 +201,9 @@ def _run_request(trainer: "Trainer", request: Request, source: Location | None) 
     finally:
         leave_process_group()
     if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
-        return None  # a server, or another worker returns the result
+        return None  # a server, or a worker whose result another worker returns
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
-    # on the host: the caller may have no such device, and this process, whose memory it is, ends
+    # on the host: the caller may lack the device, and device memory is freed when this process ends
     weights = {} if emptied else task.cpu().state_dict()
     buffers = {} if emptied else dict(task.cpu().named_buffers())
     metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged
@@ -212,8 +212,8 @@ def _run_request(trainer: "Trainer", request: Request, source: Location | None) 
         weights,
         {name: buffer for name, buffer in buffers.items() if name not in weights},
         {path: states_of(metric) for path, metric in metrics.items() if path not in logged},
-        None if emptied or directory.weight_names(task) == known else module_parts(task),
-        {name: getattr(trainer, name) for name in TAKEN},
+        None if emptied or directory.weight_names(task) == names else module_parts(task),
+        {name: getattr(trainer, name) for name in RETURNED},
         trainer.saver.run_id,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
     )

@@ -1,4 +1,4 @@
-"""Request: what one call of fit, validate, test or predict was given; it can be repeated in another process."""
+"""Request: the arguments of one call of fit, validate, test or predict, which another process can repeat."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..base.contracts import Trainer
 
 DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
-"""Names of the hooks and steps of each stage."""
+"""The name of each stage in hooks, steps and loaders."""
 
 
 @dataclass
@@ -22,17 +22,17 @@ class Request:
     task: Task
     datamodule: DataModule | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
-    """Loaders that were handed over, by "train", "validation", "test", "predict"."""
+    """Loaders passed to the call, by "train", "validation", "test", "predict"."""
     source: Any = None
-    """What a fit resumes from, or an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
+    """The checkpoint for a fit to resume or an evaluation's weights: a keyword, a path, or a `StoredRun`."""
     keep_outputs: bool = False
-    """Whether predictions are returned."""
+    """Whether to return predictions."""
     verbose: bool = False
-    """Whether the metrics of an evaluation are printed."""
+    """Whether to print the metrics of an evaluation."""
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
-        """Make a request; a data module may be given instead of a loader, as in Lightning."""
+        """Make a request. As in Lightning, a data module may take the place of a loader."""
         request = cls(stage, task, datamodule, **where)
         request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
         return request
@@ -48,12 +48,12 @@ class Request:
         keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
-        """Make a request; without a task for that of the trainer's last run, with its best weights, as in Lightning."""
-        keep_outputs = keep_outputs is not False  # None is Lightning's default of return_predictions, and keeps them
+        """Make a request. Without a task, it uses the last run's task with its best weights, as in Lightning."""
+        keep_outputs = keep_outputs is not False  # None, Lightning's default of return_predictions, keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
         if trainer.run is None:
-            raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
+            raise ConfigError(f"{stage} needs a task. Pass one, or call fit first.")
         request = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
         callback = trainer.checkpoint_callback
         if request.source is None and callback is not None and callback.best_model_path:
@@ -69,11 +69,11 @@ class Request:
         return getattr(trainer, self.stage)(self.task, self.loaders.get(DOING_OF_STAGE[self.stage]), **where, **options)
 
     def take_loaders(self, **loaders: Any) -> None:
-        """Store the given loaders."""
+        """Store the loaders, or the data module passed in place of one."""
         for word, loader in loaders.items():
             if isinstance(loader, DataModule):
                 self.datamodule = loader
             elif loader is not None:
                 self.loaders[word] = loader
         if self.datamodule is not None and self.loaders:
-            raise ConfigError(f"{self.stage} was given loaders and a data module; give one of the two.")
+            raise ConfigError(f"{self.stage} got both loaders and a data module. Pass only one of them.")

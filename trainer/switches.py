@@ -1,7 +1,7 @@
-"""What changes the bits of a run beside the run itself; docs/reference/bits.md describes each name.
+"""Everything outside a run that changes its bits: versions, CPU, variables, and torch's global switches.
 
-`versions` and `environment` return it as a run records and compares it. The global switches of torch are one table, by
-which they also travel to workers.
+docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`. The
+table SWITCHES also carries the switches to workers.
 """
 
 import platform
@@ -18,19 +18,19 @@ from ..base.environment import numeric_variables
 from ..base.version import __version__
 from .accelerators import autocast_kinds, built_with
 
-# CPU features by which oneDNN and MKL choose their matrix kernels
+# the CPU features by which oneDNN and MKL choose their matrix kernels
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
 
 
 class Switch(NamedTuple):
-    """A setting of the process: how it is read, as a JSON value, and set."""
+    """A setting of the process: functions that read it, as a JSON value, and write it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
 def of_attribute(path: str) -> Switch:
-    """Return the switch that is an attribute below torch.backends."""
+    """Return the switch for an attribute below torch.backends."""
     parents, _, name = path.rpartition(".")
     return Switch(
         lambda: attrgetter(path)(torch.backends),
@@ -39,35 +39,35 @@ def of_attribute(path: str) -> Switch:
 
 
 def of_precision(name: str) -> Switch:
-    """Return the switch of float32 products of a backend; "none" with nothing above it means "ieee", as torch says."""
+    """Return the switch for a backend's float32 precision, where "none" is read as "ieee", as torch defines it."""
     plain = of_attribute(f"{name}.fp32_precision")
     return Switch(lambda: {"none": "ieee"}.get(value := plain.read(), value), plain.write)
 
 
 def of_library(ask: Callable[..., Any]) -> Switch:
-    """Return the switch of the library that torch prefers, by the name that the function takes."""
+    """Return the switch for a preferred library, read and written by its name."""
     return Switch(lambda: str(ask()).rpartition(".")[2].lower(), ask)
 
 
 def of_split_k(kind: str) -> Switch:
-    """Return the switch of products that add up parts of their inner dimension; torch sets it by a pair."""
+    """Return the switch for split-K products, which torch sets as a pair with reduced precision."""
     reduced = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction")
     split_k = of_attribute(f"cuda.matmul.allow_{kind}_reduced_precision_reduction_split_k")
     return Switch(split_k.read, lambda value: reduced.write((reduced.read(), value)))
 
 
 def of_dtype(read: Callable[[], torch.dtype], write: Callable[[torch.dtype], object]) -> Switch:
-    """Return the switch of a dtype, whose name is its JSON value."""
+    """Return the switch for a dtype; its JSON value is the dtype's name."""
     return Switch(lambda: str(read()), lambda name: write(getattr(torch, name.removeprefix("torch."))))
 
 
 def of_autocast(device: str) -> Switch:
-    """Return the switch of autocast's dtype on a kind of device."""
+    """Return the switch for autocast's dtype on a kind of device."""
     return of_dtype(lambda: torch.get_autocast_dtype(device), lambda dtype: torch.set_autocast_dtype(device, dtype))
 
 
 def of_attention(kernel: str) -> Switch:
-    """Return the switch of a kernel of scaled_dot_product_attention."""
+    """Return the switch for a kernel of scaled_dot_product_attention."""
     return Switch(
         getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kernel}_sdp")
     )
@@ -80,13 +80,13 @@ def _read_deterministic() -> bool | str:
 
 def _read_nnpack() -> bool:
     nnpack: Any = torch.backends.nnpack
-    (before,) = nnpack.set_flags(True)  # torch has no function that only reads it
+    (before,) = nnpack.set_flags(True)  # torch has no function that only reads the flag
     nnpack.set_flags(before)
     return bool(before)
 
 
 def _flushes_denormals() -> bool:
-    # torch only sets this switch; a product whose result is a denormal tells whether it is on
+    # torch cannot read this switch: a product with a denormal result shows whether it is on
     return bool((torch.tensor([2.0**-1070], dtype=torch.float64) * 1.0 == 0.0).item())
 
 
@@ -97,7 +97,7 @@ SWITCHES: dict[str, Switch] = {
         lambda value: torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn"),
     ),
     "threads": Switch(torch.get_num_threads, torch.set_num_threads),
-    # those of older torch first: reading one of them is an error once one of the newer ones was set to something else
+    # older switches first: torch refuses to read them once a newer one has a different value
     "matmul_precision": Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "tf32_matmul": of_attribute("cuda.matmul.allow_tf32"),
     "tf32_cudnn": of_attribute("cudnn.allow_tf32"),
@@ -147,37 +147,37 @@ def processor() -> dict[str, str]:
 
 
 def environment() -> dict[str, Any]:
-    """Return the instructions of the CPU, torch's switches and the variables of libraries, as JSON values."""
+    """Return the CPU's instruction sets, torch's switches and the libraries' variables, as JSON values."""
     return {**processor(), **read_switches(), **numeric_variables()}
 
 
 def read_switches(names: Iterable[str] = SWITCHES) -> dict[str, Any]:
-    """Return the values of all switches that this torch has and tells, as JSON values."""
+    """Return the values of all switches that this torch can read, as JSON values."""
     values = {name: _value(SWITCHES[name]) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def write_switches(values: Mapping[str, Any]) -> None:
-    """Set the switches that differ from these values."""
+    """Set the switches whose values differ from these."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in values.items():
-            # only what differs: setting some of them warns, imports the compiler (1 s), or starts a device
+            # only if the value differs: setting a switch may warn, import the compiler (1 s), or start a device
             if _value(SWITCHES[name]) != value:
                 SWITCHES[name].write(value)
 
 
 @contextmanager
 def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | None) -> Iterator[None]:
-    """Set what a run asks of torch's switches in this context: `deterministic` may be "warn"."""
-    # the process goes on after the run, perhaps with another one in a notebook
+    """Apply a run's settings to torch's switches in this context; `deterministic` may be "warn"."""
+    # restored at the end: the process may continue with another run, as in a notebook
     before = read_switches(("deterministic_algorithms", "cudnn_benchmark", "threads"))
     memory: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
     filled = memory.fill_uninitialized_memory
     try:
         if deterministic:
             write_switches({"deterministic_algorithms": deterministic, "cudnn_benchmark": False})
-            # filling new memory with NaN only helps to find reads of it, and takes a fifth of the step time
+            # filling new memory with NaN only helps to find uninitialized reads, and takes a fifth of the step time
             memory.fill_uninitialized_memory = False
         if threads is not None:
             torch.set_num_threads(threads)
@@ -189,12 +189,12 @@ def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | Non
 
 
 def _value(switch: Switch) -> Any:
-    """Return the value of a switch; None where this torch has no such switch, or refuses to tell.
+    """Return the value of a switch; None if this torch has no such switch or cannot read it.
 
-    It refuses where the newer and the older switches of a thing were set to different values.
+    torch refuses to read a setting whose older and newer switches have different values.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates some of them
+        warnings.simplefilter("ignore")  # some switches are deprecated
         try:
             return switch.read()
         except (AttributeError, RuntimeError):

@@ -153,7 +153,7 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
         assert not checkpoints(tmp_path)
         assert process.communicate(timeout=30) is not None
     assert time.monotonic() - began > grace
-    # by a KeyboardInterrupt or the code that asks for a new start, or else after the save
+    # by a KeyboardInterrupt or the code that requests a restart, or else after the save
     assert process.returncode in ((1, 130) if number == signal.SIGINT else (RESUME_ME,))
     assert checkpoints(tmp_path) == ["step-00000002"]
     # what follows the save may be cut off: run.json, which is synced as well, is then the one of before
@@ -162,7 +162,7 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_closed_terminal(tmp_path):
-    """SIGHUP is answered as SIGTERM is: with a checkpoint and the code that asks for a new start."""
+    """SIGHUP is answered as SIGTERM is: with a checkpoint and the code that requests a restart."""
     with running(tmp_path, "moves", max_epochs=100) as process:
         os.kill(stuck(tmp_path), signal.SIGHUP)
         errors = end(process, RESUME_ME)

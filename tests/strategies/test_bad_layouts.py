@@ -139,7 +139,7 @@ def test_every_rank_is_told_the_same(told, name):
 def test_devices_that_are_not_there(refused):
     from legato.base.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="torch sees no such device here; try accelerator=cpu"):
+    with pytest.raises(ConfigError, match=r"torch sees no such device here\. Try accelerator=cpu"):
         lg.Trainer(**{**QUIET, "accelerator": "cuda", "devices": 2, "strategy": "ddp"})
 
 

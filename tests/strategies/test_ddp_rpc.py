@@ -253,7 +253,7 @@ def test_an_error_on_the_server_is_told_by_the_trainer_that_asked():
 def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
     done = completed(run_script, Path(__file__).parents[1] / "rpc_preempted.py", tmp_path)
     assert done.returncode == 75, done.stderr
-    assert "is complete. Exit code 75 asks for a new start" in done.stderr
+    assert "is complete. Exit code 75 requests a restart" in done.stderr
     *_, saved = sorted((tmp_path / "default" / "version_0" / "checkpoints").glob("step-*"))
     resumed = Ratings()
     fit(resumed, resume=saved, **{**LAYOUTS["one"], "max_epochs": 4})

@@ -95,10 +95,14 @@ def test_backends(device, options, backend):
 @pytest.mark.parametrize(
     ("device", "options", "message"),
     [
-        (MPS, {}, "Several processes on mps need a process group for mps tensors, and torch has none: its gloo takes"),
-        (XPU, {"chosen": "gloo"}, "its gloo takes those of cpu and cuda"),
-        (torch.device("mtia", 0), {}, "it knows no backend"),
-        (GPU, {"chosen": "nccl", "shared": True}, "process_group_backend=nccl takes a device for each process"),
+        (
+            MPS,
+            {},
+            "Several processes on mps need a process group for mps tensors, and torch has none: its gloo supports",
+        ),
+        (XPU, {"chosen": "gloo"}, "its gloo supports cpu and cuda only"),
+        (torch.device("mtia", 0), {}, "it has no backend for them"),
+        (GPU, {"chosen": "nccl", "shared": True}, "process_group_backend=nccl needs one device per process"),
     ],
 )
 def test_backends_that_torch_lacks_are_refused(device, options, message):

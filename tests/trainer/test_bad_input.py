@@ -127,8 +127,8 @@ def test_a_misspelt_hook_of_a_data_module(refused, name, meant):
     ("step", "message"),
     [
         (lambda self: None, "it takes no batch"),
-        (lambda self, batch, batch_idx, extra: None, "unknown: extra"),
-        (lambda self, batch, *, extra: None, "unknown: extra"),
+        (lambda self, batch, batch_idx, extra: None, "it requires extra"),
+        (lambda self, batch, *, extra: None, "it requires extra"),
     ],
 )
 def test_a_step_that_cannot_be_called(refused, step, message):
@@ -257,7 +257,7 @@ def test_no_data_at_all(refused):
 
 
 def test_loaders_and_a_data_module(trainer):
-    with pytest.raises(ConfigError, match="loaders and a data module; give one of the two"):
+    with pytest.raises(ConfigError, match=r"loaders and a data module\. Pass only one of them"):
         trainer().fit(Tiny(), make_loader(), datamodule=lg.DataModule())
 
 

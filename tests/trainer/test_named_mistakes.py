@@ -56,7 +56,7 @@ def test_a_step_that_was_set_to_none_is_none(trainer, refused):
 def test_none_for_what_is_called_is_named(refused, trainer):
     task = Tiny()
     task.configure_model = None
-    assert "Tiny.configure_model is None, but it is called" in refused(TaskError, task)
+    assert "Tiny.configure_model is None, but Legato calls it" in refused(TaskError, task)
     task = Tiny()
     task.configure_optimizers = None
     assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit needs: define it."
@@ -138,7 +138,7 @@ class OfIterator(Tiny):
 def test_a_step_that_wants_the_iterator_is_told_that_it_gets_a_batch(refused):
     message = refused(TaskError, OfIterator())
     assert "OfIterator.training_step(dataloader_iter" in message
-    assert "take `batch`, and leave the iteration to the trainer" in message
+    assert "Take `batch` instead; the trainer iterates over the loader" in message
 
 
 @pytest.mark.parametrize(

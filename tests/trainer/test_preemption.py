@@ -93,7 +93,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def stopped_at(run: Running) -> int:
-    """Return the step that the run says it stopped at, in one line, with the code that asks for a new start."""
+    """Return the step that the run says it stopped at, in one line, with the code that requests a restart."""
     lines = [line for line in run.errors.splitlines() if "stopped at step" in line]
     assert len(lines) == 1, run.errors
     assert "is complete" in lines[0]
