@@ -4,7 +4,7 @@ Run: python -m benchmarks.scale [--processes 2 4 8 16 32 64] [--kill] [--plot do
      python -m benchmarks.scale --simulate 1024 [--parameters 124000000] [--values 20]
 
 The first form trains a tiny task under ddp on this machine. The start is the time from the call of fit to the end of
-the first step; a step, a log point, a meeting (the agreement on stopping) and a save are each timed on rank 0 between
+the first step; a step, a log point, an agreement on stopping and a save are each timed on rank 0 between
 two barriers, medians. With --kill an elastic run follows, one of whose processes is killed.
 
 The second form runs the same code in one process, in a group whose other ranks answer as this one would (`Recorded`),
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
 
-PARTS = "start", "step", "log point", "meeting", "save"
+PARTS = "start", "step", "log point", "agreement", "save"
 
 
 class Vectors(Dataset[Tensor]):
@@ -84,7 +84,7 @@ class Parts(lg.Callback):
         self.seconds["step"].append(now - self.began)
         for name, call in (
             ("log point", trainer.log_step),
-            ("meeting", trainer.current_run.agree_on_stop),
+            ("agreement", trainer.current_run.agree_on_stop),
             ("save", lambda: trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")),
         ):
             trainer.strategy.collectives.barrier()
@@ -211,7 +211,7 @@ class _Done(dist.Work):
 
 
 class Doing(lg.Callback):
-    """Sets what is going on, and makes a log point, a meeting and a save after the third step."""
+    """Sets what is going on, and makes a log point, an agreement and a save after the third step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -223,7 +223,7 @@ class Doing(lg.Callback):
         if trainer.global_step == 3:
             with during("log point"):
                 trainer.log_step()
-            with during("meeting"):
+            with during("agreement"):
                 trainer.current_run.agree_on_stop()
             with during("save"):
                 trainer.save_checkpoint(self.folder / "saved")
