@@ -1,9 +1,6 @@
-"""Replays of a run with ten checkpoints in one and in two processes, and the cost of a step that Microscope looks at.
+"""Measures the time of a replay of a run with ten checkpoints, and the cost of a step that Microscope watches.
 
 Run: python -m benchmarks.replay [--steps 1500] [--rounds 2]
-
-Seconds are those of the wall, and of the processor that the longest of the processes takes, which other load on the
-machine does not change: with two processes on two free processors the first is the second.
 """
 
 import argparse
@@ -55,7 +52,7 @@ callbacks:
 
 
 def legato(*words: str) -> tuple[float, float]:
-    """Run a command; return the seconds of the wall and of the processor."""
+    """Run a command and return its wall time and its CPU time in seconds."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "legato", *words]
@@ -67,22 +64,9 @@ def legato(*words: str) -> tuple[float, float]:
 
 def replays(steps: int, rounds: int) -> None:
     """Print the seconds of a replay of all steps."""
-    middle = steps // 10 * 5
-    whole, halves = f"steps=1..{steps}", (f"steps=1..{middle}", f"steps={middle + 1}..{steps}")
-    run = "runs/default/version_0"
-    walls: dict[str, list[float]] = {"jobs=1": [], "jobs=2": []}
-    used: dict[str, list[float]] = {"jobs=1": [], "jobs=2": []}
-    for _ in range(rounds):
-        wall, processor = legato("replay", run, whole, "jobs=1")
-        walls["jobs=1"].append(wall)
-        used["jobs=1"].append(processor)
-        walls["jobs=2"].append(legato("replay", run, whole, "jobs=2")[0])
-        used["jobs=2"].append(max(legato("replay", run, half)[1] for half in halves))
-    for what, found in (("of the wall", walls), ("of the longest process", used)):
-        one, two = min(found["jobs=1"]), min(found["jobs=2"])
-        print(
-            f"replay of {steps} steps, seconds {what:<24} jobs=1 {one:6.1f}  jobs=2 {two:6.1f}  ratio {two / one:.2f}"
-        )
+    replay = "replay", "runs/default/version_0", "step=1", f"until={steps}"
+    walls, processors = zip(*(legato(*replay) for _ in range(rounds)), strict=True)
+    print(f"replay of {steps} steps: {min(walls):.1f} s, {min(processors):.1f} s of CPU time")
 
 
 class Steps(lg.Task):
@@ -102,25 +86,25 @@ class Steps(lg.Task):
 
 
 def looks(steps: int, rounds: int) -> None:
-    """Print the processor's time of a step under Microscope, over that of one without."""
+    """Print the CPU time of a step with Microscope, also relative to one without."""
     loader = DataLoader(TensorDataset(torch.randn(steps * 64, 64), torch.arange(steps * 64) % 10), 64)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    found: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {}
     for _ in range(rounds):
         for every in (0, 1, 10, 100):
             callbacks: list[lg.Callback] = [lg.lab.Microscope(every)] if every else []
             trainer = lg.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=callbacks, **quiet)
             began = time.process_time()
             trainer.fit(Steps(), loader)
-            found.setdefault(every, []).append((time.process_time() - began) / steps * 1e6)
-    base = min(found[0])
-    for every, figures in found.items():
+            times.setdefault(every, []).append((time.process_time() - began) / steps * 1e6)
+    base = min(times[0])
+    for every, figures in times.items():
         name = f"Microscope every {every} steps" if every else "without"
         print(f"{name:<28}{min(figures):8.0f} us a step  {min(figures) / base:.2f}", flush=True)
 
 
 def main() -> None:
-    """Print both."""
+    """Print both measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=2)
