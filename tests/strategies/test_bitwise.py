@@ -345,9 +345,9 @@ def test_what_would_change_the_bits_of_parts_is_refused(tmp_path):
     said = start(refusals, 2, tmp_path)
     patterns = {
         "fused": "fused optimizers round",
-        "own": "OwnOptimizer may compute with more than one number",
-        "axis": "along the axis data torch adds up",
-        "seldom": "left parameters out",
-        "seldom block": "left parameters out",
+        "own": "OwnOptimizer may combine several elements",
+        "axis": "along the axis data the order of sums is torch's",
+        "seldom": "left parameters unused",
+        "seldom block": "left parameters unused",
     }
     assert {name: pattern in said.get(name, "") for name, pattern in patterns.items()} == dict.fromkeys(patterns, True)

@@ -122,8 +122,8 @@ class Summed(CNN):
 @pytest.mark.parametrize(
     ("kind", "shards", "said"),
     [
-        (Summed, 2, "the gradient of body.1 is one sum over tokens and heads"),
-        (CNN, 3, "8 outputs, which tensor=3 does not divide"),
+        (Summed, 2, "the gradient of body.1 is a sum over tokens and heads"),
+        (CNN, 3, "8 outputs, not a multiple of tensor=3"),
         (CNN, 0, "tensor_shards=0 is not a multiple of tensor=1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""DTensors on a mesh: scatter and gather of tensors, norms and clipping of sharded gradients, their scaler."""
+"""DTensors on a mesh: scatter and gather of tensors; norms, clipping and loss scaling of sharded gradients."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,13 +18,13 @@ from ...checkpoints.shards import StoredTensor, load_stored
 TensorChange = Callable[[Tensor], Any]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor; every rank of its mesh calls it."""
+def full(tensor: Tensor) -> Tensor:
+    """Return the full tensor; every rank of its mesh calls it."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # one axis after the other: all at once torch warns that it goes so
+        if not placement.is_replicate():  # axis by axis, since torch warns if asked for all at once
             placements = [*tensor.placements]
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
@@ -32,18 +32,18 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
-    """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
-    (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
+    """Return this rank's shard of the full `value`, with the placements of `like`; does not communicate."""
+    (chunk,) = like.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    own = value[place].to(local_part(like).device, copy=True)  # a copy, or the whole would live as long as the part
+    shard = value[place].to(local_part(like).device, copy=True)  # a view would keep the full tensor alive
     return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 @torch.no_grad()
 def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
-    """Copy the whole `value` into `target`, of which this rank may hold a part."""
+    """Copy the full `value` into `target`, of which this rank may hold a shard."""
     if isinstance(target, DTensor):
         local_part(target).copy_(local_part(local_shard(value, target)))
     else:
@@ -51,27 +51,27 @@ def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
 
 
 def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield each parameter and buffer of a task: its module, its name there, and the tensor."""
+    """Yield each parameter and buffer of a task: its module, its name in the module, and the tensor."""
     for module in task.modules():
         for named in (module.named_parameters, module.named_buffers):
             yield from ((module, *item) for item in named(recurse=False, remove_duplicate=False))
 
 
 def replace(task: nn.Module, change: TensorChange) -> None:
-    """Replace each parameter and buffer by `change(tensor)`, as a parameter where it is one; ties stay."""
-    made: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is used twice
+    """Replace each parameter and buffer by `change(tensor)`; parameters stay parameters, and ties are kept."""
+    values: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is reused
     for module, name, tensor in list(tensor_slots(task)):
-        if tensor not in made:
+        if tensor not in values:
             value = change(tensor)
-            made[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        setattr(module, name, made[tensor])
+            values[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        setattr(module, name, values[tensor])
 
 
 @torch.no_grad()
 def make_plain(task: nn.Module, keep: bool) -> None:
-    """Replace the DTensors of a task by plain tensors, each whole on the host; every rank calls it.
+    """Replace the DTensors of a task by full tensors on the host; every rank calls it.
 
-    Where not to `keep`, by tensors without memory, on the device "meta".
+    With keep=False, replace them by tensors on the meta device, without memory.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def make_plain(task: nn.Module, keep: bool) -> None:
             return tensor
         if not keep:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        value = whole(tensor).cpu()
-        # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
+        value = full(tensor).cpu()
+        # to_local() of a replicated DTensor, or on a mesh of one rank, returns the shard's memory
         is_shared = value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
         return value.clone() if is_shared else value
 
@@ -94,34 +94,34 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return the 2-norm of all gradients together, the same on each of `ranks` ranks, by one all-reduce on `device`.
+    """Return the 2-norm of all gradients on each of `ranks` ranks, by one all-reduce on `device`.
 
-    Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
-    ones that each rank has whole, count once each. The gradients must not be partial sums.
+    A rank divides what it adds by the number of ranks that hold the same shard, so that every parameter counts once,
+    whatever its mesh, also if each rank has all of it. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
     for gradient in gradients:
         local = local_part(gradient)
         kind = torch.promote_types(kind, local.dtype)
-        # half precision would overflow while squaring, at gradients of 256 in float16
+        # in float32, since the square of 256 overflows in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
-        # Squares are added in float64: float32 loses small parameters beside large ones, and then the result would
-        # depend on how many ranks the sum is spread over.
-        squares.append(norm.to(widest_float(norm.device)).square().to(device) * (parts(gradient) / ranks))
-    # with no gradient here, too: others may have some
+        # Squares are summed in float64: in float32 small parameters get lost beside large ones, and the result would
+        # depend on the number of ranks.
+        squares.append(norm.to(widest_float(norm.device)).square().to(device) * (shard_count(gradient) / ranks))
+    # also without gradients on this rank, since others may have some
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=widest_float(device), device=device)
-    # on the default group, which has every rank of the mesh: one collective, whatever meshes the parameters have
+    # on the default group, which contains every mesh: one collective for all parameters
     dist.all_reduce(total)
     return total.sqrt().to(kind)
 
 
-def parts(tensor: Tensor) -> int:
-    """Return into how many different parts a tensor is dealt out."""
+def shard_count(tensor: Tensor) -> int:
+    """Return the number of distinct shards of a tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        # _StridedShard (FSDP over tensor parallelism) is no Shard for isinstance, so what is not replicated is asked
+        # not isinstance(placement, Shard), since _StridedShard (FSDP over tensor parallelism) is not a subclass
         if not placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
@@ -129,19 +129,20 @@ def parts(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.device, one_order: bool = False) -> Tensor:
-    """Scale the gradients down where their norm is above `limit`; return the norm before.
+    """Scale the gradients down if their norm is above `limit`; return the norm before.
 
-    `one_order`: compute it from whole gradients, as one process does, so that the number of ranks changes no bit.
+    `one_order`: compute the norm from full gradients, as one process does, so that its bits do not depend on the number
+    of ranks.
     """
     gradients = gradients_of(optimizer)
     norm: Tensor
     if one_order and gradients:
-        # one after the other, as no device has room for all; torch's own function has the bits of its clipping
-        norms = [nn.utils.get_total_norm([whole(gradient)]) for gradient in gradients]
+        # gathered in turn, as a device may not have room for all; torch's function gives the bits of torch's clipping
+        norms = [nn.utils.get_total_norm([full(gradient)]) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
     else:
         norm = total_norm(gradients, ranks, device)
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grad_norm_
     for gradient in gradients:
         local = local_part(gradient)
         local.mul_(factor.to(local.device))
@@ -150,15 +151,15 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.devi
 
 @torch.no_grad()
 def clip_value(optimizer: Optimizer, limit: float) -> None:
-    """Limit every number of the gradients to [-limit, limit]."""
+    """Clamp every element of the gradients to [-limit, limit]."""
     for gradient in gradients_of(optimizer):
         local_part(gradient).clamp_(-limit, limit)
 
 
 class MeshScaler(torch.amp.GradScaler):
-    """Scales losses where every rank holds parts of the gradients: an overflow in one part is one on all ranks.
+    """Loss scaler for sharded gradients: an overflow in a shard skips the step on all ranks.
 
-    The public methods of torch's, whose own look at one rank's gradients on one mesh.
+    Overrides the public methods of torch's scaler, which reads one rank's gradients on one mesh.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -166,67 +167,66 @@ class MeshScaler(torch.amp.GradScaler):
         self.device = device
         self.factor = super().get_scale()
         self.good_steps = 0
-        """Number of steps in a row with only finite gradients."""
-        self.found: dict[int, Tensor] = {}
-        """Whether a gradient was not finite, by the id of each optimizer whose gradients are unscaled."""
+        """Number of consecutive steps with finite gradients."""
+        self.overflows: dict[int, Tensor] = {}
+        """Nonzero if a gradient was not finite, by the id of each optimizer whose gradients are unscaled."""
 
     def scale(self, outputs: Any) -> Any:
-        """Return the loss, multiplied."""
+        """Return the loss times the scale."""
         return outputs * self.factor
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients. Raises RuntimeError where they have been since the last update."""
-        if id(optimizer) in self.found:
+        """Divide an optimizer's gradients by the scale; raises RuntimeError on a second call since the last update."""
+        if id(optimizer) in self.overflows:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         gradients = [local_part(gradient) for gradient in gradients_of(optimizer)]
-        held = [gradient for gradient in gradients if gradient.numel()]  # an empty part has no largest number
-        is_bad = (~nn.utils.get_total_norm(held, float("inf")).isfinite()).float().to(self.device)
+        filled = [gradient for gradient in gradients if gradient.numel()]  # an empty shard has no maximum
+        overflow = (~nn.utils.get_total_norm(filled, float("inf")).isfinite()).float().to(self.device)
         if gradients:
             multiply_each(gradients, 1.0 / self.factor)
-        # over all ranks, as the loss scale must stay the same on each: an overflow in one shard skips the step
-        # everywhere
-        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
-        self.found[id(optimizer)] = is_bad
+        # over all ranks, which must skip the same steps and keep the same scale
+        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        self.overflows[id(optimizer)] = overflow
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Update the weights, unless a gradient was not finite."""
-        if id(optimizer) not in self.found:
+        if id(optimizer) not in self.overflows:
             self.unscale_(optimizer)
-        return None if self.found[id(optimizer)].item() else optimizer.step(*args, **kwargs)
+        return None if self.overflows[id(optimizer)].item() else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next factor: a smaller one after an overflow, a larger one after many steps without."""
-        overflowed, self.found = any(found.item() for found in self.found.values()), {}
+        """Lower the scale after an overflow, and raise it after many steps without one."""
+        overflowed, self.overflows = any(overflow.item() for overflow in self.overflows.values()), {}
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if new_scale is not None:
             self.factor = float(new_scale)
         elif overflowed:
             self.factor *= self.get_backoff_factor()
         elif self.good_steps == self.get_growth_interval():
-            # inf as a factor would make every loss inf or NaN from then on
+            # a scale of inf would make every later loss inf or NaN
             self.good_steps, larger = 0, self.factor * self.get_growth_factor()
             self.factor = larger if larger <= torch.finfo(torch.float32).max else self.factor
 
     def get_scale(self) -> float:
-        """Return the factor."""
+        """Return the scale."""
         return self.factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's has."""
+        """Return the state in the format of torch's scaler."""
         return {**super().state_dict(), "_growth_tracker": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what torch's or this one had."""
+        """Load a state of torch's scaler or of this class."""
         super().load_state_dict(state_dict)
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 
 
 def step_one_by_one(optimizers: Iterable[Optimizer], always: bool = False) -> None:
-    """Have optimizers update one parameter after the other where a group's parameters lie on several meshes, or always.
+    """Set foreach=False for parameter groups that span several meshes, or for all of them.
 
-    torch's `foreach` and `fused` kernels take tensors of one mesh only. Left at None, torch would choose `foreach`
-    where all tensors are on an accelerator. Raises ConfigError where the user has chosen one of them.
+    torch's `foreach` and `fused` kernels need tensors of one mesh, but by default torch uses `foreach` for tensors on
+    an accelerator. Raises ConfigError if you set one of the two to True.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}
@@ -234,8 +234,8 @@ def step_one_by_one(optimizers: Iterable[Optimizer], always: bool = False) -> No
         chosen = [option for option in ("foreach", "fused") if group.get(option)]
         if apart and chosen:
             raise ConfigError(
-                f"{chosen[0]}=True: its kernels take tensors of one mesh, but under this strategy's tensor parallelism "
-                f"an optimizer's lie on several. Leave {chosen[0]} out."
+                f"{chosen[0]}=True needs parameters of a single mesh, but under tensor parallelism an optimizer's "
+                f"parameters are on several. Leave {chosen[0]} out."
             )
         if apart and "foreach" in group:
             group["foreach"] = False

@@ -1,4 +1,4 @@
-"""Mesh: data parallelism, sharding (FSDP2) and tensor parallelism, each along an axis of a DeviceMesh."""
+"""Data parallelism, sharding (FSDP2) and tensor parallelism, each along an axis of a DeviceMesh."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
-    """Return the mesh of all processes, its axes named; every rank calls it."""
+    """Return the mesh of all processes, with named axes; every rank calls it."""
     with connections.noting(more=True):
         return init_device_mesh(device_type, sizes, mesh_dim_names=Sizes._fields)
 
 
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
-    """Return the ranks that together have every batch once: those that differ from this one on the axes data and shard.
+    """Return the ranks that together process every batch once: those at this rank's place on the other axes.
 
-    Every rank calls it, since making a group takes them all.
+    Every rank calls it, since creating a group is a collective.
     """
     count = sizes.data * sizes.shard
     index = mesh.get_local_rank("data") * sizes.shard + mesh.get_local_rank("shard")
@@ -60,25 +60,25 @@ def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
 
 
 def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], is_pipeline: bool) -> None:
-    """Raise ConfigError for optimizers that a strategy that gathers parameters around whole steps cannot use."""
+    """Raise ConfigError for optimizers that do not work if parameters are gathered once per training_step."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
-            f"strategy {name!r} needs automatic optimization: it gathers parameters around whole steps, which "
-            f"training_step would cut. Use strategy ddp."
+            f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
+            f"cannot change within it. Use strategy ddp."
         )
     if len(optimizers) > 1 and is_pipeline:
         raise ConfigError(
-            f"strategy {name!r} takes one optimizer, got {len(optimizers)}: a stage may have no parameter of one of "
-            f"them. Use parameter groups of one optimizer, or strategy fsdp or ddp."
+            f"A pipeline (strategy {name!r}) takes one optimizer, got {len(optimizers)}: a stage may have no "
+            f"parameter of some optimizer. Use parameter groups of one optimizer, or strategy fsdp or ddp."
         )
-    # torchao compiles its update, which goes wrong on an empty part, in torch's fully_shard by hand too (torch 2.13,
-    # torchao 0.18)
-    compiled = [one for one in optimizers if type(one).__module__.partition(".")[0] == "torchao"]
-    empty = [parameter_name for parameter_name, one in task.named_parameters() if not local_part(one).numel()]
+    # torchao compiles its update, which is wrong for an empty shard, also under plain fully_shard (torch 2.13, torchao
+    # 0.18)
+    compiled = [optimizer for optimizer in optimizers if type(optimizer).__module__.partition(".")[0] == "torchao"]
+    empty = [parameter for parameter, weight in task.named_parameters() if not local_part(weight).numel()]
     if compiled and empty:
         raise ConfigError(
-            f"torchao's {type(compiled[0]).__name__} computes wrong updates where a process has an empty part of a "
-            f"parameter, as under strategy {name!r} of {first_names(empty)}. Use an optimizer of torch.optim, or "
+            f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard of a "
+            f"parameter: strategy {name!r} leaves one of {first_names(empty)}. Use an optimizer of torch.optim, or "
             f"strategy ddp."
         )
 
@@ -87,13 +87,13 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
     """Raise ConfigError for compile options that do not work on a mesh."""
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
-            f"trainer.compile: the hooks by which strategy {name!r} gathers parameters cannot be compiled. The blocks "
-            f"between them can: name their classes, as in compile={{'blocks': ['Block']}}."
+            f"trainer.compile: the hooks with which strategy {name!r} gathers parameters cannot be compiled, but the "
+            f"blocks between them can. List their classes, as in compile={{'blocks': ['Block']}}."
         )
     if sizes.tensor * sizes.pipeline > 1:
         raise ConfigError(
-            f"trainer.compile: torch's compiler fails on layers that are cut over processes; with tensor="
-            f"{sizes.tensor} and pipeline={sizes.pipeline} leave it out."
+            f"trainer.compile: torch's compiler fails on layers that are split across processes. Leave compile out "
+            f"with tensor={sizes.tensor} and pipeline={sizes.pipeline}."
         )
 
 
@@ -101,14 +101,14 @@ ELEMENTWISE = {
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam, optim.Adamax,
     optim.Adadelta, optim.ASGD, optim.Rprop,
 }  # fmt: skip
-"""Optimizers that update each number by its own gradient and state alone, whatever part of a parameter it is in."""
+"""Optimizers that update each element from its gradient and state alone, so that sharding does not change results."""
 
 
 class MeshStrategy(GroupStrategy):
-    """One process for each device, on a mesh with the axes data, shard and tensor.
+    """One process per device, on a mesh with the axes data, shard and tensor.
 
-    The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
-    processes of the axis `tensor` work on the same batches, each on its part of the layers.
+    Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
+    Processes along `tensor` work on the same batches, each on its shard of the layers.
     """
 
     name = "mesh"
@@ -129,14 +129,14 @@ class MeshStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`data`, `shard`, `tensor`: processes on each axis; one may be "auto" and takes what is left.
-        `tensor_shards`: parts of each cut layer, fixed for a run; `tensor` processes share them out, with the same bits
-        for any that divides their number. None: one for each process.
-        `shard_blocks`: the classes whose modules are gathered as one, or how many parameters make such a block.
-        `reshard_after_forward`: drop a block's gathered parameters after its forward; None: all but the outermost's.
-        `cpu_offload`: keep parts, gradients and optimizer states on the host. `meta_init`: only rank 0
-        builds what configure_model makes, and hands the parts out. `whole_at_end`: give every process the whole task
-        back when a run ends; False: the weights are in the checkpoints only. `timeout`: in seconds, or those of each
+        """`data`, `shard`, `tensor`: number of processes along each axis; "auto" for one axis uses the rest.
+        `tensor_shards`: number of shards per tensor-parallel layer, fixed for a run. Results are bit-identical for any
+        `tensor` that divides it. None: one per process.
+        `shard_blocks`: classes of modules to gather as one block, or the minimum number of parameters in a block.
+        `reshard_after_forward`: free a block's gathered parameters after its forward; None: except the outermost's.
+        `cpu_offload`: keep shards, gradients and optimizer states on the host. `meta_init`: build the modules of
+        configure_model on rank 0 only, and broadcast the shards. `whole_at_end`: give every process the full task when
+        a run ends; False: only the checkpoints have the weights. `timeout`: seconds, or a mapping with seconds per
         phase.
         """
         super().__init__(process_group_backend, init_method, timeout)
@@ -148,80 +148,79 @@ class MeshStrategy(GroupStrategy):
         self.sizes = Sizes(1, 1, 1, 1)
         self.mesh: DeviceMesh | None = None
         self.group: dist.ProcessGroup | None = None
-        """The process group that the mesh was made in."""
+        """The default process group when the mesh was made."""
         self.among = SINGLE
         self.steps: MeshSteps | None = None
         """The outermost module, which calls the task's steps; None in one process."""
         self.root: FSDPModule | None = None
-        """The same module, where it is sharded."""
+        """The same module if it is sharded, otherwise None."""
         self.wrapping: Wrapping | None = None
         self.sends: bool | None = None
-        """Whether gradients are sent in the next backward; None: as the step before left it."""
+        """True if FSDP reduces gradients in the next backward; None: not set yet on this layout."""
         self.shard_tree: ShardTree | None = None
-        """What adds up sharded gradients in one order."""
-        self.cut: TensorGradients | None = None
-        """The gradients beside layers that are cut over the axis tensor."""
+        """Sums sharded gradients in a fixed order."""
+        self.tensor_gradients: TensorGradients | None = None
+        """Gradients of parameters that are not split along the axis tensor."""
         self.mesh_states = MeshStateDicts(self.asked)
         self.state_dicts: ShardedStateDicts = self.mesh_states
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
+        """Join the process group and make the mesh; raises ConfigError if the axes do not multiply to world size."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):
             raise ConfigError(
                 f"strategy mesh: tensor_shards={shards} is not a multiple of tensor={processes}. A run keeps its "
-                f"tensor_shards: take a number of processes that divides it."
+                f"tensor_shards: set tensor to a divisor of {shards}."
             )
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
         if not serves_host():
             raise ConfigError(
-                f"strategy {self.name!r} also moves tensors on the host, which the process group that exists already "
-                f"does not serve: make it by init_process_group() without a backend."
+                f"strategy {self.name!r} also communicates tensors on the host, which your process group does not "
+                f"support: call init_process_group() without a backend."
             )
-        if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all stages of a trainer
+        if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all calls of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
             self.among = data_ranks(self.mesh, self.sizes)
             self.mesh_states.open_writers(place.rank, place.world_size)
         self.data_ranks, self.weight_ranks = self.among, self._ranks_along("data")
-        # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
+        # on accelerators DTensor draws different numbers for each shard, from generators that are equal on all ranks
         shard = self.mesh.get_local_rank("shard") if self.device.type == "cpu" else 0
         self.shard = self.mesh.get_local_rank("pipeline") + self.sizes.pipeline * shard
-        # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again
+        # parameters that a forward gathers in inference mode could not be trained again
         self.allows_inference_mode, self.compiles_blocks = False, True
         self.has_all_weights = self.sizes.pipeline == 1
         # pipelines run their batches independently unless they share parameters
         self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
-        # what is gathered is no parameter of an optimizer's, to which a gradient could be confined
+        # backward's `inputs` cannot confine a gradient: the gathered tensors are not the optimizer's parameters
         self.takes_one_loss = self.data_ranks.size > 1
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device)
 
     def _ranks_along(self, axis: str) -> Ranks:
-        """Return the processes that differ from this one on an axis alone."""
+        """Return the processes along an axis of the mesh, at this process's place on the other axes."""
         if self.mesh is None:
             return SINGLE
         return Ranks(self.mesh.get_local_rank(axis), getattr(self.sizes, axis), self.mesh.get_group(axis))
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
-        """Build the task's modules; with `meta_init` on rank 0 only, elsewhere no weight takes memory."""
+        """Build the task's modules; with `meta_init` only rank 0 allocates weights."""
         if not self.meta_init:
             super().build_model(task)
             return
-        # On meta a draw consumes nothing of the generator, so ranks would differ from now on: all take rank 0's state.
-        # Building there and resetting parameters shard by shard would need no whole model, but draws other numbers than
-        # one process does.
+        # Draws on the meta device do not advance the generator, so all ranks take rank 0's state afterwards. Resetting
+        # parameters shard by shard would avoid the full model on rank 0, but draws other numbers than one process does.
         with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
         torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
         build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
-        """Give this process its part of the task's weights, which are those of rank 0."""
+        """Give this process its shard of the task's weights, with the values of rank 0."""
         if self.mesh is None:
             super().place_task(task)
             self.wrapping = Wrapping(task)
@@ -230,11 +229,11 @@ class MeshStrategy(GroupStrategy):
             return
         self.task = task
         self._sync_batch_norm(task)
-        if self.place.rank == 0:  # which has the values for all
+        if self.place.rank == 0:  # the source of all values
             refuse_empty(task)
         if self.lockstep:
             require_dimensions(task, self.name)
-        if self.lockstep or self.sizes.tensor > 1:  # whose ranks compare gradients, which torch cannot broadcast sparse
+        if self.lockstep or self.sizes.tensor > 1:  # tensor ranks compare gradients; torch cannot broadcast sparse ones
             require_dense_gradients(task, [f"strategy={self.name}"])
         options = task.trainer.compile
         if options:
@@ -242,15 +241,14 @@ class MeshStrategy(GroupStrategy):
         self.precision.place(task)
         values = weight_broadcast.send_off(task) if self.meta_init else None
         if not self.meta_init:
-            # before anything is cut: fully_shard takes each rank's part out of that rank's own weights, without a
-            # message
+            # before sharding: fully_shard cuts a rank's shard from that rank's weights, without communication
             self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
-        # taken before the first wrapper, and closed by done() after the last: what came in between is undone at the end
+        # records the wrappers between here and done(), which `teardown` removes
         self.wrapping = Wrapping(task)
-        # inside FSDP's hooks: a block's forward is compiled, gathering it is not
+        # inside FSDP's hooks: a block's forward is compiled, gathering its parameters is not
         if isinstance(options, Mapping):
             kernels.compile_forwards(task, options)
-        # FSDP comes last: fully_shard takes DTensors of another axis of the same mesh, parallelize_module does not
+        # FSDP last: fully_shard accepts DTensors of another axis of the same mesh, parallelize_module does not
         self._cut(task)
         self._shard(task, self.mesh[("data", "shard") if self.sizes.data > 1 else ("shard",)])
         self.wrapping.done()
@@ -259,7 +257,7 @@ class MeshStrategy(GroupStrategy):
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def _cut(self, task: "Task") -> None:
-        """Cut the layers that the plan names, over the axis tensor."""
+        """Split the layers of the tensor plan along the axis tensor."""
         if not self.tensor_shards and self.sizes.tensor == 1:
             return
         words = words_of(task, self.tensor_shards or self.sizes.tensor, in_shards=bool(self.tensor_shards))
@@ -270,8 +268,8 @@ class MeshStrategy(GroupStrategy):
 
     def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
         """Shard the task's parameters over a mesh of the axes data and shard."""
-        # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward, and a
-        # training_step that calls self.body(x) and never self(x) would let each child take itself for the root.
+        # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward, and if
+        # training_step calls self.body(x) but never self(x), each child would become a root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
             try:
@@ -280,66 +278,66 @@ class MeshStrategy(GroupStrategy):
                 weights = ((name, type(weight).__name__) for name, weight in task.named_parameters())
                 kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
                 raise ConfigError(
-                    f"strategy={self.name} cuts each weight into parts, which its class does not do: "
-                    f"{first_names(kinds)}. Use ddp or zero1, which keep weights whole. It said: {error}"
+                    f"strategy={self.name} shards each weight, which the classes of these weights do not support: "
+                    f"{first_names(kinds)}. Use strategy ddp or zero1, which do not shard weights. torch: {error}"
                 ) from error
-            # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
+            # for hooks that call the task directly, past MeshSteps (sanity images, generation)
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
         elif not self.meta_init:
             task.to(self.device)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
+        """Prepare the placed task for training; raises ConfigError for optimizers that do not work on the mesh."""
         if self.mesh is not None:
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
             refuse_optimizers(self.name, task, optimizers, self.sizes.pipeline > 1)
             if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
-                unknown = [one for one in optimizers if type(one) not in ELEMENTWISE]
+                unknown = [optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
-        # on one process of them, too: other kernels may have other bits
+        # with tensor_shards also in one process, since other kernels may round differently
         dtensors.step_one_by_one(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
         return prepared
 
     def _share_weights(self, task: "Task") -> None:
-        """Do nothing: `place_task` has shared the weights out."""
+        """Do nothing: `place_task` has distributed the weights."""
 
     def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
-        """Raise ConfigError for what changes the last bits with the number of processes."""
-        kinds = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
-        odd = [type(one).__name__ for one in optimizers if type(one) not in ELEMENTWISE]
-        fused = any(group.get("fused") for one in optimizers for group in one.param_groups)
+        """Raise ConfigError for settings under which the last bits depend on the number of processes."""
+        dtypes = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
+        mixing = [type(optimizer).__name__ for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
+        fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
         axes = [axis for axis in ("data", "pipeline") if getattr(self.sizes, axis) > 1]
         reasons = {
-            f"along the axis {' and '.join(axes)} torch adds up in an order of its own, unlike along shard": axes,
-            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}) the processes of tensor cut the sums": (
+            f"along the axis {' and '.join(axes)} the order of sums is torch's, not fixed as along shard": axes,
+            f"without tensor_shards (such as tensor_shards={self.sizes.tensor}) sums depend on the size of tensor": (
                 self.sizes.tensor > 1 and self.tensor_shards is None
             ),
-            "cpu_offload updates weights on the host, one process on its device": (
+            "cpu_offload updates weights on the host, a single process on its device": (
                 self.sharding.cpu_offload and self.device.type != "cpu"
             ),
-            f"{', '.join(odd)} may compute with more than one number of a parameter at a time": odd,
-            "fused optimizers round the last numbers of a part otherwise than those within it": (
+            f"{', '.join(mixing)} may combine several elements of a parameter": mixing,
+            "fused optimizers round the last elements of a shard differently from the others": (
                 fused and self.device.type == "cpu"
             ),
-            "norms of gradients of several types have no order of their own in torch": len(kinds) > 1,
+            "the norm of gradients of several dtypes has no fixed order in torch": len(dtypes) > 1,
         }
-        found = "; ".join(reason for reason, holds in reasons.items() if holds)
-        if found:
+        violations = "; ".join(reason for reason, holds in reasons.items() if holds)
+        if violations:
             raise ConfigError(
-                f"reproducible: bitwise under strategy {self.name!r}: {found}. Leave that out, or use strategy ddp or "
-                f"zero1, or reproducible: order."
+                f"strategy {self.name!r} cannot be bitwise reproducible here: {violations}. Change these settings, or "
+                f"use strategy ddp or zero1, or set reproducible: order."
             )
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach to the parameters that are trained now."""
+        """Attach to the trainable parameters on this layout."""
         self.sends, self.gradients_in_parts = None, self.mesh is not None
         super().regroup(layout, place)
         if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
-            self.cut = TensorGradients(self.task, plan_of(self.task), self.mesh.get_group("tensor"))
+            self.tensor_gradients = TensorGradients(self.task, plan_of(self.task), self.mesh.get_group("tensor"))
 
     def _make_tree(self, task: "Task") -> ReplicaTree:
         if self.root is None:
@@ -348,10 +346,10 @@ class MeshStrategy(GroupStrategy):
         return self.shard_tree
 
     def finish(self) -> None:
-        """Give every process the whole task back, on its host, or one without values; every rank calls it."""
+        """Replace sharded weights by full ones on the host, or by empty ones; every rank calls it."""
         if self.steps is None or self.task is None:
             return
-        # evaluations may have left blocks gathered; what make_whole takes is the shards
+        # evaluations may have left blocks gathered, but make_plain reads the shards
         for module in sharded(self.steps):
             module.reshard()
         dtensors.make_plain(self.task, keep=self.whole_at_end)
@@ -360,14 +358,14 @@ class MeshStrategy(GroupStrategy):
         """Remove the wrappers from the task's modules."""
         if self.wrapping is not None:
             self.wrapping.undo()
-        self.wrapping = self.steps = self.root = self.shard_tree = self.cut = None
+        self.wrapping = self.steps = self.root = self.shard_tree = self.tensor_gradients = None
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step, with the parameters of each block gathered while it runs.
+        """Call training_step; the parameters of each block are gathered while the block runs.
 
-        Raises TaskError where it leaves its batch out: the other processes wait in backward for this one's parameters.
+        Raises TaskError if it skips its batch, since the other processes wait in backward for this process's shards.
         """
         if self.steps is None:
             return super().training_step(arguments, replica, last)
@@ -376,43 +374,41 @@ class MeshStrategy(GroupStrategy):
         if self.shard_tree is not None:
             self.shard_tree.open_batch(is_masked=replica is None)
         elif self.sends is not last and self.root is not None:
-            self.root.set_requires_gradient_sync(
-                last
-            )  # visits every module of the task, so only where something changes
+            self.root.set_requires_gradient_sync(last)  # only on a change, as it visits every module of the task
         self.sends = last
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
         if output is None and self.data_ranks.size > 1:
             raise TaskError(
-                f"training_step returned None, which leaves its batch out; under strategy {self.name!r} the other "
-                f"processes wait for this one in backward. Return the loss times 0.0 instead."
+                f"training_step returned None to skip its batch, but under strategy {self.name!r} the other processes "
+                f"wait for this one in backward. Return the loss times 0.0 instead."
             )
         return output
 
     def end_step(self) -> None:
-        """Sum the gradients of uncut parameters beside cut layers, and complete the buffers of the step."""
-        if self.cut is not None:
-            self.cut.complete()
+        """Sum partial gradients along the axis tensor, and complete the buffers of the step."""
+        if self.tensor_gradients is not None:
+            self.tensor_gradients.complete()
         super().end_step()
 
     def abandon_step(self) -> None:
-        """Drop the gradients of the batches of a step that ends before its last one."""
+        """Drop the gradients of an unfinished step."""
         super().abandon_step()
         if self.root is not None:
             drop_unsent_gradients(self.root)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the step `name` of the task."""
+        """Call the task's step `name`, such as "validation_step"."""
         if self.steps is None:
             return super().evaluation_step(name, arguments)
         with self.precision.forward_context():
             output = self.steps(name, *arguments)
         if self.root is not None:
-            self.root.reshard()  # no backward will drop what the outermost block has gathered
+            self.root.reshard()  # no backward will free the parameters of the outermost block
         return output
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip the gradients of `optimizer`'s parameters by the norm of all their parts, or by value."""
+        """Clip the gradients of `optimizer`'s parameters by value, or by their norm over all shards."""
         if self.mesh is None:
             return super().clip(optimizer, limit, algorithm)
         if algorithm == "value":
@@ -424,14 +420,14 @@ class MeshStrategy(GroupStrategy):
 
 
 class MeshSteps(nn.Module):
-    """Calls the steps of a task, as the forward of the outermost sharded module."""
+    """The outermost sharded module, whose forward calls the steps of a task."""
 
     def __init__(self, task: "Task") -> None:
         super().__init__()
         self.task, self.inside = task, False
 
     def forward(self, name: str, *arguments: Any) -> Any:
-        """Return what the step `name` returns."""
+        """Return the result of the step `name`."""
         self.inside = True
         try:
             return getattr(self.task, name)(*arguments)
@@ -439,21 +435,21 @@ class MeshSteps(nn.Module):
             self.inside = False
 
     def before_forward(self: Any, task: nn.Module, inputs: Any) -> None:
-        """Gather the outermost parameters where a hook calls the task itself, outside of a step."""
+        """Gather the outermost parameters if a hook calls the task outside a step."""
         if not self.inside:
             self.unshard()
 
     def after_forward(self: Any, task: nn.Module, inputs: Any, output: Any) -> None:
-        """Drop the gathered parameters again."""
+        """Free the gathered parameters."""
         if not self.inside:
             self.reshard()
 
 
 class FSDPStrategy(MeshStrategy):
-    """Parameters, gradients and optimizer states sharded over all processes, each of which has its own replicas."""
+    """Shards parameters, gradients and optimizer states over all processes, among which replicas are divided."""
 
     name = "fsdp"
 
     def __init__(self, **options: Any) -> None:
-        """The arguments are those of strategy mesh."""
+        """Takes the arguments of strategy mesh."""
         super().__init__(shard="auto", **options)

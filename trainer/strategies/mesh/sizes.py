@@ -1,6 +1,6 @@
-"""Sizes of a mesh's axes, without torch.
+"""Sizes of a mesh's axes; does not import torch.
 
-Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the
+Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest, so that the
 processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
 """
 
@@ -23,30 +23,30 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
-    """Refuse sizes that no number of processes can have; raises ConfigError that names the axis."""
+    """Raise ConfigError for an axis size that is neither positive nor "auto", or for two that are "auto"."""
     for axis, size in asked.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"strategy mesh: {axis}={size!r}; expected a positive count of processes, or 'auto'.")
+            raise ConfigError(f"strategy mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")
     automatic = [axis for axis, size in asked.items() if size == "auto"]
     if len(automatic) > 1:
-        raise ConfigError(f"strategy mesh: {' and '.join(automatic)} are 'auto'; only one axis can take what is left.")
+        raise ConfigError(f"strategy mesh: {' and '.join(automatic)} are 'auto', but only one axis can be.")
 
 
 def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:
-    """Return the sizes for so many processes; raises ConfigError, with the sums, where they do not multiply out."""
-    given = {axis: size for axis, size in asked.items() if size != "auto"}
-    product = prod(given.values())
-    sum_ = " x ".join(f"{axis} {size}" for axis, size in asked.items())
-    where = f"{processes} process{'es' if processes > 1 else ''}"
+    """Return the size of each axis for a number of processes; raises ConfigError, with the product, on a mismatch."""
+    fixed = {axis: size for axis, size in asked.items() if size != "auto"}
+    product = prod(fixed.values())
+    axes = " x ".join(f"{axis} {size}" for axis, size in asked.items())
+    count = f"{processes} process{'es' if processes > 1 else ''}"
     if machines > 1:
-        where += f" ({machines} machines x {processes // machines})"
+        count += f" ({machines} machines x {processes // machines})"
     remedy = "Change trainer.devices and trainer.num_nodes, or the axes"
-    if len(given) == len(asked):
+    if len(fixed) == len(asked):
         if product != processes:
-            raise ConfigError(f"strategy mesh: {sum_} = {product}, but there are {where}. {remedy}.")
-        return Sizes(**given)
+            raise ConfigError(f"strategy mesh: {axes} = {product}, but there are {count}. {remedy}.")
+        return Sizes(**fixed)
     if processes % product:
         raise ConfigError(
-            f"strategy mesh: {sum_} needs a multiple of {product} processes, but there are {where}. {remedy}."
+            f"strategy mesh: {axes} needs a multiple of {product} processes, but there are {count}. {remedy}."
         )
     return Sizes(**{axis: processes // product if size == "auto" else size for axis, size in asked.items()})

@@ -1,4 +1,4 @@
-"""State dicts on a mesh: every rank writes and reads its parts of tensors."""
+"""State dicts on a mesh: every rank writes and reads its shards of tensors."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,57 +19,57 @@ if TYPE_CHECKING:
 
 
 class MeshStateDicts(ShardedStateDicts):
-    """State dicts whose tensors are DTensors, with this rank's part of each."""
+    """State dicts of DTensors, with this rank's shard of each."""
 
     read_in_parts = ("state_dict", "optimizer_states")
 
     def __init__(self, asked: Mapping[str, Size]) -> None:
-        """`asked`: the sizes of the mesh's axes, as the config has them."""
+        """`asked`: the sizes of the mesh's axes in the config."""
         super().__init__()
         self.asked = asked
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
+        """Return the sizes of the axes; raises ConfigError if they do not multiply to `world_size`."""
         sizes = fit_sizes(self.asked, world_size)
         cut = world_size // sizes.data
         return StateParts(sizes.data * sizes.shard, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
     @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's parts of whole weights; other values (a module's extra state) are loaded by torch."""
-        # with keep_vars, as the DTensors themselves are needed: without it state_dict returns detached ones
-        own, plain = task.state_dict(keep_vars=True), {}
+        """Load this rank's shards of full weights; torch loads other values, such as a module's extra state."""
+        # keep_vars, since the DTensors themselves are filled: without it state_dict returns detached ones
+        targets, plain = task.state_dict(keep_vars=True), {}
         for name, value in weights.items():
-            target = own.get(name)
+            target = targets.get(name)
             if isinstance(target, DTensor) and value is not target:
                 dtensors.fill(target, value)
-            # filled in place already; handed on all the same, so that `strict` finds every name
+            # already filled in place, but `strict` checks every name
             plain[name] = target if isinstance(target, DTensor) else load_stored(value)
         task.load_state_dict(plain, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load an optimizer's whole state dict; this rank keeps its parts of it."""
+        """Load this rank's shards of an optimizer's full state dict."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = {}
+        shards = {}
         for index, values in state["state"].items():
             if not isinstance(index, int) or index >= len(parameters):
                 raise CheckpointError(
-                    f"The checkpoint's optimizer has a state for parameter {index}, this run has none."
+                    f"The checkpoint's optimizer has a state for parameter {index}, but this run's optimizer does not."
                 )
-            own[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
-        optimizer.load_state_dict({**state, "state": own})
+            shards[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
+        optimizer.load_state_dict({**state, "state": shards})
         dtensors.step_one_by_one([optimizer])
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
+    """Return an optimizer's value with the layout of its parameter: sharded if it has the parameter's shape."""
     is_tensor = isinstance(value, (Tensor, StoredTensor))
     if not isinstance(parameter, DTensor) or not is_tensor or not value.shape:
         return load_stored(value)
     if value.shape != parameter.shape:
         raise CheckpointError(
             f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
-            f"{tuple(parameter.shape)}, which a mesh cannot deal out. Go on with strategy single or ddp, or with an "
-            f"optimizer whose values have the parameters' shapes."
+            f"{tuple(parameter.shape)}, which a mesh cannot shard. Resume with strategy single or ddp, or use an "
+            f"optimizer whose values have the shapes of the parameters."
         )
     return dtensors.local_shard(value, parameter)

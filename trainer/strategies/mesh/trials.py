@@ -1,4 +1,4 @@
-"""Trials of optimizers on small parameters that are sharded: DTensor does not know the arithmetic of all of them."""
+"""Trials of optimizers on small sharded parameters, since DTensor does not support the operations of all of them."""
 
 import sys
 import textwrap
@@ -17,7 +17,7 @@ from ...optimization.optimizers import copy_with, has_modes, optimizer_parameter
 from ...processes.ranks import Ranks
 
 STEPS = 12
-"""Steps of a trial: Lookahead does all that it does after 5, SOAP after 11."""
+"""Number of steps in a trial; Lookahead reaches all of its code after 5, SOAP after 11."""
 
 
 def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
@@ -26,44 +26,44 @@ def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ra
         states = generator_states()
         error = _error_of_steps(optimizer)
         set_generators(states)
-        said = next((said for said in ranks.gather_objects(error) if said), None)
-        if said is not None:
-            way_out = "ddp" if has_modes(optimizer) else "zero1, which shards the state by whole tensors, or ddp"
+        failure = next((message for message in ranks.gather_objects(error) if message), None)
+        if failure is not None:
+            remedy = "ddp" if has_modes(optimizer) else "zero1, which shards the state by whole tensors, or ddp"
             raise ConfigError(
-                f"{type(optimizer).__name__} does not work on the sharded parameters of strategy {strategy!r}: its "
-                f"arithmetic is not among what torch's DTensor knows ({said}). Use strategy {way_out}; or an "
-                f"optimizer such as AdamW."
+                f"{type(optimizer).__name__} does not work on the sharded parameters of strategy {strategy!r}: torch's "
+                f"DTensor does not support one of its operations ({failure}). Use strategy {remedy}; or an optimizer "
+                f"such as AdamW."
             )
 
 
 def _error_of_steps(optimizer: Optimizer) -> str:
-    """Return what an optimizer raises in steps of a copy of it with small parameters; "" if nothing."""
+    """Return the error that a copy of the optimizer raises in steps on small parameters; "" if none."""
     small: dict[Any, nn.Parameter] = {}
 
     def change(parameter: Tensor) -> nn.Parameter:
         key = _small_shape(parameter), parameter.dtype, parameter.requires_grad
         return small.setdefault(key, nn.Parameter(_small(parameter), parameter.requires_grad))
 
-    # what it compiles would be compiled again for the real shapes, which takes minutes
+    # without compiling, which would take minutes and be repeated for the real shapes
     compiles = "torch._dynamo" in sys.modules
     try:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
-            made = copy_with(optimizer, change)
-            for group in made.param_groups:
+            copy = copy_with(optimizer, change)
+            for group in copy.param_groups:
                 group["params"] = list(dict.fromkeys(group["params"]))
-            if has_modes(made):
-                made.train()
+            if has_modes(copy):
+                copy.train()
             for _ in range(STEPS):
-                for parameter in optimizer_parameters(made):
+                for parameter in optimizer_parameters(copy):
                     parameter.grad = torch.full_like(parameter, 0.1) if parameter.requires_grad else None
-                made.step()
-    except Exception as error:  # any kind: what DTensor, or the package, makes of it
+                copy.step()
+    except Exception as error:  # DTensor and the optimizer's package raise various types
         return f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
     return ""
 
 
 def _small_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a shape with few numbers that is cut as evenly, or unevenly, as the parameter is."""
+    """Return a small shape that is sharded as evenly or unevenly as the parameter."""
     if not isinstance(parameter, DTensor):
         return tuple(min(size, 4) for size in parameter.shape)
     ranks = parameter.device_mesh.size()
@@ -72,7 +72,7 @@ def _small_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _small(parameter: Tensor) -> Tensor:
-    """Return a tensor of the small shape, laid out as the parameter is, the same on all ranks."""
+    """Return a tensor of the small shape with the parameter's placements, the same on all ranks."""
     size = torch.Size(_small_shape(parameter))
     values = torch.linspace(-1.0, 1.0, size.numel(), device=parameter.device).reshape(size).to(parameter.dtype)
     if not isinstance(parameter, DTensor):

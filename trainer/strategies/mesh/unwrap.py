@@ -1,6 +1,6 @@
-"""Undoing torch's composable wrappers: fully_shard and parallelize_module cannot be undone themselves.
+"""Removal of torch's composable wrappers, which fully_shard and parallelize_module do not offer.
 
-They give a module another class, hooks, and entries in its `__dict__`; all three are put back as they were.
+They give a module another class, hooks, and entries in its `__dict__`, all of which are restored.
 """
 
 from typing import Any
@@ -10,25 +10,25 @@ from torch import nn
 from ....base.torch_private import forget_wrapping
 
 Entry = tuple[str, int | None]
-"""A name in a module's `__dict__`, or a name there and the number of a hook in the dict that it has."""
+"""A name in a module's `__dict__` and, for a hook, its number in the dict of that name."""
 
 
 class Wrapping:
     """Record of a task's modules before they are wrapped, so that the wrappers can be removed."""
 
     def __init__(self, task: nn.Module) -> None:
-        """Remember how the modules are now."""
+        """Record the modules before wrapping."""
         self.before = [(module, type(module), entries(module)) for module in task.modules()]
         self.added: list[set[Entry]] = []
 
     def done(self) -> None:
-        """Remember what was added since, which is what `undo` takes away."""
+        """Record the entries added since, for `undo`."""
         self.added = [entries(module) - before for module, _, before in self.before]
 
     def undo(self) -> None:
-        """Take the wrappers away; parameters stay as they are."""
+        """Remove the wrappers; parameters stay unchanged."""
         for (module, kind, _), added in zip(self.before, self.added, strict=True):
-            # FSDP adds those around state_dict in the first forward
+            # FSDP adds its state_dict hooks in the first forward
             late = {
                 (name, key) for name, key in entries(module) if key is not None and is_fsdp(vars(module)[name][key])
             }
@@ -40,14 +40,14 @@ class Wrapping:
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Return whether a hook is torch's own for sharded modules; it holds a process group, and cannot be pickled."""
+    """Return whether a hook is FSDP's; such a hook holds a process group and cannot be pickled."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def entries(module: nn.Module) -> set[Entry]:
     """Return the names in a module's `__dict__`, and the numbers of the hooks in each dict there.
 
-    Other keys (of buffers, say) are the task's own, also where it has added them meanwhile.
+    Other keys, such as names of buffers, belong to the task, even if they were added later.
     """
     hooks = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
     numbers = {(name, key) for name, value in hooks for key in value if isinstance(key, int)}

@@ -1,4 +1,4 @@
-"""Broadcast of rank 0's weights to a task that is sharded already: of each tensor, a rank keeps its part."""
+"""Broadcast of rank 0's weights to a task that is already sharded; each rank keeps its shard of every tensor."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from . import dtensors
 
 
 def send_off(task: nn.Module) -> list[Tensor]:
-    """Replace all tensors of a task by ones without memory; return those that were there."""
+    """Replace all tensors of a task by meta tensors, without memory; return the original ones."""
     values = dict.fromkeys(tensor for *_, tensor in dtensors.tensor_slots(task))
     dtensors.replace(task, lambda tensor: torch.empty_like(tensor, device="meta"))
     return list(values)
@@ -19,9 +19,9 @@ def send_off(task: nn.Module) -> list[Tensor]:
 def bring_back(
     task: nn.Module, values: list[Tensor] | None, device: torch.device, device_of_parts: torch.device
 ) -> None:
-    """Give a task's tensors memory, and each rank its part of `values`, which rank 0 has.
+    """Allocate a task's tensors, and give each rank its shard of `values`, which only rank 0 has.
 
-    One tensor at a time, so that no other rank holds more than its parts and one whole tensor, on the host.
+    Tensors are broadcast in turn, so that a rank holds at most its shards and one full tensor, on the host.
     """
     rank_0 = iter(values or ())
 
@@ -29,7 +29,7 @@ def bring_back(
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         if values is not None:
             value = next(rank_0).detach().cpu().contiguous()
-        # as bytes: gloo has no broadcast for some dtypes (int16, float8), and NaN payloads must arrive as they are
+        # as bytes: gloo cannot broadcast some dtypes (int16, float8), and NaN payloads must not change
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         target = torch.empty_like(tensor, device=device_of_parts if isinstance(tensor, DTensor) else device)

@@ -147,7 +147,7 @@ class PipelineMeshStrategy(MeshStrategy):
             # one tensor at a time, so that no device holds two whole models
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             if place == self.owners.own:
-                value.copy_(dtensors.whole(tensor))
+                value.copy_(dtensors.full(tensor))
             dist.broadcast(value, group=self.stage_ranks.group, group_src=place)
             return value.cpu()
 
