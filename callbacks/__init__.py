@@ -1,4 +1,4 @@
-"""Callbacks: the base class with all hooks in `callback.py`, and one callback per other module."""
+"""Callbacks: `callback.py` has the base class with all hooks, each other module one callback."""
 
 from typing import TYPE_CHECKING
 
@@ -54,5 +54,5 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # a module-level __getattr__ makes type checkers accept any name
     __getattr__ = importer(__name__, _HOMES)

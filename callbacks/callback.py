@@ -1,15 +1,15 @@
 """Callback: the hooks, under one drawing of the loop.
 
-Every hook in the order of its calls, with `C` for hooks of callbacks and `T` for hooks of tasks. Callbacks are called
-before the task, except those that judge metrics (MonitoringCallback) and, last of all, save (CheckpointCallback). A
-test checks this drawing against the code.
+The drawing lists every hook in call order: `C` marks hooks of callbacks, `T` hooks of tasks. Callbacks run before the
+task, except a MonitoringCallback, which judges metrics and runs after it, and a CheckpointCallback, which saves and
+runs last. A test checks this drawing against the code.
 
     prepare_data                                   T   one process of each machine; the data module's first
-    setup                                        C T   (stage); the data module's comes first
+    setup                                        C T   (stage); the data module's first
     configure_model                                T
     on_load_checkpoint                           C T   when resuming from a checkpoint
-    train_dataloader                               T   or the data module's, if `fit` was given none; fit only
-    val_dataloader                                 T   the same; test_dataloader, predict_dataloader in their stages
+    train_dataloader                               T   or the data module's, unless you pass loaders; fit only
+    val_dataloader                                 T   likewise; test_dataloader, predict_dataloader in their stages
     configure_optimizers                           T   fit only
     on_fit_start                                 C T   fit only
     on_sanity_check_start                        C     a few validation batches before training
@@ -25,8 +25,8 @@ test checks this drawing against the code.
     |   |   |   on_after_batch_transfer            T   or the data module's
     |   |   |   on_train_batch_start             C T
     |   |   |   training_step                      T
-    |   |   |   on_before_zero_grad              C T   step's first batch; if it runs several replicas, before that
-    |   |   |   optimizer_zero_grad                T   the same
+    |   |   |   on_before_zero_grad              C T   first batch of the step; with several replicas, before it
+    |   |   |   optimizer_zero_grad                T   likewise
     |   |   |   on_before_backward               C T
     |   |   |   backward                           T
     |   |   |   on_after_backward                C T
@@ -34,10 +34,10 @@ test checks this drawing against the code.
     |   |   on_before_optimizer_step             C T
     |   |   configure_gradient_clipping            T
     |   |   optimizer_step                         T
-    |   |   lr_scheduler_step                      T   schedulers by steps
-    |   |   lr_scheduler_step                      T   schedulers by epochs, after the epoch's last step
-    |   |   on_step_end                          C T   on every process, also one without a batch in the step
-    |   |   on_train_batch_end                   C T   for the step's last batch: the weights are updated
+    |   |   lr_scheduler_step                      T   schedulers with interval "step"
+    |   |   lr_scheduler_step                      T   schedulers with interval "epoch", after the epoch's last step
+    |   |   on_step_end                          C T   on every process, even without a batch in the step
+    |   |   on_train_batch_end                   C T   for the step's last batch, after the weight update
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
     |   |   |   on_validation_model_eval         C T
     |   |   |   on_validation_start              C T
@@ -52,10 +52,10 @@ test checks this drawing against the code.
     |   |   |   on_validation_model_train        C T
     |   on_train_epoch_end                       C T   values may still be logged
     on_save_checkpoint                           C T   whenever a checkpoint is written
-    on_processes_changed                         C T   when processes left or joined an elastic run
+    on_processes_changed                         C T   after processes leave or join an elastic run
     on_train_end                                 C T
     on_fit_end                                   C T
-    on_exception                                 C T   when the run ends by an exception; and the data module's
+    on_exception                                 C T   when an exception ends the run; the data module's too
     teardown                                     C T   (stage); the data module's between the two
 
 `validate`, `test` and `predict` run the evaluation part alone, with `test` or `predict` in place of `validation`.
@@ -74,14 +74,14 @@ Outputs = Any
 
 
 class Callback:
-    """Base class of callbacks; hooks that are not overridden cost nothing.
+    """Base class of callbacks. A hook that you do not override costs nothing.
 
-    A callback changes the run only through the trainer's public methods and `trainer.should_stop`.
+    A callback watches the run. It changes the run only through public methods of the trainer and `trainer.should_stop`.
     """
 
     @property
     def state_key(self) -> str:
-        """Key of the callback's state in a checkpoint; make it unique if several instances may be used."""
+        """Key of this callback's state in a checkpoint; must be unique among the callbacks of a run."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,73 +89,73 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state when a run is resumed."""
+        """Restore the state when a run resumes."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""
+        """Called first in a stage ("fit", "validate", "test", "predict"), before anything moves to a device."""
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Called at the end of a stage, also after an exception."""
+        """Called at the end of a stage, even after an exception."""
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when everything is built and on its device."""
+        """Called when the model, optimizers and data are ready, and the model is on its device."""
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when training is over."""
+        """Called after training ends."""
 
     def on_sanity_check_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the sanity check's validation batches."""
+        """Called before the validation batches of the sanity check."""
 
     def on_sanity_check_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after the sanity check."""
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the first epoch, or the resumed one."""
+        """Called before the first epoch, or before the epoch that a resume continues."""
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when an epoch begins, or continues after a resume."""
+        """Called when an epoch begins or a resume continues it."""
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after an epoch; its metrics are in `trainer.callback_metrics`."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Called for each batch of a local replica once it is on the device; return -1 to skip the rest of the epoch.
+        """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
 
-        All processes must return the same: never -1 in a round in which some process has no batch.
+        All processes must return the same value, so never return -1 in a round in which a process has no batch.
         """
 
     def on_train_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Outputs, batch: Any, batch_idx: int
     ) -> None:
-        """Called after each batch; after a step's last batch the weights are updated already.
+        """Called after each batch; for the last batch of a step, after the weight update.
 
-        A process may have no batch in an epoch's last step, and is not called there: what all processes must do alike,
-        such as averaging weights, belongs into `on_step_end`, or into a MonitoringCallback.
+        In the last step of an epoch a process may have no batch, and this hook is not called there. Put what every
+        process must do, such as averaging weights, into `on_step_end` or into a MonitoringCallback.
         """
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called once a step, after its optimizers, on every process, also one without a batch in the step."""
+        """Called once per step after the optimizers, on every process, even one without a batch in the step."""
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
-        """Called before each backward."""
+        """Called before each backward pass."""
 
     def on_after_backward(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after each backward."""
+        """Called after each backward pass."""
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "torch.optim.Optimizer") -> None:
-        """Called with the gradients of the whole step, unscaled and not yet clipped."""
+        """Called when `.grad` holds the gradients of the entire step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, trainer: "Trainer", task: "Task", optimizer: "torch.optim.Optimizer") -> None:
-        """Called before gradients are cleared."""
+        """Called before gradients are zeroed."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the task is switched to evaluation mode; as all hooks below, also for test and predict."""
+        """Called before the task switches to evaluation mode. Like all hooks below, it has test and predict forms."""
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the task is switched back, also after an exception."""
+        """Called before the task returns to its previous mode, even after an exception."""
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
         """Called when an evaluation begins."""
@@ -167,19 +167,19 @@ class Callback:
         """Called before the first evaluation batch."""
 
     def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Called after the last evaluation batch; values may still be logged."""
+        """Called after the last evaluation batch; the task may still log values."""
 
     def on_validation_batch_start(
         self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called before each evaluation batch, which is on the device."""
+        """Called before each evaluation batch, once it is on the device."""
 
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Outputs, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after each evaluation batch."""
 
-    # names of this class's functions: an override of on_validation_start is not called in test and predict
+    # aliases of these functions alone: an override of on_validation_start is not called in test and predict
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
@@ -190,21 +190,21 @@ class Callback:
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; may add JSON values and tensors to it."""
+        """Called before a checkpoint is written. You may add JSON values and tensors to `checkpoint`."""
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint was read and before it is restored."""
+        """Called after a checkpoint is read, before its state is restored."""
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when processes left or joined an elastic run; ranks may have changed, and the epoch continues."""
+        """Called after processes leave or join an elastic run. Ranks may differ; the epoch continues."""
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Called when the run ends by an exception."""
+        """Called when an exception ends the run."""
 
 
 class MonitoringCallback(Callback):
-    """Base class of callbacks that judge what the others have done: their hooks are called after those of the task.
+    """Base class of callbacks that act on results: their hooks run after those of the task and of other callbacks.
 
-    Their `on_train_batch_end` is called on every process after every step, with `outputs` and `batch` None where it had
-    none, so that they may save, or decide for all.
+    `on_train_batch_end` runs on every process after every step, with `outputs` and `batch` None on a process without a
+    batch. It may therefore save, or make a decision for all processes.
     """

@@ -1,4 +1,4 @@
-"""CheckpointCallback: base of callbacks that save checkpoints, with what the trainer asks of one."""
+"""CheckpointCallback: the base class of callbacks that save checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 class CheckpointCallback(MonitoringCallback):
-    """Base class of callbacks that save checkpoints.
+    """Base class of callbacks that save checkpoints. Their hooks run last.
 
-    Their hooks are called last of all. The trainer leaves its own Checkpoint callback out if one of them is given, and
-    asks them for the paths of the checkpoints that they keep. A subclass that only overrides hooks works too.
+    If you pass one, the trainer does not add its default Checkpoint callback. `trainer.checkpoint_callback` reads the
+    paths of kept checkpoints from the properties below; overriding only hooks is enough for a subclass to work.
     """
 
     dirpath: Path | str | None = None
-    """Folder of its checkpoints; None: not known yet, or the run writes nothing."""
+    """Folder of the checkpoints; None before the run starts, and in a run that writes nothing."""
     save_weights_only = False
 
     @property
@@ -32,14 +32,14 @@ class CheckpointCallback(MonitoringCallback):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it saves to a given folder instead of the run directory."""
+        """Whether checkpoints go to a folder outside the run directory."""
         return False
 
     def find_folder(self, trainer: "Trainer") -> None:
         """Set `dirpath` for this run."""
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """Save before the validation of a run that was asked to stop within an epoch. Every rank calls it."""
+        """Save a run that stops within an epoch, before its validation begins. Every rank calls this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state; `always`: even if it would not be kept. Every rank calls it."""
+        """Write the current state, with `always` even if it would not be kept. Every rank calls this method."""

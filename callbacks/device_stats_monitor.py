@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: logs what a device's memory and the processor do."""
+"""DeviceStatsMonitor: logs memory statistics of the device, and load and memory of the CPU."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,13 @@ PREFIX = "DeviceStatsMonitor"
 class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging steps, before and after a batch.
 
-    Of an accelerator all of its memory_stats (such as torch.cuda.memory_stats), of MPS the allocated memory, of the
-    processor (with psutil) its load and memory, as `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    On an accelerator it logs all values of memory_stats (such as torch.cuda.memory_stats), on MPS allocated bytes, on
+    the CPU (with psutil) load and memory in percent. Names are `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:
-        cpu_stats: True: log the processor's too; None: only where it is the device; False: never.
+        cpu_stats: True: log CPU statistics in addition; None: only if the CPU is the device; False: never.
+
+    Raises ConfigError without a logger, and for `cpu_stats=True` without psutil.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -27,15 +29,15 @@ class DeviceStatsMonitor(Callback):
         self._logged: set[str] = set()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raise ConfigError without a logger, or without psutil where the processor is asked for."""
+        """Raise ConfigError without a logger, or without psutil if `cpu_stats` is True."""
         if stage == "fit" and not trainer.loggers:
-            raise ConfigError("DeviceStatsMonitor needs a logger to write to: set trainer.logger.")
+            raise ConfigError("DeviceStatsMonitor needs a logger: set trainer.logger to True or a logger.")
         if self._cpu_stats and find_spec("psutil") is None:
             raise ConfigError("DeviceStatsMonitor(cpu_stats=True) needs the package psutil: pip install psutil.")
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Log before a batch."""
-        # the step that this batch belongs to, so that both hooks' values stand at the same step
+        # the step that this batch belongs to, so that both hooks log at the same step
         self._log(trainer, "on_train_batch_start", trainer.state.global_step + 1)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -43,31 +45,31 @@ class DeviceStatsMonitor(Callback):
         self._log(trainer, "on_train_batch_end", trainer.state.global_step)
 
     def _log(self, trainer: "Trainer", hook: str, step: int) -> None:
-        # once a step, though hooks are called for each batch of each replica
+        # once per step, though these hooks run for each batch of each replica
         mark = f"{hook} {step}"
         if not trainer.is_global_zero or step == 0 or step % trainer.log_every_n_steps or mark in self._logged:
             return
-        self._logged = {one for one in self._logged if one.endswith(f" {step}")} | {mark}
+        self._logged = {logged for logged in self._logged if logged.endswith(f" {step}")} | {mark}
         values = {f"{PREFIX}.{hook}/{name}": value for name, value in self.stats(trainer).items()}
         if values:
             trainer.current_run.write(step, values)
 
     def stats(self, trainer: "Trainer") -> dict[str, float]:
-        """Return the statistics of this moment."""
+        """Return the current statistics by name."""
         import torch
 
-        device, found = trainer.strategy.device, dict[str, float]()
+        device, values = trainer.strategy.device, dict[str, float]()
         module: Any = getattr(torch, device.type, None)
         if hasattr(module, "current_allocated_memory"):  # a kind with one device
-            found = {f"{device.type}_current_allocated_bytes": float(module.current_allocated_memory())}
+            values = {f"{device.type}_current_allocated_bytes": float(module.current_allocated_memory())}
         elif hasattr(module, "memory_stats"):
-            found = {name: float(value) for name, value in module.memory_stats(device).items()}
+            values = {name: float(value) for name, value in module.memory_stats(device).items()}
         wanted = device.type == "cpu" if self._cpu_stats is None else self._cpu_stats
-        # without an argument psutil is optional; asked for, setup has refused the run that lacks it
+        # with cpu_stats=None psutil is optional; with True, setup has raised an error if it is missing
         if wanted and find_spec("psutil") is not None:
             import psutil
 
-            found["cpu_percent"] = psutil.cpu_percent()
-            found["cpu_vm_percent"] = psutil.virtual_memory().percent
-            found["cpu_swap_percent"] = psutil.swap_memory().percent
-        return found
+            values["cpu_percent"] = psutil.cpu_percent()
+            values["cpu_vm_percent"] = psutil.virtual_memory().percent
+            values["cpu_swap_percent"] = psutil.swap_memory().percent
+        return values

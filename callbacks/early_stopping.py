@@ -16,20 +16,24 @@ log = logging.getLogger("legato")
 
 
 class EarlyStopping(MonitoringCallback):
-    """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` checks in a row.
+    """Ends the run when the monitored metric has not improved in `patience` consecutive checks.
 
-    It checks after each validation that logged the metric, or at the end of each epoch if training logs it.
+    It checks the metric after each validation that logs it, or at the end of each epoch if training logs it, and sets
+    `trainer.should_stop`.
 
     Args:
-        monitor: a name in `trainer.callback_metrics`.
-        min_delta: smallest change that counts as an improvement.
-        patience: checks without improvement before the run ends.
-        verbose: also log every improvement.
-        strict: raise ConfigError if nothing logged the metric.
-        check_finite: end the run when the metric is NaN or infinite.
-        stopping_threshold: end the run when the metric is better than this.
-        divergence_threshold: end the run when the metric is worse than this.
+        monitor: Metric to check, a name in `trainer.callback_metrics`.
+        min_delta: Smallest change that counts as an improvement, in units of the metric.
+        patience: Consecutive checks without improvement after which the run ends.
+        verbose: Also log every improvement.
+        mode: "min" if smaller values are better, "max" if larger values are.
+        strict: Raise ConfigError if nothing has logged the metric by the end of an epoch.
+        check_finite: End the run when the metric is NaN or infinite.
+        stopping_threshold: End the run when the metric is better than this value.
+        divergence_threshold: End the run when the metric is worse than this value.
         check_on_train_epoch_end: True: check at the end of epochs only; False: after validations only.
+
+    Raises ConfigError for a negative `patience` and an unknown `mode`.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class EarlyStopping(MonitoringCallback):
     ) -> None:
         self.monitor, self.mode = monitor, mode
         if patience < 0:
-            raise ConfigError(f"EarlyStopping: patience must be a number of checks, 0 or more, got {patience}.")
+            raise ConfigError(f"EarlyStopping: patience must be 0 or more checks, got {patience}.")
         self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -60,12 +64,12 @@ class EarlyStopping(MonitoringCallback):
 
     @property
     def state_key(self) -> str:
-        """One key per metric and mode."""
-        # two of them, for two metrics, are usual, and callbacks with one key between them are refused
+        """Key of the state: one for each metric and mode."""
+        # two EarlyStopping callbacks for two metrics are common, and callbacks that share a key are refused
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wait count and best score; an infinite score as a string, since JSON has no infinity."""
+        """Return the wait count and the best score, an infinite one as a string: JSON has no infinity."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
@@ -84,14 +88,14 @@ class EarlyStopping(MonitoringCallback):
             self.stopped_step = self.stopped_epoch = 0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Reset the state of the last run."""
+        """Reset the state of the previous run."""
         if stage == "fit":
             self.wait_count, self.best_score, self.stopped_step, self.stopped_epoch = 0, self._metric.worst, 0, 0
             self._metric.reset()
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep a resumed run stopped, unless `patience` was raised."""
-        # its checkpoint is of the stopped run: without this a resume would train on until the next check
+        """Keep a run stopped when it resumes, unless `patience` was raised."""
+        # without this, a resume from the stopped run's checkpoint would train until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)
@@ -101,13 +105,13 @@ class EarlyStopping(MonitoringCallback):
         self._metric.start_validation(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check the metric, if this validation logged it."""
+        """Check the metric if this validation logged it."""
         fresh = self._metric.end_validation(trainer)
         if fresh and trainer.stage == "fit" and not trainer.sanity_checking and not self.check_on_train_epoch_end:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check the metric, if training logs it. Raises ConfigError if nothing logged it."""
+        """Check the metric if training logs it. Raises ConfigError if nothing has logged it."""
         if self.strict and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         if not trainer.state.epoch_ended:
@@ -118,7 +122,7 @@ class EarlyStopping(MonitoringCallback):
 
     def _check(self, trainer: "Trainer") -> None:
         score = self._metric.read(trainer)
-        if score is None or trainer.fast_dev_run:  # a value of an earlier validation was judged then
+        if score is None or trainer.fast_dev_run:  # None: an earlier check has counted the value of that validation
             return
         reason = self._reason_to_stop(score)
         if reason is not None:
@@ -133,7 +137,7 @@ class EarlyStopping(MonitoringCallback):
         import torch
 
         better = self._metric.is_better
-        # first, as comparisons with NaN are False: it would only count as one more check without improvement
+        # first, since comparisons with NaN are False: NaN would only count as a check without improvement
         if self.check_finite and not math.isfinite(score):
             return "is not finite."
         if self.stopping_threshold is not None and better(score, self.stopping_threshold):
@@ -141,12 +145,12 @@ class EarlyStopping(MonitoringCallback):
         if self.divergence_threshold is not None and better(self.divergence_threshold, score):
             return f"is worse than divergence_threshold = {self.divergence_threshold:.6g}."
         margin = self.min_delta if self.mode == "min" else -self.min_delta
-        # in the precision of the logged values: in float64 a change of exactly min_delta may count as more
+        # in the logged values' precision: in float64, a change of exactly min_delta may count as larger
         if better((torch.tensor(score) + margin).item(), self.best_score):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1
-        # patience 0 and 1 are the same: the first check without improvement ends the run
+        # patience=0 and patience=1 are equal: the first check without improvement ends the run
         if self.wait_count < self.patience:
             return None
         return f"has not improved on {self.best_score:.6g} in {self.wait_count} checks."

@@ -1,4 +1,4 @@
-"""ExportPretrained: the trained model as files of the Hub, written at the end of fit."""
+"""ExportPretrained: writes the trained model in Hugging Face format at the end of fit."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -14,16 +14,19 @@ log = logging.getLogger("legato")
 
 
 class ExportPretrained(Callback):
-    """Writes the trained model to `pretrained/` in the run directory when `fit` ends, by its own `save_pretrained`.
+    """Writes the trained model to `pretrained/` in the run directory when `fit` ends.
 
-    `from_pretrained` reads the folder: the config, weights as safetensors, the generation config, the tokenizer or
-    processor that is an attribute of the task; of a PeftModel the adapter alone. The weights are those that `fit`
-    leaves in the task. A run that fails or is preempted writes nothing; `legato export RUN DIR --format hf` does it
-    later.
+    The model's `save_pretrained` writes the config, weights as safetensors and the generation config, together with a
+    tokenizer or processor that is an attribute of the task; a PeftModel writes its adapter alone. `from_pretrained`
+    loads the folder. The weights are those that `fit` leaves in the task. A run that fails or is preempted writes
+    nothing; export it later with `legato export RUN DIR --format hf`.
 
     Args:
-        shard_size: Size above which the weights are written into several files, such as "5GB". Default: None, the
-            library's.
+        shard_size: Largest size of a weights file, such as "5GB"; larger weights are split into several files. None:
+            the library's default.
+
+    Raises TaskError for a task without a module that has `save_pretrained`, and ConfigError under
+    `whole_at_end: false`.
     """
 
     def __init__(self, shard_size: str | None = None) -> None:
@@ -31,26 +34,26 @@ class ExportPretrained(Callback):
         self._ended = False
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise an error for a task that could not be written, before it is trained."""
+        """Raise an error for a task that cannot be exported, before it is trained."""
         self._ended = False
         require_models(task)
         if not getattr(trainer.strategy, "whole_at_end", True):
             raise ConfigError(
-                "ExportPretrained writes whole weights when fit ends, which whole_at_end: false leaves in parts. "
+                "ExportPretrained needs the full weights when fit ends, but whole_at_end: false leaves them sharded. "
                 "Remove the callback, and export a checkpoint: legato export RUN DIR --format hf"
             )
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Note that the training is complete."""
+        """Record that training is complete."""
         self._ended = True
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Write nothing: the weights may be in parts."""
+        """Cancel the export: the weights may be sharded."""
         self._ended = False
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Write the model on rank 0, whose task is whole again under every strategy."""
+        """Write the model on rank 0, whose task has its full weights again under every strategy."""
         if self._ended and stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
             for folder in save_pretrained(task, trainer.run_dir / "pretrained", self.shard_size):
-                log.info("The trained model is in %s, for from_pretrained.", folder)
+                log.info("The trained model is in %s; load it with from_pretrained.", folder)
         self._ended = False

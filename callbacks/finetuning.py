@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: parts of a task that are frozen at first and trained later."""
+"""BaseFinetuning and BackboneFinetuning: freeze modules of a task at first and train them later."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,69 +19,69 @@ log = logging.getLogger("legato")
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor by which BackboneFinetuning raises the learning rate in an epoch."""
+    """Return the factor by which BackboneFinetuning raises the backbone's learning rate in `epoch`."""
     return 2.0
 
 
 class BaseFinetuning(Callback):
-    """Base class of callbacks that freeze modules before training, and unfreeze them at the beginning of epochs.
+    """Base class of callbacks that freeze modules before training and unfreeze them at the beginning of epochs.
 
-    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained; parameter
-    groups that were added to optimizers come back with the optimizers' states.
+    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained, and the
+    parameter groups that you added to optimizers.
     """
 
     def __init__(self) -> None:
         self._trained: list[str] = []
-        """Names of the parameters that were trained when the checkpoint was saved; empty in a new run."""
+        """Names of the trained parameters in the checkpoint; empty in a new run."""
         self._newest_epoch = -1
-        """The newest epoch for which `finetune_function` was called."""
+        """Last epoch for which `finetune_function` was called."""
 
     # --- to override ------------------------------------------------------------------------------------------------
     def freeze_before_training(self, task: "Task") -> None:
-        """Freeze modules, for example by `self.freeze(task.backbone)`."""
-        raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training.")
+        """Freeze modules, for example with `self.freeze(task.backbone)`."""
+        raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze modules at the beginning of an epoch; called for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__} must define finetune_function.")
+        """Unfreeze modules at the beginning of `epoch` (counted from 0). Called for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
 
     # --- modules ----------------------------------------------------------------------------------------------------
     @staticmethod
     def flatten_modules(modules: "Modules") -> "list[nn.Module]":
-        """Return the modules below that have no children, or parameters of their own."""
+        """Return the leaf modules in `modules`, and other modules that hold parameters directly."""
         from torch import nn
 
         if isinstance(modules, nn.Module):
             every: Iterable[nn.Module] = modules.modules()
         else:
-            every = [module for part in modules for module in BaseFinetuning.flatten_modules(part)]
-        return [one for one in every if not list(one.children()) or list(one.parameters(recurse=False))]
+            every = [module for item in modules for module in BaseFinetuning.flatten_modules(item)]
+        return [module for module in every if not list(module.children()) or list(module.parameters(recurse=False))]
 
     @staticmethod
     def filter_params(
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
-        """Yield the parameters that are trained, or those that are not; without `train_bn` none of batch norms."""
+        """Yield parameters whose `requires_grad` is as asked for; `train_bn=False` leaves out those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, BATCH_NORM):
-                yield from (one for one in module.parameters(recurse=False) if one.requires_grad == requires_grad)
+                yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
     def make_trainable(modules: "Modules") -> None:
-        """Let all parameters be trained."""
+        """Set `requires_grad` of all parameters."""
         for module in BaseFinetuning.flatten_modules(modules):
             BaseFinetuning._set(module, True)
 
     @staticmethod
     def freeze_module(module: "nn.Module") -> None:
-        """Freeze a module's own parameters."""
+        """Freeze the parameters that a module holds directly, not those of its children."""
         BaseFinetuning._set(module, False)
 
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
-        """Freeze all parameters but, with `train_bn`, those of batch norms."""
+        """Freeze all parameters; with `train_bn`, except those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -93,24 +93,24 @@ class BaseFinetuning(Callback):
 
         if isinstance(module, BATCH_NORM):
             norm: Any = module
-            # its running statistics stay as they are; in training mode it still normalises by those of its batch
+            # a frozen norm keeps its running statistics; in training mode it still normalizes by batch statistics
             norm.track_running_stats = trained
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = trained
 
     @staticmethod
     def filter_on_optimizer(optimizer: "Optimizer", params: "Iterable[nn.Parameter]") -> "list[nn.Parameter]":
-        """Return the parameters that the optimizer does not have yet; warn of the others."""
-        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        """Return the parameters that `optimizer` does not have yet, and warn about the others."""
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         params = list(params)
-        found = [one for one in params if id(one) not in known]
-        if len(found) < len(params):
+        new_params = [parameter for parameter in params if id(parameter) not in present]
+        if len(new_params) < len(params):
             log.warning(
-                "%d of the parameters to unfreeze are in a group of the optimizer already, and stay there. In "
-                "configure_optimizers give it the trained ones only: filter(lambda p: p.requires_grad, ...).",
-                len(params) - len(found),
+                "%d of the parameters to unfreeze are already in a parameter group of the optimizer, and stay there. "
+                "In configure_optimizers, pass trained parameters only: filter(lambda p: p.requires_grad, ...).",
+                len(params) - len(new_params),
             )
-        return found
+        return new_params
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -120,27 +120,30 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Let modules be trained, as a new parameter group at `lr`, or the first group's over `initial_denom_lr`."""
+        """Unfreeze modules, and add their parameters to `optimizer` as a new group.
+
+        The group's learning rate is `lr`, by default the first group's divided by `initial_denom_lr`.
+        """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         params = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        found = BaseFinetuning.filter_on_optimizer(optimizer, params)
-        if found:
-            optimizer.add_param_group({"params": found, "lr": rate})
+        new_params = BaseFinetuning.filter_on_optimizer(optimizer, params)
+        if new_params:
+            optimizer.add_param_group({"params": new_params, "lr": rate})
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze."""
+        """Freeze modules."""
         if stage == "fit":
             self._trained, self._newest_epoch = [], -1
-            # before configure_optimizers, which may give its optimizer only what is trained
+            # before configure_optimizers, which may pass trained parameters only
             self.freeze_before_training(task)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Train what the saved run had trained."""
+        """Unfreeze the parameters that the saved run trained."""
         from ..base.tensors import BATCH_NORM
 
-        # not when it is loaded: configure_optimizers may give its optimizer the parameters that are trained at first
+        # not in load_state_dict: configure_optimizers must see the parameters that are trained at first
         trained, self._trained = self._trained, []
         for module_name, module in task.named_modules() if trained else ():
             for name, parameter in module.named_parameters(module_name, recurse=False):
@@ -150,14 +153,14 @@ class BaseFinetuning(Callback):
                 norm.track_running_stats = norm.weight.requires_grad
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Train what the others train, in a process that joins them."""
+        """In a process that joins the run, unfreeze what the other processes train."""
         self.on_fit_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Unfreeze, once in an epoch."""
+        """Call `finetune_function` once per epoch."""
         # a second call would add the same parameters to the optimizer again
         if trainer.current_epoch <= self._newest_epoch:
-            return  # the epoch goes on after a resume
+            return  # a resume continues the epoch
         self._newest_epoch = trainer.current_epoch
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)
@@ -165,31 +168,33 @@ class BaseFinetuning(Callback):
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Record which parameters are trained."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        # here, as state_dict is not given the task; a checkpoint of weights alone has no state of callbacks
+        # not in state_dict, which has no task to ask; a weights-only checkpoint has no callback states
         if state is not None:
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest epoch that was begun; which parameters are trained is added when a checkpoint is saved."""
+        """Return the newest epoch that began; on_save_checkpoint adds the names of trained parameters."""
         return {"trained": self._trained, "newest_epoch": self._newest_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore which epoch was begun, and remember what was trained."""
+        """Restore the newest epoch and the names of trained parameters."""
         self._trained, self._newest_epoch = state_dict["trained"], state_dict["newest_epoch"]
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes `task.backbone`, and trains it from an epoch on at a learning rate that rises to that of the rest.
+    """Freezes `task.backbone`, and unfreezes it later at a learning rate that rises to the first group's.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch in which it is trained.
-        lambda_func: returns the factor of the learning rate for an epoch, counted from 1.
-        backbone_initial_ratio_lr: share of the first group's learning rate to begin with.
-        backbone_initial_lr: the learning rate to begin with, in place of that.
-        should_align: never go beyond the first group's learning rate.
-        train_bn: train batch norms too.
-        verbose: log the learning rates.
-        rounding: digits of logged learning rates.
+        unfreeze_backbone_at_epoch: First epoch that trains the backbone, counted from 0.
+        lambda_func: Function of the epoch (counted from 1) that returns the factor of the backbone's learning rate.
+        backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
+        backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.
+        should_align: Limit the backbone's learning rate to the first group's.
+        train_bn: Train batch norms of the backbone too.
+        verbose: Log the learning rates.
+        rounding: Decimal places of logged learning rates.
+
+    Raises ConfigError for a task without a module `backbone`.
     """
 
     def __init__(
@@ -212,11 +217,11 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze. Raises ConfigError for a task without a backbone."""
+        """Freeze the backbone. Raises ConfigError for a task without one."""
         from torch import nn
 
         if stage == "fit" and not isinstance(getattr(task, "backbone", None), nn.Module):
-            raise ConfigError(f"BackboneFinetuning: {type(task).__name__} has no module `backbone`.")
+            raise ConfigError(f"BackboneFinetuning: {type(task).__name__} has no module `backbone` to freeze.")
         super().setup(trainer, task, stage)
 
     def freeze_before_training(self, task: "Task") -> None:
@@ -224,27 +229,27 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(task.backbone)
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze the backbone when it is time, and raise its learning rate from then on."""
+        """Unfreeze the backbone at its epoch, and raise its learning rate in each later epoch."""
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
-            given = self.backbone_initial_lr
-            own = rate * self.backbone_initial_ratio_lr if given is None else given
+            initial_lr = self.backbone_initial_lr
+            backbone_lr = rate * self.backbone_initial_ratio_lr if initial_lr is None else initial_lr
             backbone: Any = task.backbone
-            self.unfreeze_and_add_param_group(backbone, optimizer, own, self.initial_denom_lr, self.train_bn)
-        # None where the run passed that epoch without this callback: no group was added whose rate could rise
+            self.unfreeze_and_add_param_group(backbone, optimizer, backbone_lr, self.initial_denom_lr, self.train_bn)
+        # None if the run passed that epoch without this callback: no group was added whose rate could rise
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
-            own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            own = min(own, rate) if self.should_align else own
-            # the group that was added at that epoch; the callback takes for granted that no other came after it
-            optimizer.param_groups[-1]["lr"] = own
+            backbone_lr = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            backbone_lr = min(backbone_lr, rate) if self.should_align else backbone_lr
+            # the last group is the backbone's, as long as nothing else has added a group since
+            optimizer.param_groups[-1]["lr"] = backbone_lr
         else:
             return
-        self.previous_backbone_lr = own
+        self.previous_backbone_lr = backbone_lr
         if self.verbose:
-            log.info("Current lr: %s, Backbone lr: %s", round(rate, self.rounding), round(own, self.rounding))
+            log.info("Current lr: %s, Backbone lr: %s", round(rate, self.rounding), round(backbone_lr, self.rounding))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, and the backbone's learning rate."""
+        """Return the base class's state and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: another accumulate_grad_batches from given epochs on."""
+"""GradientAccumulationScheduler: changes accumulate_grad_batches at the beginning of epochs."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,60 +11,68 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Accumulates as many batches for a step as `scheduling` says: `{0: 8, 4: 4}` from epoch 0 on, and from epoch 4 on.
+    """Sets the number of batches that a step accumulates, by epoch.
 
-    `trainer.estimated_stepping_batches` counts on as in the current epoch.
+    `trainer.estimated_stepping_batches` assumes the current epoch's number for all later epochs.
+
+    Args:
+        scheduling: Batches per step by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in epochs 0 to 3
+            and 4 from epoch 4 on. Epochs before the first key accumulate none.
+
+    Raises ConfigError for other values, together with `trainer.accumulate_grad_batches`, and under manual optimization.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         counts = [value for pair in scheduling.items() for value in pair]
         if not scheduling or not all(isinstance(value, int) and not isinstance(value, bool) for value in counts):
             raise ConfigError(
-                f"GradientAccumulationScheduler takes batches by epoch, {{0: 8, 4: 4}}; got {scheduling!r}."
+                f"GradientAccumulationScheduler: scheduling must map epochs to numbers of batches, such as "
+                f"{{0: 8, 4: 4}}, got {scheduling!r}."
             )
         if min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(
-                f"GradientAccumulationScheduler: epochs count from 0, and a step takes at least 1 batch; got "
+                f"GradientAccumulationScheduler: epochs in scheduling must be 0 or more and batches 1 or more, got "
                 f"{scheduling!r}."
             )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Return whether some epoch accumulates."""
+        """Return whether any epoch accumulates more than one batch."""
         return any(count > 1 for count in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return the batches of a step in an epoch."""
+        """Return the number of batches per step in `epoch`."""
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Set the count of the epoch to begin with. Raises ConfigError where the Trainer has one of its own."""
+        """Set the number for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is set too."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} of the Trainer and a "
-                f"GradientAccumulationScheduler exclude each other; leave one of the two out."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be combined with "
+                f"GradientAccumulationScheduler. Remove one of the two."
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigError(
-                "GradientAccumulationScheduler needs automatic optimization: the task steps its optimizers itself."
+                "GradientAccumulationScheduler needs automatic optimization, but this task has "
+                "automatic_optimization = False. Remove the callback, and accumulate gradients in training_step."
             )
-        # before the data are made, which count the steps of an epoch by it
+        # before the data set-up, which counts the steps of an epoch by this number
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the epoch's count."""
-        # only between epochs: a position within one is counted in steps of one size
+        """Set the number for this epoch."""
+        # only between epochs: a position within an epoch counts steps of one size
         trainer.current_run.set_accumulation(self.get_accumulate_grad_batches(trainer.current_epoch))
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Give the Trainer its own value back."""
+        """Reset the trainer's value to 1."""
         if stage == "fit":
-            # else the setup of the next fit would take it for the Trainer's own count, and refuse it
+            # otherwise the next fit's setup would take this number for the user's and refuse it
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the epoch decides."""
+        """Return an empty state: the epoch determines the number."""
         return {}

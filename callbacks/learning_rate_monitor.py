@@ -16,13 +16,15 @@ class LearningRateMonitor(Callback):
     """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
 
     A scheduler's `name` replaces `lr-AdamW`, a parameter group's `name` replaces `pg1`. The value logged at a step is
-    the one that the step's update used.
+    the rate that the step's update used.
 
     Args:
-        logging_interval: "step" (every logging step) or "epoch" (at the beginning of epochs); None: the scheduler's
-            interval, or steps without a scheduler.
-        log_momentum: also log `lr-SGD-momentum` (for Adam the first beta).
-        log_weight_decay: also log `lr-AdamW-weight_decay`.
+        logging_interval: "step" (every logging step) or "epoch" (the beginning of each epoch). None: the interval of
+            the optimizer's scheduler; without a scheduler, "step".
+        log_momentum: Also log `lr-SGD-momentum` (for Adam, the first beta).
+        log_weight_decay: Also log `lr-AdamW-weight_decay`.
+
+    Raises ConfigError for another `logging_interval`.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._logged_step = -1
         self._rates_of_step: tuple[int, dict[str, float]] | None = None
-        """Rates of the current step, logged only when it completes: a hook may skip the rest of the epoch."""
+        """Step and rates to log when that step completes: a hook may still skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Read the rates once per logging step, before a step scheduler changes them."""
@@ -50,17 +52,17 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the rates when the step is complete."""
-        # a step of several batches calls this for each; the count has advanced after the last one only
+        # a step of several batches calls this hook for each; global_step advances after the last
         if self._rates_of_step is not None and trainer.state.global_step == self._rates_of_step[0]:
             self._log(trainer, *self._rates_of_step)
             self._rates_of_step = None
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Log a repeated step again, since another process may have logged it before."""
+        """Log a repeated step again, since another process may have logged it the first time."""
         self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the epoch's rates, unless a resume continues within it."""
+        """Log the epoch's rates, unless a resume continues the epoch."""
         self._logged_step, self._rates_of_step = -1, None
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
@@ -70,26 +72,26 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log in an interval, by name; empty on other ranks than 0."""
+        """Return the rates to log at "step" or "epoch" by name; empty except on rank 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values
-        for name, optimizer, own_interval in self._optimizers(trainer):
-            if self.logging_interval is not None or own_interval == interval:
+        for name, optimizer, default_interval in self._optimizers(trainer):
+            if self.logging_interval is not None or default_interval == interval:
                 values.update(self._values(name, optimizer))
         return values
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
         """Yield (name, optimizer, interval) for each optimizer."""
-        # of several schedulers of one optimizer the last one gives the name and the interval
+        # if an optimizer has several schedulers, the last gives the name and the interval
         schedulers = {
             id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs
         }
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:
-            given = getattr(optimizer, "original", optimizer)  # strategy zero1 wraps what the task returned
-            config = schedulers.get(id(given))
-            name = config.name if config is not None and config.name else f"lr-{type(given).__name__}"
+            original = getattr(optimizer, "original", optimizer)  # strategy zero1 wraps the task's optimizer
+            config = schedulers.get(id(original))
+            name = config.name if config is not None and config.name else f"lr-{type(original).__name__}"
             count = seen[name] = seen.get(name, -1) + 1
             yield name if count == 0 else f"{name}-{count}", optimizer, "step" if config is None else config.interval
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Prints a table of the task's modules when a fit begins, on rank 0.
+    """Prints a table of the task's modules on rank 0 when `fit` begins.
 
     Args:
-        max_depth: levels of modules to show; 0: totals only, -1: all.
+        max_depth: Levels of modules to show. 0: totals only; -1: all levels.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -28,19 +28,19 @@ class ModelSummary(Callback):
 
 
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:
-    """Return a table of each module's name, type, parameters and trainable parameters, with totals.
+    """Return a table with the name, type, parameters and trainable parameters of each module, and totals.
 
-    Shared parameters count in each module that has them, and once in the totals. Uninitialised (lazy) parameters count
-    as 0 and are marked.
+    A shared parameter counts in each module that holds it, and once in the totals. An uninitialized (lazy) parameter
+    counts as 0 and is marked.
     """
     rows = [("name", "type", "parameters", "trainable")]
     for name, module in task.named_modules():
         if name and (max_depth == -1 or name.count(".") < max_depth):
             total, trainable, lazy = _count_parameters(module)
-            mark = " + uninitialised" if lazy else ""
+            mark = " + uninitialized" if lazy else ""
             rows.append((name, type(module).__name__, f"{total:,}{mark}", f"{trainable:,}"))
     total, trainable, lazy = _count_parameters(task)
-    # an uninitialised parameter has no number of elements to ask for
+    # an uninitialized parameter has no number of elements
     size = sum(tensor.numel() * tensor.element_size() for tensor in task.parameters() if not _is_lazy(tensor))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     line = "  ".join("-" * width for width in widths)
@@ -49,7 +49,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
         for name, kind, parameters, trained in rows
     ]
     table = [lines[0], line, *lines[1:], line] if len(rows) > 1 else []
-    more = f", and {lazy} parameter tensors that are not initialised yet" if lazy else ""
+    more = f", and {lazy} uninitialized parameter tensors" if lazy else ""
     return "\n".join(
         [
             *table,
@@ -59,11 +59,11 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
 
 
 def _count_parameters(module: "nn.Module") -> tuple[int, int, int]:
-    """Return (parameters, trainable parameters, uninitialised tensors) of a module."""
+    """Return (parameters, trainable parameters, uninitialized tensors) of a module."""
     tensors = list(module.parameters())
-    known = [tensor for tensor in tensors if not _is_lazy(tensor)]
-    trainable = sum(tensor.numel() for tensor in known if tensor.requires_grad)
-    return sum(tensor.numel() for tensor in known), trainable, len(tensors) - len(known)
+    initialized = [tensor for tensor in tensors if not _is_lazy(tensor)]
+    trainable = sum(tensor.numel() for tensor in initialized if tensor.requires_grad)
+    return sum(tensor.numel() for tensor in initialized), trainable, len(tensors) - len(initialized)
 
 
 def _is_lazy(tensor: "Tensor") -> bool:

@@ -1,4 +1,4 @@
-"""Monitor: reads and compares one metric, for callbacks that act on it."""
+"""Monitor: reads and compares a metric for callbacks that act on it."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """One metric in `trainer.callback_metrics`, and the comparison of its values.
+    """A metric in `trainer.callback_metrics` and the comparison of its values.
 
-    It detects whether validation or training logs the metric: a value replaced during a validation is validation's.
-    Values are the same on every rank, so decisions based on them are too.
+    It detects whether validation or training logs the metric: a value that changes during a validation is logged there.
+    Values are equal on all ranks, and so are decisions based on them.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:
@@ -31,7 +31,7 @@ class Monitor:
         self.from_validation, self._validated, self._validated_step = False, False, -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether validation logs the metric, and after which step it last did."""
+        """Return whether validation logs the metric, and the step at which it last did."""
         return {"from_validation": self.from_validation, "validated_step": self._validated_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -45,11 +45,11 @@ class Monitor:
 
     def end_validation(self, trainer: "Trainer") -> bool:
         """Return whether this validation logged the metric."""
-        found = trainer.agreed_metrics.get(self.name)
-        # by identity: every publish makes new tensors, also of an equal value
-        fresh = found is not None and found is not self._before
+        value = trainer.agreed_metrics.get(self.name)
+        # by identity: publishing metrics makes new tensors even for equal values
+        fresh = value is not None and value is not self._before
         self.from_validation |= fresh
-        # a sanity check tells who logs the metric, but nothing is decided by its value
+        # a sanity check shows who logs the metric, but its value decides nothing
         if not trainer.sanity_checking:
             self._validated = True
             self._validated_step = trainer.global_step if fresh else self._validated_step
@@ -57,29 +57,29 @@ class Monitor:
         return fresh
 
     def read(self, trainer: "Trainer") -> float | None:
-        """Return the current value; None if there is none or validation measured it at an earlier step."""
-        found = trainer.agreed_metrics.get(self.name)
+        """Return the current value; None without a value, or if validation measured it at an earlier step."""
+        value = trainer.agreed_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
-        return None if found is None or stale else float(found)
+        return None if value is None or stale else float(value)
 
     def is_from_training(self, trainer: "Trainer") -> bool:
-        """Return whether training, and not validation, has logged the metric."""
+        """Return whether training, not validation, has logged the metric."""
         return not self.from_validation and self.name in trainer.agreed_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
-        """Return, at the end of an epoch, whether the metric is absent and no validation will log it."""
+        """At the end of an epoch, return whether nothing has logged the metric and no validation is still to come."""
         if self.name in trainer.agreed_metrics or self.from_validation:
             return False
-        # before the first validation nothing is missing yet, unless there is none to wait for
+        # before the first validation the metric is not missing yet, unless the run has no validation
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Return, before the first step, why the run will end without a value of validation; None where it will not."""
+        """Before the first step, return why the run will end before validation logs a value; None if it will not."""
         first, total = trainer.first_validation_step, trainer.estimated_stepping_batches
         if trainer.global_step or first is None or total >= first:
             return None
         if trainer.num_sanity_val_steps and not self.from_validation:
-            return None  # the sanity check did not log it: training may
+            return None  # the sanity check did not log the metric, but training may
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
         unless = "" if self.from_validation else ", unless training logs it"
         return (
@@ -89,22 +89,22 @@ class Monitor:
 
     def is_better(self, value: float, than: float) -> bool:
         """Return whether `value` is strictly better; False for NaN."""
-        # each comparison with NaN is False, so that one is never the best
+        # comparisons with NaN are False, so NaN is never the best value
         return value < than if self.mode == "min" else value > than
 
     @property
     def worst(self) -> float:
-        """Infinity of the sign that every value improves on."""
+        """The infinity that every finite value improves on."""
         return math.inf if self.mode == "min" else -math.inf
 
     def refuse(self, trainer: "Trainer") -> NoReturn:
-        """Save a checkpoint if the run keeps any, then raise ConfigError with the names that were logged."""
+        """Save a checkpoint if the run keeps any, then raise ConfigError with the logged names."""
         if trainer.checkpoint_callback is not None:
-            # a misspelt name shows after a whole epoch: a resume with the right one need not train it again
+            # a misspelled name shows only after an epoch: a resume with the right name need not repeat it
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
         raise ConfigError(
-            f"{self.user} monitors {self.name!r}, which was not logged by the end of epoch {trainer.current_epoch}."
+            f"{self.user} monitors {self.name!r}, but nothing logged it by the end of epoch {trainer.current_epoch}."
             f"{did_you_mean(self.name, logged)} Logged: {', '.join(logged) or 'nothing'}. "
             f"Set {self.user}'s monitor to one of these, or log {self.name!r} in training_step or validation_step."
         )

@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: saves the run when it ends by an exception."""
+"""OnExceptionCheckpoint: saves the run when an exception ends it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +13,30 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(CheckpointCallback):
-    """Saves the last finished step to `dirpath/filename` when the run ends by an exception, on one process."""
+    """Saves the last finished step to `dirpath/filename` when an exception ends a run on one process.
+
+    A run on several processes saves nothing, since the other ranks may be dead or waiting in a collective.
+
+    Args:
+        dirpath: Folder to save to.
+        filename: Name of the checkpoint in it.
+
+    Raises ConfigError for a `filename` that is not a valid folder name.
+    """
 
     file_extension = ""
     """Suffix of `filename`."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename or not is_name(filename):
-            raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")
+            raise ConfigError(
+                f"OnExceptionCheckpoint: filename must be a folder name without '/', such as 'crash', got {filename!r}."
+            )
         self.dirpath, self.filename = to_absolute(dirpath), filename
 
     @property
     def is_elsewhere(self) -> bool:
-        """True: `dirpath` is given."""
+        """True, since `dirpath` is required."""
         return True
 
     @property
@@ -35,6 +46,6 @@ class OnExceptionCheckpoint(CheckpointCallback):
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Save the run."""
-        # of several processes the saver writes none: the others may be dead, or wait in a collective
+        # with several processes the saver writes nothing: the others may be dead, or waiting in a collective
         if not trainer.fast_dev_run:
             trainer.saver.save_after_error(to_location(self.ckpt_path))

@@ -1,4 +1,4 @@
-"""PredictionWriter: base of callbacks that write what predict_step returns."""
+"""PredictionWriter: the base class of callbacks that write the results of predict_step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 class PredictionWriter(Callback):
-    """Calls `write_on_batch_end` and `write_on_epoch_end` with this process's predictions and their dataset indices.
+    """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
-    With `trainer.predict(..., return_predictions=False)` predictions are held by this callback alone, and only for
-    `write_on_epoch_end`.
+    Each process writes its own predictions and gets their dataset indices. To save memory, call
+    `trainer.predict(..., return_predictions=False)`: only `write_on_epoch_end` then keeps predictions until the end.
 
     Args:
-        write_interval: "batch", "epoch" or "batch_and_epoch".
+        write_interval: Methods to call: "batch", "epoch" or "batch_and_epoch".
+
+    Raises ConfigError for another `write_interval`.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
@@ -40,21 +42,31 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch; `batch_indices` are its samples' dataset indices, None for data without."""
-        raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end.")
+        """Write the prediction of a batch.
+
+        Args:
+            prediction: Return value of `predict_step`.
+            batch_indices: Dataset indices of the batch's samples; None if the data have no indices.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define write_on_batch_end, or use write_interval='epoch'."
+        )
 
     def write_on_epoch_end(
         self, trainer: "Trainer", task: "Task", predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write all batches of this process.
+        """Write the predictions of all batches of this process.
 
-        predictions: one per batch; with several loaders a list for each.
-        batch_indices: the batches' dataset indices, a list for each loader.
+        Args:
+            predictions: One prediction per batch; with several loaders, one list per loader.
+            batch_indices: One list per loader (even for a single loader) with the dataset indices of each batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define write_on_epoch_end, or use write_interval='batch'."
+        )
 
     def on_predict_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget the predictions of the last call."""
+        """Discard the predictions of the previous call."""
         self._predictions = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
 
@@ -62,7 +74,7 @@ class PredictionWriter(Callback):
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Write or keep the batch."""
-        item = trainer.current_run.loop.item  # the hook is given the batch alone, not where it lies in the dataset
+        item = trainer.current_run.loop.item  # the hook's arguments do not include dataset indices
         indices = None if item is None else item.indices
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
@@ -71,13 +83,13 @@ class PredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Write what was kept."""
+        """Write the kept predictions."""
         if self.interval != "batch":
-            # predictions as `predict` returns them; indices are a list for each loader also where there is one
+            # predictions as `predict` returns them; indices stay a list per loader even for a single loader
             single = len(self._predictions) == 1
             predictions = self._predictions[0] if single else self._predictions
             self.write_on_epoch_end(trainer, task, predictions, self._indices)
 
     def on_predict_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget what was kept."""
+        """Discard the kept predictions."""
         self._predictions = []

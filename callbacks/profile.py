@@ -1,4 +1,4 @@
-"""Profile: a trace of some training steps, recorded by torch.profiler."""
+"""Profile: records a trace of some training steps with torch.profiler."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +14,20 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Records a few optimizer steps of a fit, and writes traces that TensorBoard's plugin and Perfetto open.
+    """Records some optimizer steps of a fit as traces for Perfetto or TensorBoard's profiler plugin.
 
-    Each process writes `rank-N.*.pt.trace.json`. Optimizer steps are counted from the start of the fit: `wait` are left
-    out, `warmup` recorded and thrown away, `active` kept, and that `repeat` times (see torch.profiler.schedule).
+    Each process writes `rank-N.*.pt.trace.json`. `wait`, `warmup`, `active` and `repeat` are the arguments of
+    torch.profiler.schedule.
 
     Args:
-        dirpath: the folder of the traces; None: `profile` in the run directory.
-        options: further arguments of torch.profiler.profile, such as `profile_memory=True`.
+        dirpath: Local folder of the traces. None: `profile` in the run directory.
+        wait: Optimizer steps to skip, counted from the start of the fit.
+        warmup: Optimizer steps to record and discard.
+        active: Optimizer steps to record and keep.
+        repeat: Number of cycles of wait, warmup and active. 0: until the fit ends.
+        options: Further arguments of torch.profiler.profile, such as `profile_memory=True`.
 
-    Raises ConfigError without a folder to write to.
+    Raises ConfigError for a `dirpath` in an object store, and for None without a run directory.
     """
 
     def __init__(
@@ -42,34 +46,34 @@ class Profile(Callback):
         self._profiler: torch.profiler.profile | None = None
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin to count steps."""
+        """Start the profiler."""
         from torch import profiler
 
         folder = self.dirpath or (trainer.run_dir and Path(trainer.run_dir, "profile"))
         if folder is None:
-            raise ConfigError("Profile has no folder to write to: this trainer has no run directory; give dirpath.")
+            raise ConfigError("Profile has no folder to write to, since this run has no run directory: set dirpath.")
         handler = profiler.tensorboard_trace_handler(str(folder), f"rank-{trainer.global_rank}")
-        # torch warns when a cycle begins and the events of the last one, written by then, are forgotten
+        # without acc_events torch warns that a new cycle clears the previous one's events, which are written by then
         options = {"acc_events": True, **self.options}
         schedule = profiler.schedule(**self.steps)
         self._profiler = profiler.profile(schedule=schedule, on_trace_ready=handler, **options)
         self._profiler.start()
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Count a step, also one without a batch on this process."""
+        """Count a step, even one without a batch on this process."""
         if self._profiler is not None:
             self._profiler.step()
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """End recording; a cycle that is under way is written."""
+        """Stop recording, and write the cycle in progress."""
         self._stop()
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """End recording, also after an exception."""
+        """Stop recording, even after an exception."""
         self._stop()
 
     def _stop(self) -> None:
-        # training's end and the teardown both come here: the first of them writes the trace
+        # on_train_end and teardown both get here: the first call writes the trace
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -1,4 +1,4 @@
-"""ProgressBar: shows the progress of a run by tqdm in a terminal and a notebook, and as plain lines elsewhere."""
+"""ProgressBar: shows progress with tqdm in a terminal or notebook, and as plain lines elsewhere."""
 
 import os
 import sys
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_BETWEEN_LINES = 60.0
-"""Seconds between two lines where nothing can be drawn in place."""
+"""Seconds between two lines when output is neither a terminal nor a notebook."""
 SECONDS_BETWEEN_READINGS = 2.0
-"""Least seconds between two readings of metrics from the device, beyond those of logging steps."""
-OWN_PREFIXES = ("lr-", "throughput/", "straggler/", "epoch")
-"""Metrics of Legato's callbacks, which the table shows only where a task puts them in the bar."""
+"""Minimum seconds between two reads of metrics from the device, apart from logging steps."""
+CALLBACK_PREFIXES = ("lr-", "throughput/", "straggler/", "epoch")
+"""Metrics of Legato's callbacks, which the table leaves out unless the task logs them with prog_bar=True."""
 NARROW = {"epoch": 5, "lr": 8, "time": 7}
-"""Columns of the table with less than the nine characters that a metric may need."""
+"""Width of columns in the table that need less than the nine characters of a metric."""
 
 
 class ProgressDisplay(Callback):
-    """Base class of callbacks that show progress; the trainer adds its ProgressBar only where none is given."""
+    """Base class of callbacks that show progress. If you pass one, the trainer does not add a ProgressBar."""
 
 
 class ProgressBar(ProgressDisplay):
-    """Shows a bar, a table with a row for each epoch, and at the end how long the run took.
+    """Shows a progress bar, a table with a row for each epoch, and a summary line at the end.
 
-    The bar names epoch, step, the time left of the epoch, samples per second (over all replicas), and the metrics that
-    were logged with `prog_bar=True`: those of training as mean over the epoch so far (on several processes up to the
-    newest logging point), others at their newest value. It is drawn by tqdm, at most ten times a second; without a
-    terminal or a notebook it is a line a minute. Metrics are read from the device at logging steps, and once in two
-    seconds.
+    The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
+    logged with `prog_bar=True`: training metrics as mean over the epoch so far (on several processes, up to the newest
+    logging step), others with their newest value. tqdm redraws it at most ten times a second. If stderr is not a
+    terminal and this is not a notebook, the bar becomes one line a minute. Metrics are read from the device at logging
+    steps and every two seconds.
 
-    The table shows the metrics of `prog_bar=True` and the monitored one of a Checkpoint, whose best value is marked;
-    where there are none, all that were logged. Epochs are counted from 1.
+    The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, with `*` at its best
+    value. If neither exists, it shows all logged metrics. Epochs count from 1.
 
     Args:
-        refresh_rate: least number of optimizer steps between two drawings; 0: show nothing.
-        leave: leave the bar of each epoch standing.
+        refresh_rate: Minimum number of optimizer steps between two redraws. 0: show nothing.
+        leave: Keep the bar of each finished epoch on the screen.
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         self.refresh_rate, self.leave = refresh_rate, leave
         self._enabled = self._in_place = False
         self._bar: Any = None
-        """tqdm's bar of the epoch or evaluation; None between them, and where nothing is drawn in place."""
+        """tqdm's bar of the epoch or evaluation; None between two of them, and for plain lines."""
         self._columns: list[str] = []
         self._monitor: Monitor | None = None
         self._best: tuple[float, int] | None = None
-        """Best value of the monitored metric so far, and its step."""
+        """Best value of the monitored metric so far and its step; -1 for a step before the resume."""
         self._began = self._epoch_began = self._evaluation_began = self._next = self._next_reading = NEVER
         self._start = (0, 0, 0)
         """Epochs, steps and samples at the start of the run."""
@@ -67,12 +67,12 @@ class ProgressBar(ProgressDisplay):
         self._total: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is drawn when the callback is sent to another process."""
+        """Leave out the bar when the callback is sent to another process."""
         return {**self.__dict__, "_bar": None}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Find out where to draw."""
-        # a process without a console, such as pythonw's, has None for stderr
+        """Choose between a bar and plain lines."""
+        # stderr is None in a process without a console, such as pythonw
         self._enabled = trainer.is_global_zero and self.refresh_rate > 0 and sys.stderr is not None
         self._in_place = self._enabled and (sys.stderr.isatty() or in_notebook())
         self._close()
@@ -83,38 +83,38 @@ class ProgressBar(ProgressDisplay):
             self._monitor = Monitor(monitor, mode, "ProgressBar") if mode in ("min", "max") else None  # type: ignore[arg-type]
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Move the bar to the process that is rank 0 now."""
+        """Move the bar to the new rank 0."""
         if trainer.is_global_zero != self._enabled:
             self.setup(trainer, task, "fit")
             self.on_train_start(trainer, task)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Remove what is drawn, also after an exception."""
+        """Remove the bar, even after an exception."""
         self._close()
 
     # --- training ---------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock of the run."""
         self._began, state = time.monotonic(), trainer.state
-        ended = state.epoch_rounds >= trainer.num_training_batches  # saved by its validation: no step is left
+        ended = state.epoch_rounds >= trainer.num_training_batches  # saved during its validation, after the last step
         self._start = trainer.current_epoch + ended, trainer.global_step, state.samples_seen
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
         if score is not None and getattr(saved, "scores", None):
-            self._best = float(score), -1  # of a resumed run; the step is that of its checkpoint's name
+            self._best = float(score), -1  # from before a resume, which does not restore the step
         self._next_reading = 0.0
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Begin the epoch's bar."""
         self._epoch_began, self._means = time.monotonic(), {}
         self._epoch_samples = trainer.state.samples_seen
-        # a log file has its first line at once, and then at most one a minute, also where epochs are shorter
+        # a log file gets its first line immediately, then at most one a minute, even if epochs are shorter
         if self._enabled and (self._in_place or self._shown_step < 0):
             self._next = 0.0
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Redraw if it is time."""
-        if not self._enabled or trainer.metrics.step == trainer.global_step:  # a step is under way, and may be dropped
+        """Redraw the bar if it is due."""
+        if not self._enabled or trainer.metrics.step == trainer.global_step:  # within a step, which may be dropped
             return
         now = time.monotonic()
         if now >= self._next and trainer.global_step - self._shown_step >= self.refresh_rate:
@@ -122,7 +122,7 @@ class ProgressBar(ProgressDisplay):
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Add the epoch's row to the table."""
-        # an epoch that a checkpoint held to its last step had its row in the run before
+        # an epoch that was complete in the checkpoint got its row before the resume
         if not self._enabled or (trainer.state.epoch_steps and trainer.global_step == self._start[1]):
             return
         now = time.monotonic()
@@ -134,14 +134,14 @@ class ProgressBar(ProgressDisplay):
         self._write_row(self._row(trainer, now), " *" if best else "")
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Say how much was trained in which time, and the best value of the monitored metric."""
+        """Write epochs, steps, time and speed of the run, and the best value of the monitored metric."""
         if not self._enabled or not trainer.global_step:
             return
         self._close()
         steps = trainer.global_step - self._start[1]
         if not steps:
-            at = f"the run had reached its end at step {trainer.global_step}"
-            write(f"Nothing was left to train: {at} (max_epochs, max_steps, or a callback that stops it).")
+            end = f"the run already ended at step {trainer.global_step}"
+            write(f"Nothing to train: {end} (by max_epochs, max_steps or a callback). Raise the limit to continue it.")
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = amount((trainer.state.samples_seen - self._start[2]) / seconds)
@@ -157,7 +157,7 @@ class ProgressBar(ProgressDisplay):
             self._means, self._next_reading = trainer.metrics.running_values(), now + SECONDS_BETWEEN_READINGS
         state, steps = trainer.state, trainer.steps_per_epoch
         if trainer.max_steps >= 0:
-            # of the last epoch only what max_steps leaves, else its bar would end before it is full
+            # max_steps may cut the last epoch short, and its bar should still end full
             steps = min(steps, trainer.max_steps - (state.global_step - state.epoch_steps))
         seconds = now - self._epoch_began
         rate = f"{amount((state.samples_seen - self._epoch_samples) / seconds)} samples/s" if seconds > 0 else ""
@@ -166,17 +166,17 @@ class ProgressBar(ProgressDisplay):
         self._shown_step = trainer.global_step
 
     def _metrics(self, trainer: "Trainer") -> dict[str, float]:
-        """Return training's means over the epoch so far, and the newest values of other metrics."""
+        """Return training means over the epoch so far and the newest values of other metrics."""
         metrics = dict(self._means)
         for name, value in trainer.progress_bar_metrics.items():
-            # `loss_step` and `loss_epoch` share a column, which the mean over the epoch so far takes where there is one
+            # `loss_step` and `loss_epoch` share a column, in which the mean over the epoch so far takes precedence
             shown = name.removesuffix("_step")
             if shown not in metrics and shown.removesuffix("_epoch") not in self._means:
                 metrics[shown] = value
         return metrics
 
     def _is_best(self, trainer: "Trainer") -> bool:
-        """Return whether the monitored metric was measured at this step and is the best so far, and remember it."""
+        """Return whether the monitored metric has its best value so far at this step, and record that value."""
         monitor = self._monitor
         measured = None if monitor is None else trainer.callback_metrics.get(monitor.name)
         if monitor is None or measured is None or not trainer.is_measured_now(monitor.name):
@@ -187,10 +187,10 @@ class ProgressBar(ProgressDisplay):
         return True
 
     def _row(self, trainer: "Trainer", now: float) -> dict[str, str]:
-        """Return the cells of the epoch that ends."""
+        """Return the cells of the finished epoch by column."""
         values, logged = self._metrics(trainer), trainer.callback_metrics
         if not values:
-            values = {name: float(value) for name, value in logged.items() if not name.startswith(OWN_PREFIXES)}
+            values = {name: float(value) for name, value in logged.items() if not name.startswith(CALLBACK_PREFIXES)}
         elif self._monitor is not None and self._monitor.name in logged:
             values.setdefault(self._monitor.name, float(logged[self._monitor.name]))
         cells = {"epoch": str(trainer.current_epoch + 1), **{name: f"{value:.4g}" for name, value in values.items()}}
@@ -199,7 +199,7 @@ class ProgressBar(ProgressDisplay):
         return {**cells, "time": duration(now - self._epoch_began)}
 
     def _write_row(self, cells: Mapping[str, str], mark: str) -> None:
-        """Write a row of the table, below a new head where it has new columns; those that do not fit are left out."""
+        """Write a row of the table, after a new header if it has new columns. Columns that do not fit are left out."""
         rows = [cells]
         if not cells.keys() <= set(self._columns):
             self._columns = list(dict.fromkeys((*cells, *self._columns)))
@@ -209,31 +209,31 @@ class ProgressBar(ProgressDisplay):
             line = ""
             for name in self._columns:
                 cell = f"{row.get(name, ''):>{max(len(name), NARROW.get(name, 9))}}"
-                if len(line) + len(cell) + 4 > columns():  # two for the gap, two for the mark
+                if len(line) + len(cell) + 4 > columns():  # two characters for the gap, two for the mark
                     break
                 line += f"  {cell}" if line else cell
             write(line + (mark if row is cells else ""))
 
     # --- validation, test, prediction -------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Show batches of the validation in place of steps."""
+        """Show validation batches in place of steps."""
         counts = trainer.num_val_batches
         if trainer.sanity_checking and trainer.num_sanity_val_steps != -1:
             counts = [min(count, trainer.num_sanity_val_steps) for count in counts]
         self._start_evaluation("sanity check" if trainer.sanity_checking else "validation", counts)
 
     def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Show batches."""
+        """Show test batches."""
         self._start_evaluation("test", trainer.num_test_batches)
 
     def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Show batches."""
+        """Show prediction batches."""
         self._start_evaluation("predict", trainer.num_predict_batches)
 
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Redraw if it is time."""
+        """Redraw the bar if it is due."""
         self._batches += 1
         if self._enabled and time.monotonic() >= self._next:
             self._show_evaluation(trainer)
@@ -241,7 +241,7 @@ class ProgressBar(ProgressDisplay):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Go on with the bar of training."""
+        """Return to the bar of training; outside fit, write the number of batches and the time."""
         if not self._enabled:
             return
         if trainer.stage != "fit" and self._batches:
@@ -263,7 +263,7 @@ class ProgressBar(ProgressDisplay):
 
     def _show_evaluation(self, trainer: "Trainer") -> None:
         in_fit = trainer.stage == "fit" and not trainer.sanity_checking
-        done = self._batches * trainer.world_size  # this rank counts its own batches, and all have about as many
+        done = self._batches * trainer.world_size  # counts this rank's batches; other ranks have about as many
         done = done if self._total is None else min(done, self._total)
         title = f"{self._epoch(trainer)}  {self._word}" if in_fit else self._word
         self._show(title, "batch", done, self._total, "", self._metrics(trainer) if in_fit else {})
@@ -272,7 +272,7 @@ class ProgressBar(ProgressDisplay):
     def _show(
         self, title: str, unit: str, done: int, total: int | None, rate: str, metrics: Mapping[str, float]
     ) -> None:
-        """Draw the bar, or write it as a line."""
+        """Draw the bar or write a line."""
         shown = "  ".join([rate] * bool(rate) + [f"{name} {value:.4g}" for name, value in metrics.items()])
         self._next = time.monotonic() + (SECONDS_BETWEEN_DRAWINGS if self._in_place else SECONDS_BETWEEN_LINES)
         if not self._in_place:
@@ -287,11 +287,11 @@ class ProgressBar(ProgressDisplay):
             options = {} if in_notebook() else {"file": STDERR, "dynamic_ncols": True}
             self._bar = _tqdm()(desc=title, total=total, bar_format=layout, leave=False, **options)
         self._bar.n = done
-        self._bar.postfix = shown  # set_postfix would sort the names, and format the numbers in its own way
+        self._bar.postfix = shown  # set_postfix would sort the names and reformat the numbers
         self._bar.refresh()
 
     def _close(self, leave: bool = False) -> None:
-        """Remove the bar, or `leave` it as it stands."""
+        """Close the bar, and remove it from the screen unless `leave` is True."""
         if self._bar is not None:
             self._bar.leave = leave
             self._bar.close()
@@ -304,16 +304,16 @@ class ProgressBar(ProgressDisplay):
 
 
 def write(text: str) -> None:
-    """Write a line that stays, where no bar is drawn."""
+    """Write a permanent line. The bar must be closed."""
     from ..base.messages import STDERR, STDOUT
 
-    # a notebook shows stderr in red
+    # notebooks show stderr in red
     print(text, file=STDOUT if in_notebook() else STDERR, flush=True)
 
 
 @cache
 def _tqdm() -> Any:
-    """Return tqdm's class without its thread, which would outlive the run, and with a lock of threads only."""
+    """Return tqdm's class without its monitor thread, which would outlive the run, and with a lock for threads only."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -324,9 +324,9 @@ def _tqdm() -> Any:
 
 
 def columns() -> int:
-    """Return the width of the terminal; 200 where there is none, as for a log file or a notebook."""
+    """Return the width of the terminal in characters; 200 without a terminal."""
     try:
-        # of stderr, where the table goes: shutil's function asks stdout, which may be a pipe
+        # the table goes to stderr; shutil.get_terminal_size asks stdout, which may be a pipe
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError, AttributeError):
         return 200
@@ -334,23 +334,23 @@ def columns() -> int:
 
 def in_notebook() -> bool:
     """Return whether this process runs the cells of a notebook."""
-    # not imported here: where nobody has imported it, this is no notebook
+    # a notebook's kernel has imported IPython already
     shell = sys.modules.get("IPython")
     kernel = None if shell is None else shell.get_ipython()
     return kernel is not None and type(kernel).__name__ == "ZMQInteractiveShell"
 
 
 def amount(value: float) -> str:
-    """Return a count with three digits: "7", "940", "12.3k", "1.25M"."""
+    """Return a number with three significant digits: "7", "940", "12.3k", "1.25M"."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        # from here on three digits round up to the next unit: 999.5 would be 1e+03
+        # 0.9995: three digits round 999.5 up to the next unit, where .3g would print 1e+03
         if value >= size * 0.9995:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Return a time as h:mm:ss, with days before it where there are some."""
+    """Return a time as "h:mm:ss", from 24 hours on as "1d h:mm:ss"."""
     days, rest = divmod(max(0, round(seconds)), 86400)
     text = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text

@@ -1,4 +1,4 @@
-"""Timer: ends the run after a given time."""
+"""Timer: ends the run after a duration."""
 
 import logging
 from datetime import timedelta
@@ -15,12 +15,14 @@ log = logging.getLogger("legato")
 
 
 class Timer(Callback):
-    """Sets `trainer.should_stop` when the run, including earlier parts before resumes, has taken `duration`.
+    """Ends the run when its training time, including time before a resume, reaches `duration`.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta or a mapping of its arguments; None: never.
-        interval: whether to check after every step or after every epoch.
-        verbose: log the reason when the run ends.
+        duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 2}. None: no limit.
+        interval: Check after every "step" or every "epoch".
+        verbose: Log the reason when the run ends.
+
+    Raises ConfigError for another `interval`.
     """
 
     def __init__(
@@ -34,11 +36,11 @@ class Timer(Callback):
 
     @property
     def state_key(self) -> str:
-        """One key per duration and interval."""
+        """Key of the state: one for each duration and interval."""
         return f"Timer[{self.duration}, {self.interval}]"
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Stop at once if no time is left."""
+        """Stop immediately if no time is left."""
         self._check(trainer)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -51,11 +53,13 @@ class Timer(Callback):
         self._check(trainer)
 
     def _check(self, trainer: "Trainer") -> None:
-        # trainer.elapsed goes on over resumes, and is the same on every rank, unlike this process's own clock
+        # trainer.elapsed continues after a resume and is equal on all ranks, unlike a process's local clock
         if self.duration is None or trainer.should_stop or trainer.elapsed < self.duration:
             return
         trainer.should_stop = True
         if self.verbose and trainer.is_global_zero:
             log.info(
-                "Timer: %s have passed, stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step
+                "Timer: duration %s reached, stopping at step %d.",
+                timedelta(seconds=self.duration),
+                trainer.global_step,
             )

@@ -1,4 +1,4 @@
-"""WeightAveraging and ExponentialMovingAverage: average the weights during training, and evaluate with the averages."""
+"""WeightAveraging and ExponentialMovingAverage: average the weights during training and evaluate with the averages."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,25 +13,29 @@ if TYPE_CHECKING:
 
 
 class WeightAveraging(Callback):
-    """Keeps the mean of the weights after the optimizer steps that `should_update` chooses, by default all.
+    """Keeps the mean of the weights over optimizer steps: all of them, or those that `should_update` selects.
 
-    Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint has the trained
-    weights as the model's and the averages as this callback's state, so that a resume restores both; whoever else takes
-    weights from it (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages. With
-    `save_weights_only` the averages are the model's.
+    Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint stores the
+    trained weights as model and the averages as this callback's state, and a resume restores both. Everything else
+    that reads weights from it (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages. With
+    `save_weights_only`, the checkpoint stores the averages as model. Averages are float32 or wider.
+
+    Args:
+        use_buffers: Average floating-point buffers in addition to parameters.
+
+    Raises ConfigError under a strategy whose processes do not hold all weights (pipeline, ddp_rpc).
     """
 
     def __init__(self, use_buffers: bool = False) -> None:
-        """Average parameters, with `use_buffers` also floating point buffers."""
         self.use_buffers = use_buffers
         self.updates = 0
         """Number of updates so far."""
         self.averages: dict[str, torch.Tensor] = {}
-        """Averages by parameter name; of a sharded parameter this rank's shard."""
+        """Averages by parameter name; for a sharded parameter, this rank's shard."""
         self._unsharded: dict[str, torch.Tensor] = {}
-        """Unsharded averages, as loaded from a checkpoint or left by the last run."""
+        """Unsharded averages from a checkpoint or from the previous run."""
         self._trained: dict[str, torch.Tensor] = {}
-        """The trained weights, while the task holds the averages."""
+        """The trained weights by name while the task holds the averages."""
         self._step = 0
 
     def averaged_state_dict(self) -> "dict[str, torch.Tensor]":
@@ -40,12 +44,12 @@ class WeightAveraging(Callback):
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Reset the averages at the start of a training. Raises ConfigError for strategies without all weights."""
+        """Reset the averages before training. Raises ConfigError if processes do not hold all weights."""
         if not trainer.strategy.has_all_weights and stage == "fit":
             raise ConfigError(
-                f"{type(self).__name__} averages all weights, of which a process of strategy "
-                f"{trainer.strategy.name!r} has some only (those of its own stages, or none of the remote modules'): "
-                f"remove it, set pipeline to 1, or keep the modules here."
+                f"{type(self).__name__} needs all weights in each process, but under strategy "
+                f"{trainer.strategy.name!r} a process holds a part of them (its pipeline stages, or no remote module). "
+                f"Remove the callback, set pipeline to 1, or keep the modules local."
             )
         if stage == "fit":
             self.updates, self.averages, self._unsharded, self._step = 0, {}, {}, 0
@@ -62,48 +66,48 @@ class WeightAveraging(Callback):
             self.update(task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Use the averages that another process of an elastic run has sent, and make up for an update cut off."""
+        """Shard the averages that another process sent, and repeat an update that the change interrupted."""
         self._shard_averages(task)
         if trainer.global_step != self._step:
             self.on_step_end(trainer, task)
 
     def should_update(self, step: int, epoch: int) -> bool:
-        """Return whether the weights after this optimizer step, counted from 1, are averaged."""
+        """Return whether to average the weights after optimizer step `step`, counted from 1."""
         return True
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
-        """Update averages in place by new weights; the first are copied."""
-        # a running mean and not a sum, whose last digits would be lost as it grows
+        """Update `averages` in place with `weights`, a tensor of the same shape. Not called for the first update."""
+        # a running mean, since a growing sum would lose its last digits
         averages.lerp_(weights, 1.0 / (self.updates + 1))
 
     def update(self, task: "Task") -> None:
-        """Add the current weights to the averages."""
+        """Add the task's current weights to the averages."""
         import torch
 
         with torch.no_grad():
             for name, tensor in self._averaged(task).items():
-                # in float32 at least: the update by (1 - decay) is mostly below bfloat16's resolution
-                kind = torch.promote_types(tensor.dtype, torch.float32)
-                # the first update copies, so that an average does not begin at the random weights' mean with zero
+                # at least float32: an update by (1 - decay) is mostly below bfloat16's resolution
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                # the first update copies the weights, so that the average is not biased towards zero
                 if name not in self.averages:
-                    self.averages[name] = tensor.detach().to(kind, copy=True)
+                    self.averages[name] = tensor.detach().to(dtype, copy=True)
                 else:
-                    self.average(_local_shard(self.averages[name]), _local_shard(tensor.detach()).to(kind))
+                    self.average(_local_shard(self.averages[name]), _local_shard(tensor.detach()).to(dtype))
         self.updates += 1
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave the averages in the task."""
         self.leave_averages(task)
-        # gathered while all processes are there: the next call may have other devices, and shards them anew
+        # gathered while all processes exist: the next call may shard the averages over other devices
         self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
 
     def leave_averages(self, task: "Task") -> None:
-        """Let the task hold the averages for good."""
+        """Put the averages into the task permanently."""
         self._swap_in(task)
         self._trained = {}
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Leave the trained weights in the task."""
+        """Put the trained weights back into the task."""
         self._swap_out(task)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
@@ -118,33 +122,33 @@ class WeightAveraging(Callback):
         self._swap_out(task)
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap out the averages, also after an exception."""
+        """Swap out the averages, even after an exception."""
         self._swap_out(task)
 
-    # what comes last in an evaluation, also in one that failed, so that no run goes on with the averages
+    # the last hook of every evaluation, even of a failed one: no run may continue with the averages
     on_test_model_train = on_predict_model_train = on_validation_model_train
 
     def _swap_in(self, task: "Task") -> None:
         import torch
 
-        # swapped in already: a second time would take the averages for the trained weights
+        # already swapped in: a second swap would save the averages as trained weights
         if self._trained:
             return
         self._shard_averages(task)
         with torch.no_grad():
             for name, tensor in self._averaged(task).items():
                 if name in self.averages:
-                    # copied into the parameter and not put in its place: optimizers and compiled graphs hold that one
-                    own = _local_shard(tensor.detach())
-                    self._trained[name] = own.clone()
-                    own.copy_(_local_shard(self.averages[name]))
+                    # copied in place, since optimizers and compiled graphs hold the parameter
+                    shard = _local_shard(tensor.detach())
+                    self._trained[name] = shard.clone()
+                    shard.copy_(_local_shard(self.averages[name]))
         if self.use_buffers:
-            task.trainer.strategy.align_buffers()  # each process averaged the buffers of its own replicas
+            task.trainer.strategy.align_buffers()  # each process averaged the buffers of its local replicas
 
     def _swap_out(self, task: "Task") -> None:
         import torch
 
-        # a validation that succeeds comes here twice, of which the second time finds nothing to do
+        # a successful validation gets here twice; the second call has nothing to do
         trained, self._trained = self._trained, {}
         with torch.no_grad():
             for name, tensor in self._averaged(task).items() if trained else ():
@@ -154,99 +158,106 @@ class WeightAveraging(Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the averages. Collective under a sharded strategy."""
-        whole = self.averaged_state_dict()
-        return {"updates": self.updates, "averages": whole, "step": self._step} if whole else {}
+        averages = self.averaged_state_dict()
+        return {"updates": self.updates, "averages": averages, "step": self._step} if averages else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the averages; they are sharded when training or evaluation begins."""
         self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
-        # none where on_load_checkpoint stands in for a state that the checkpoint lacks
+        # no step if on_load_checkpoint replaces a state that the checkpoint lacks
         self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Raise TaskError while the task holds the averages instead of the trained weights."""
         if self._trained:
             raise TaskError(
-                f"save_checkpoint was called within an evaluation, while the task holds the averaged weights of "
-                f"{type(self).__name__}. Call it from on_validation_end on."
+                f"save_checkpoint was called during an evaluation, while the task holds the averages of "
+                f"{type(self).__name__} in place of the trained weights. Call it in on_validation_end or later."
             )
-        if "callbacks" not in checkpoint:  # of weights alone: those that are evaluated
+        if "callbacks" not in checkpoint:  # a weights-only checkpoint stores the averages
             weights = checkpoint["state_dict"]
             for name in self.averages.keys() & weights.keys():
                 weights[name] = self.averages[name].to(weights[name].dtype)
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Load the averages of a checkpoint that is evaluated."""
+        """Load the averages for an evaluation."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.stage != "fit":
             self.load_state_dict(state or {"updates": 0, "averages": {}})
 
     def _shard_averages(self, task: "Task") -> None:
         """Shard loaded averages like the task's parameters."""
-        whole, self._unsharded = self._unsharded, {}
+        unsharded, self._unsharded = self._unsharded, {}
         for name, tensor in self._averaged(task).items():
-            if name in whole:
-                self.averages[name] = _distribute_like(whole[name], tensor.detach())
+            if name in unsharded:
+                self.averages[name] = _distribute_like(unsharded[name], tensor.detach())
 
     def _averaged(self, task: "Task") -> "dict[str, torch.Tensor]":
         """Return the tensors to average, by name."""
-        found: dict[str, torch.Tensor] = dict(task.named_parameters())
+        tensors: dict[str, torch.Tensor] = dict(task.named_parameters())
         if self.use_buffers:
-            found.update(task.named_buffers())
+            tensors.update(task.named_buffers())
         # counters, such as num_batches_tracked of a batch norm, have no mean
-        return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+        return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
 class ExponentialMovingAverage(WeightAveraging):
-    """Keeps average = decay * average + (1 - decay) * weights, updated after optimizer steps.
+    """Keeps an exponential moving average of the weights: average = decay * average + (1 - decay) * weights.
 
-    The first update copies the weights. What is evaluated, left in the task and taken from checkpoints are the
-    averages, as for every `WeightAveraging`. Equal to torch.optim.swa_utils.AveragedModel with get_ema_avg_fn.
+    The first update copies the weights. The averages equal those of torch.optim.swa_utils.AveragedModel with
+    get_ema_avg_fn(decay). As with `WeightAveraging`, evaluations use them and `fit` leaves them in the task.
+
+    Args:
+        decay: Weight of the previous average in each update, from 0 to less than 1.
+        every_n_steps: Optimizer steps between two updates.
+        start_step: First optimizer step that may update, counted from 1.
+        use_buffers: Average floating-point buffers in addition to parameters.
+
+    Raises ConfigError for values out of range, and where `WeightAveraging` does.
     """
 
     def __init__(
         self, decay: float = 0.999, *, every_n_steps: int = 1, start_step: int = 0, use_buffers: bool = False
     ) -> None:
-        """Average every `every_n_steps` steps from `start_step` on; with `use_buffers` also floating point buffers."""
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"ExponentialMovingAverage: decay={decay!r}: expected a number from 0 to less than 1.")
+            raise ConfigError(f"ExponentialMovingAverage: decay must be at least 0 and less than 1, got {decay!r}.")
         if every_n_steps < 1 or start_step < 0:
             raise ConfigError(
-                f"ExponentialMovingAverage: every_n_steps={every_n_steps!r} must be at least 1, start_step="
-                f"{start_step!r} at least 0."
+                f"ExponentialMovingAverage: every_n_steps must be at least 1, got {every_n_steps!r}; start_step at "
+                f"least 0, got {start_step!r}."
             )
         super().__init__(use_buffers)
         self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
 
     def should_update(self, step: int, epoch: int) -> bool:
-        """Return whether the weights after this optimizer step are averaged."""
+        """Return whether to average the weights after this optimizer step."""
         return step >= self.start_step and step % self.every_n_steps == 0
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
-        """Update averages in place by new weights."""
+        """Update `averages` in place with `weights`."""
         averages.lerp_(weights, 1.0 - self.decay)
 
 
 def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return this rank's shard of a tensor, sharing its memory."""
+    """Return this rank's shard of a tensor as a view."""
     from ..base.tensors import local_part
 
     return local_part(tensor)
 
 
 def _full_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return the full tensor; collective for a DTensor."""
+    """Return the full tensor. Collective for a DTensor."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
-def _distribute_like(whole: "torch.Tensor", like: Any) -> "torch.Tensor":
-    """Return a full tensor distributed like `like`; collective for a DTensor."""
+def _distribute_like(full: "torch.Tensor", like: Any) -> "torch.Tensor":
+    """Return a full tensor distributed like `like`. Collective for a DTensor."""
     import torch
 
-    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be updated later
+    with torch.inference_mode(False), torch.no_grad():  # in-place updates do not work on inference tensors
         if not hasattr(like, "full_tensor"):
-            return whole.to(like.device, copy=True)
+            return full.to(like.device, copy=True)
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)

@@ -317,10 +317,8 @@ def test_the_summary_counts_once_and_by_depth():
 def test_the_summary_of_what_is_not_built_yet():
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(2, 2))
     text = summarize(lazy)
-    assert "0 + uninitialised" in text
-    assert text.endswith(
-        "6 parameters (6 trainable, 0 frozen), 24 B, and 2 parameter tensors that are not initialised yet"
-    )
+    assert "0 + uninitialized" in text
+    assert text.endswith("6 parameters (6 trainable, 0 frozen), 24 B, and 2 uninitialized parameter tensors")
     assert summarize(torch.nn.Linear(1000, 500)).endswith("500,500 parameters (500,500 trainable, 0 frozen), 2 MB")
     assert summarize(torch.nn.Module()) == "0 parameters (0 trainable, 0 frozen), 0 B"
 

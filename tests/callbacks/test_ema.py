@@ -207,7 +207,7 @@ def test_it_is_never_saved_in_the_place_of_the_weights(trainer, tmp_path):
 
     made = trainer(callbacks=[ExponentialMovingAverage(0.9)], max_epochs=1, num_sanity_val_steps=0)
     task = Saves()
-    with pytest.raises(TaskError, match="within an evaluation"):
+    with pytest.raises(TaskError, match="during an evaluation"):
         made.fit(task, make_loader(), make_loader(4))
     plain = Tiny()
     optimizer = torch.optim.SGD(plain.parameters(), lr=plain.lr)
@@ -219,6 +219,9 @@ def test_it_is_never_saved_in_the_place_of_the_weights(trainer, tmp_path):
 
 
 def test_what_cannot_be_is_refused():
-    for options, message in (({"decay": 1.0}, "decay=1.0"), ({"every_n_steps": 0}, "every_n_steps=0 must be at least")):
+    for options, message in (
+        ({"decay": 1.0}, "got 1.0"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+    ):
         with pytest.raises(ConfigError, match=message):
             ExponentialMovingAverage(**options)

@@ -279,9 +279,9 @@ def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
     trainer(max_epochs=4, max_steps=7, **options).fit(Tiny(), make_loader(20))
     for _ in range(2):
         trainer(max_epochs=4, **options).fit(Tiny(), make_loader(20), resume="auto")
-    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "left to train" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "Nothing to train" in line]
     assert [line.partition(" in ")[0] for line in told[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
-    assert told[2].startswith("Nothing was left to train: the run had reached its end at step 20 (max_epochs")
+    assert told[2].startswith("Nothing to train: the run already ended at step 20 (by max_epochs")
 
 
 def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(trainer, capsys):

@@ -298,7 +298,7 @@ def test_a_monitored_metric_that_is_never_logged(trainer, tmp_path, kind):
     with pytest.raises(ConfigError) as caught:
         made.fit(Logs(), make_loader(), make_loader())
     message = str(caught.value)
-    assert f"{kind.__name__} monitors 'val_los', which was not logged" in message
+    assert f"{kind.__name__} monitors 'val_los', but nothing logged it" in message
     assert "Did you mean 'val_loss'?" in message
     assert "Logged: train_loss, val_loss" in message
     assert made.global_step <= 5  # found when the first validation is over

@@ -182,7 +182,7 @@ def test_a_task_without_a_pretrained_model_is_refused_before_it_is_trained(train
 def test_weights_that_stay_in_parts_are_refused_before_they_are_trained(base, trainer, example):
     strategy = {"name": "fsdp", "whole_at_end": False}
     made = trainer(callbacks=[lg.callbacks.ExportPretrained()], strategy=strategy, devices=2)
-    with pytest.raises(ConfigError, match="ExportPretrained writes whole weights when fit ends, which whole_at_end"):
+    with pytest.raises(ConfigError, match="ExportPretrained needs the full weights when fit ends, but whole_at_end"):
         made.fit(example.FineTuning(model=base), example.Documents(model=base, file="pairs.jsonl"))
     assert made.global_step == 0
 
