@@ -83,7 +83,7 @@ class RunHistory:
                         records.setdefault(record.step, record)
                 except (CheckpointError, OSError, KeyError) as error:
                     self.damaged.append(f"{path.name}: {error}")
-                    log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
+                    log.warning("Skipping the incomplete checkpoint %s. %s", path.name, error)
         return [records[step] for step in sorted(records)]
 
     def before(self, step: int) -> CheckpointRecord | None:

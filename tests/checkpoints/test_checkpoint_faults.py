@@ -116,7 +116,7 @@ def test_everything_is_on_the_disk_before_what_builds_on_it(
 
 
 def test_a_disk_without_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"needs 1,000 PB in {tmp_path}, where .*B are free"):
+    with pytest.raises(CheckpointError, match=rf"needs 1,000 PB in {tmp_path}, but only .*B are free"):
         storage.free_space_check(tmp_path, 10**18)
     storage.free_space_check(tmp_path, 1)
     huge = torch.zeros(1).expand(2**58)

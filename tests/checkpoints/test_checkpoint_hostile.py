@@ -66,7 +66,7 @@ def test_every_flipped_bit_and_every_cut_is_found(
         reading.read_checkpoint(newer)
     with caplog.at_level(logging.WARNING, logger="legato"):
         assert find.newest_complete(newer.parent) == older
-    assert "step-00000002 is passed over" in caplog.text
+    assert "Skipping the incomplete checkpoint step-00000002" in caplog.text
     assert name in caplog.text
 
 
@@ -82,11 +82,11 @@ def test_what_is_no_file_of_its_own_is_refused(two: tuple[Path, Path], tmp_path:
             reading.read_checkpoint(newer)
         (newer / name).unlink()
         os.mkfifo(newer / name)  # opening it would wait for ever
-        with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
+        with pytest.raises(CheckpointError, match=rf"{name} is not a regular file"):
             reading.read_checkpoint(newer)
         (newer / name).unlink()
         (newer / name).mkdir()
-        with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
+        with pytest.raises(CheckpointError, match=rf"{name} is not a regular file"):
             reading.read_checkpoint(newer)
         (newer / name).rmdir()
         shutil.move(kept, newer / name)
@@ -110,16 +110,16 @@ def sealed(body: dict[str, object]) -> bytes:
     return json.dumps({**body, "sha256": hashlib.sha256(text).hexdigest()}).encode()
 
 
-OTHERS = "is not one that Legato has written"
+OTHERS = "was not written by Legato"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=6), "newer than this Legato reads"),
+        (lambda body: body.update(format=6), "newer than the format that this Legato reads"),
         (
             lambda body: body.update(format=2),
-            "of an earlier Legato; the last commit that reads it is [0-9a-f]{7}",
+            "an earlier Legato wrote format .*; the last commit that reads it is [0-9a-f]{7}",
         ),
         (lambda body: body.update(format=True), OTHERS),
         (lambda body: body.update(format=0), OTHERS),
@@ -217,7 +217,7 @@ def test_each_tensor_is_used_exactly_once() -> None:
     mark = {"__legato__": "tensor", "file": "model", "name": "w"}
     weights = {"model": {"w": torch.ones(3)}}
     assert torch.equal(codec.unflatten({"a": mark}, weights)["a"], torch.ones(3))
-    with pytest.raises(CheckpointError, match="used twice"):
+    with pytest.raises(CheckpointError, match="mentions it twice"):
         codec.unflatten({"a": mark, "b": mark}, weights)
     with pytest.raises(CheckpointError, match=r"model\.safetensors holds 'w', which state\.json does not mention"):
         codec.unflatten({}, weights)

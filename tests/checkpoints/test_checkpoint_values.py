@@ -275,5 +275,5 @@ def test_a_tensor_that_is_made_of_others_is_stored_as_these(tmp_path: Path, monk
 @pytest.mark.parametrize("options", [Step.ONE, {"step": [Step.ONE]}, object()])
 def test_a_tensor_whose_settings_would_come_back_as_others_is_refused(tmp_path: Path, options: object) -> None:
     weight = Scaled(torch.zeros(2, 3, dtype=torch.int8), torch.rand(2), options)
-    with pytest.raises(CheckpointError, match=r"state_dict\.w is a tensor of .*Scaled, which __tensor_flatten__ does"):
+    with pytest.raises(CheckpointError, match=r"state_dict\.w is a .*Scaled, whose __tensor_flatten__ does"):
         commit.write(tmp_path / "one", {"state_dict": {"w": weight}})

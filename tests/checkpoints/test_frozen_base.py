@@ -118,7 +118,9 @@ def test_a_checkpoint_that_was_copied_alone_is_refused_with_the_way_out(tmp_path
     save(tmp_path / "run" / "step-00000001", make_weights())
     shutil.copytree(tmp_path / "run" / "step-00000001", tmp_path / "step-00000001")
     (base,) = bases(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"its base base/{base.name} is not beside it.*legato export RUN DIR/"):
+    with pytest.raises(
+        CheckpointError, match=rf"are in base/{base.name}, which is missing beside it.*legato export RUN DIR/"
+    ):
         reading.read_checkpoint(tmp_path / "step-00000001")
     commit.copy_whole(tmp_path / "run" / "step-00000001", tmp_path / "whole")
     assert_holds(tmp_path / "whole", make_weights())

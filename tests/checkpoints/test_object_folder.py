@@ -243,7 +243,7 @@ def test_a_manifest_that_arrives_after_its_sender_has_given_up_tears_nothing() -
 
 def test_what_is_no_checkpoint_is_neither_replaced_nor_removed() -> None:
     STORE.objects["bucket/run/checkpoints/data/train.csv"] = b"1,2"
-    with pytest.raises(CheckpointError, match=r"data has train.csv and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"data holds train.csv, so it is not a checkpoint"):
         commit.write(ROOT / "data", example(1, 0))
     save(1)
     STORE.objects["bucket/run/checkpoints/step-00000001/notes.txt"] = b"good"
@@ -261,7 +261,7 @@ def test_damage_is_found_and_passed_over(caplog: pytest.LogCaptureFixture) -> No
     STORE.objects[flipped] = STORE.objects[flipped][:-1] + b"x"
     del STORE.objects["bucket/run/checkpoints/step-00000002/state.json"]
     assert find.newest_complete(ROOT) == ROOT / "step-00000001"
-    assert "step-00000003 is passed over" in caplog.text
+    assert "Skipping the incomplete checkpoint step-00000003" in caplog.text
     assert "step-00000002: state.json is missing" in caplog.text
     assert find.resolve(ROOT.parent) == ROOT / "step-00000001"
 
@@ -333,7 +333,7 @@ def test_a_base_is_uploaded_once_and_goes_with_the_last_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"base/.*is damaged"):
         reading.read_checkpoint(ROOT / "step-00000002")
     del STORE.objects[base]
-    with pytest.raises(CheckpointError, match=r"its base base/.* is not beside it"):
+    with pytest.raises(CheckpointError, match=r"base/.*, which is missing beside it"):
         reading.read_checkpoint(ROOT / "step-00000002")
     save_adapted(3)  # uploads it again
     remove(2)

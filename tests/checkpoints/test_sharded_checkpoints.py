@@ -75,7 +75,7 @@ def test_parts_that_do_not_make_up_the_whole_are_refused(tmp_path):
         commit.write(tmp_path / "a", {"state_dict": {"w": part}}, ranks=rank)
 
     on_ranks(2, save)
-    with pytest.raises(CheckpointError, match=r"state_dict\.w: the parts of 'w' do not make up a tensor of shape"):
+    with pytest.raises(CheckpointError, match=r"state_dict\.w: the shards of 'w' do not make up a tensor of shape"):
         reading.read_checkpoint(tmp_path / "a")
     (tmp_path / "a" / "model-00001.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors has 1 bytes"):
@@ -256,7 +256,7 @@ def test_export(saved, tmp_path, capsys):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert main(["export", str(of(saved, "single")), str(target)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "b.safetensors")]) == 1
     assert main(["export", "x"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]

@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_named_by_the_replay_that_begins_earlier() -> No
     run = trained()
     (run / "checkpoints/step-00000016/state.json").write_text("{}")
     done = legato("replay", str(run), "step=18")
-    assert "step-00000016 is passed over, it is not whole" in done.stderr
+    assert "Skipping the incomplete checkpoint step-00000016" in done.stderr
     assert "from the checkpoint of step 12" in done.stdout
 
 

@@ -418,5 +418,5 @@ def test_lightning_goes_on_from_a_checkpoint_of_legatos_own_trainer(tmp_path, ki
     assert_goes_on(own, rest)
     if moment == "epoch":
         assert_goes_on(whole, rest)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")

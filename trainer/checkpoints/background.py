@@ -1,4 +1,4 @@
-"""Background saves: training waits only for a copy in host memory; a thread writes it."""
+"""Background saves: training waits only for a copy in host memory, which a thread writes to disk."""
 
 import threading
 from collections.abc import Collection, Mapping
@@ -18,15 +18,16 @@ from .commit import commit
 
 
 class Writer:
-    """Thread that writes checkpoints, one at a time.
+    """Writes checkpoints in a background thread, one at a time.
 
-    Host memory is one copy of the state, kept for the next save: touching fresh memory costs more than the copy. The
-    thread is not a daemon, so a process that ends by an exception still finishes its checkpoint.
+    It keeps one copy of the state in host memory and reuses that memory for the next save: touching fresh memory costs
+    more than the copy. The thread is not a daemon, so a process that ends with an exception still finishes its
+    checkpoint.
     """
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, str], Tensor] = {}
-        """Copies in host memory, by file and name in it."""
+        """Copies in host memory, by file and by tensor name."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpoint: Location | None = None
@@ -40,12 +41,12 @@ class Writer:
         run: str = "",
         frozen: Collection[str] = (),
     ) -> None:
-        """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
+        """Copy `contents` and return; a thread writes the copy. Waits for the previous save and raises its error.
 
-        Every one of `ranks` calls this, and uses them for nothing else until the save is done.
+        Every rank in `ranks` calls this, and uses `ranks` for nothing else until the save is done.
         """
-        self.wait()  # two at once would need memory for two copies
-        # in the caller's step, where a value that cannot be stored names its path and the call that saved it
+        self.wait()  # two saves at once would need memory for two copies
+        # flatten here, not in the thread: an error about a value then points at the call that saves it
         flat = flatten(contents, frozen)
         flat.assign_writers(ranks)
         self._snapshot(flat)
@@ -55,19 +56,19 @@ class Writer:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the save is done, whether it succeeded or not."""
+        """Wait until the save has finished, successfully or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def check(self) -> None:
-        """Raise CheckpointError, once, if a save has failed."""
+        """Raise CheckpointError if a save has failed; each failure is raised once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise CheckpointError(f"Saving {self._checkpoint} in the background failed: {error}") from error
 
     def wait(self) -> None:
-        """Wait until the save is done; raises what `check` raises."""
+        """Wait until the save has finished; raises what `check` raises."""
         self.join()
         self.check()
 
@@ -75,40 +76,40 @@ class Writer:
         try:
             with SAVES.save():
                 commit(checkpoint, flat, ranks, run)
-        except BaseException as error:  # raised by `check`, where it can end the run
+        except BaseException as error:  # `check` raises it in the main thread, where it can end the run
             self._error = error
 
     def _snapshot(self, flat: FlatState) -> None:
-        """Copy every tensor to the host; a tensor under several names is copied once."""
+        """Copy every tensor to the host; a tensor with several names is copied once."""
         copies: dict[object, Tensor] = {}
         devices = set()
         for file, tensors in flat.tensors.items():
             for name, tensor in tensors.items():
                 tensors[name] = self._copy((file, name), tensor, copies)
                 devices.add(tensor.device)
-        for file, parts in flat.parts.items():
-            for name, part in parts.items():
-                parts[name] = replace(part, block=self._copy((file, name), part.block, copies))
-                devices.add(part.block.device)
-        # one wait serves all; training goes on with these very tensors as soon as this returns
+        for file, shards in flat.shards.items():
+            for name, shard in shards.items():
+                shards[name] = replace(shard, block=self._copy((file, name), shard.block, copies))
+                devices.add(shard.block.device)
+        # wait once for all copies: training changes these tensors as soon as this method returns
         for device in filter(has_streams, devices):
             torch.accelerator.synchronize(device)
 
     def _copy(self, place: tuple[str, str], tensor: Tensor, copies: dict[object, Tensor]) -> Tensor:
-        """Copy a tensor into the memory of its place in the save before."""
+        """Copy a tensor into the memory that held it in the previous save."""
         identity = _identity(tensor)
         if identity not in copies:
-            memory, behind = self.memory.pop(place, None), has_streams(tensor.device)
+            memory, is_async = self.memory.pop(place, None), has_streams(tensor.device)
             if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
                 memory = None  # freed first, so that there are never two copies
-                # only copies into pinned memory run behind the host
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=behind and pins_memory())
-            self.memory[place] = copies[identity] = memory.copy_(tensor, non_blocking=behind)
+                # only copies into pinned memory are asynchronous
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_async and pins_memory())
+            self.memory[place] = copies[identity] = memory.copy_(tensor, non_blocking=is_async)
         return copies[identity]
 
 
 def _identity(tensor: Tensor) -> object:
-    # empty tensors may all have the same address, and those of some devices have none
+    # empty tensors may share an address, and tensors on some devices have none
     if not tensor.nbytes or not tensor.data_ptr():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

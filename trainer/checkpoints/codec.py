@@ -1,6 +1,7 @@
-"""Nested values as JSON and named tensors, and back; never by pickle.
+"""Encodes nested values as JSON and named tensors, and decodes them, without pickle.
 
-What JSON lacks becomes `{"__legato__": KIND, "value": ...}`, a tensor such a mark with its file and its name there.
+A value that JSON lacks becomes the mark `{"__legato__": KIND, "value": ...}`. The mark of a tensor holds its file and
+its name in that file.
 """
 
 import base64
@@ -23,19 +24,19 @@ from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
 MARK = "__legato__"
-DEPTH = 100  # levels of nesting; a value that contains itself ends here too
+DEPTH = 100  # levels of nesting, which also stops a value that contains itself
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 UNFLATTEN = "__tensor_unflatten__"
 WRAPPED = "wrapped"
-"""Kind of a tensor of a subclass that is made of plain ones, such as a quantized weight."""
+"""Kind of a tensor subclass that wraps plain tensors, such as a quantized weight."""
 PLAIN = (bool, int, float, str, type(None), list, tuple, dict, torch.Size, torch.dtype, torch.device)
-"""Types that come back from a checkpoint as they were."""
+"""Types that a checkpoint restores unchanged."""
 ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """Type of value that JSON lacks."""
+    """Type that JSON lacks, and how to store it."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
@@ -43,14 +44,14 @@ class Kind(NamedTuple):
     packed: type[Any] = str
     """Type of what `pack` returns."""
     items: type[Any] | None = None
-    """Type of each item of that list; None: any."""
+    """Type of the items, if `pack` returns a list; None: any."""
 
 
 def _mapping_of(pairs: list[Any]) -> dict[Any, Any]:
     mapping: dict[Any, Any] = {}
     for key, value in pairs:
         if not isinstance(key, Hashable) or isinstance(key, Tensor) or key in mapping:
-            raise ValueError("a key that is no key or appears twice")
+            raise ValueError("a key is not hashable or appears twice")
         mapping[key] = value
     return mapping
 
@@ -88,7 +89,7 @@ KINDS = {
     "path": Kind(PurePath, str, Path),
 }
 SUBCLASSED = ("int", "float", "path")
-"""Kinds of which a subclass is stored as its base: an IntEnum, a float of NumPy, a PosixPath."""
+"""Kinds whose subclasses are stored as the base class: an IntEnum, a NumPy float, a PosixPath."""
 
 
 @dataclass
@@ -96,47 +97,47 @@ class FlatState:
     """Nested value split into JSON and tensors."""
 
     tree: Any
-    """Strict JSON with marks in place of tensors."""
+    """Strict JSON, with marks in place of tensors."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """Tensor file (`model`, `tensors`) -> name in it -> tensor, not copied, and possibly sharing memory."""
-    parts: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """The same for this process's parts of sharded tensors."""
+    """Tensor file (`model`, `tensors`) -> tensor name -> tensor. Tensors are not copied and may share memory."""
+    shards: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
+    """Tensor file -> tensor name -> this process's shard, for sharded tensors."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    """Marks of those tensors in the tree."""
+    """Marks of the sharded tensors in the tree."""
     frozen: set[str] = field(default_factory=set)
     """Names in `model` of weights that may be stored in a base (frozen_base.py)."""
 
     def assign_writers(self, ranks: Ranks) -> None:
-        """Assign a writer to every part, the first rank that has it, and to the rest rank 0; every rank calls it.
+        """Assign each shard to the first rank that holds it, and all other tensors to rank 0; every rank calls this.
 
-        The marks record the files of the parts.
+        The marks record the file of each shard.
         """
         regions = {
-            (file, name): (part.offset, tuple(part.block.shape))
-            for file, parts in self.parts.items()
-            for name, part in parts.items()
-            if part.block.numel()
+            (file, name): (shard.offset, tuple(shard.block.shape))
+            for file, shards in self.shards.items()
+            for name, shard in shards.items()
+            if shard.block.numel()
         }
         regions_by_rank = ranks.gather_objects(regions)
         for (file, name), mark in self.marks.items():
             writers: dict[Any, int] = {}
-            for rank, held in enumerate(regions_by_rank):
-                if (file, name) in held:
+            for rank, rank_regions in enumerate(regions_by_rank):
+                if (file, name) in rank_regions:
                     # on a mesh with a replicated axis several ranks hold the same region
-                    writers.setdefault(held[file, name], rank)
+                    writers.setdefault(rank_regions[file, name], rank)
             mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
             if writers.get(regions.get((file, name))) != ranks.rank:
-                del self.parts[file][name]
+                del self.shards[file][name]
         if ranks.rank > 0:
             self.tensors = {file: {} for file in self.tensors}
 
 
-# --- taking apart -----------------------------------------------------------------------------------------------------
+# --- encoding ---------------------------------------------------------------------------------------------------------
 def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatState:
-    """Split a nested value; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
+    """Split a nested value into JSON and tensors.
 
-    frozen: keys of the state dict whose weights are not trained.
-    Raises CheckpointError with the path of a value that is neither JSON nor a tensor.
+    The tensors of `contents["state_dict"]` keep their names and go to a separate file. `frozen`: keys of the state dict
+    whose weights are not trained. Raises CheckpointError with the path of a value that a checkpoint cannot hold.
     """
     flat = FlatState({}, frozen=set(frozen))
     flat.tree = _encode(dict(contents), (), flat)
@@ -145,16 +146,18 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
-    if value is None or isinstance(value, bool):  # before int, of which bool is a subclass
+        raise CheckpointError(
+            f"{_dotted(path[:4])}... is nested more than {DEPTH} levels deep; does it contain itself?"
+        )
+    if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
-    if isinstance(value, str):  # str Enum included: JSON has only its text
+    if isinstance(value, str):  # a str Enum too: JSON has only its text
         return str.__str__(value)
-    if isinstance(value, StoredTensor):  # stays in the files of another checkpoint
+    if isinstance(value, StoredTensor):  # its data stays in the files of another checkpoint
         return dict(value.mark)
     if isinstance(value, (Tensor, ShardBlock, np.ndarray, np.generic)):
         return _encode_tensor(value, path, flat)
-    # beyond 64 bits other readers lose digits, and Python refuses very long decimals
+    # beyond 64 bits other JSON readers lose digits, and Python refuses very long decimals
     if isinstance(value, int) and value.bit_length() < 64:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -182,44 +185,46 @@ def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: FlatState) 
 
 
 def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, Any]:
-    """Return the mark of a tensor, of this process's part of one, or of a NumPy value."""
-    kind, part = "tensor", value if isinstance(value, ShardBlock) else None
+    """Return the mark of a tensor, of this process's shard of a tensor, or of a NumPy value."""
+    kind, shard = "tensor", value if isinstance(value, ShardBlock) else None
     if isinstance(value, (np.ndarray, np.generic)):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        try:  # of a copy: contiguous, writable, in this machine's byte order
+        try:  # a copy is contiguous, writable, and in this machine's byte order
             value = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             raise CheckpointError(
-                f"{_dotted(path)} is a numpy {value.dtype}; a checkpoint holds numbers, bools, text and tensors."
+                f"{_dotted(path)} is a numpy {value.dtype} array. A checkpoint holds numbers, bools, text and tensors; "
+                f"convert it to one of them."
             ) from None
-    part = part or shard_block(value)
-    # a wrapper subclass (of quantization, say) has no memory of its own whose bytes could be written
-    if type(value if part is None else part.block).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return _encode_wrapped(value, path, flat, in_parts=part is not None)
+    shard = shard or shard_block(value)
+    # a wrapper subclass (a quantized weight, for example) has no memory whose bytes could be written
+    if type(value if shard is None else shard.block).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return _encode_wrapped(value, path, flat, is_sharded=shard is not None)
     file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
-    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors has no lone surrogates
+    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors takes no lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
         unique += "'"  # "a.b" and "a" -> "b" give the same name
     if file == MODEL and path[1] in flat.frozen:
-        flat.frozen.add(unique)  # also of a tensor that is made of several
+        flat.frozen.add(unique)  # also for each inner tensor of a wrapper subclass
     mark: dict[str, Any] = {MARK: kind, "file": file, "name": unique}
-    dtype = (value if part is None else part.block).dtype
+    dtype = (value if shard is None else shard.block).dtype
     dtype_name = str(dtype).removeprefix("torch.")
-    if part is not None:
+    if shard is not None:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"{_dotted(path)} is on several processes and is {dtype_name}, which cannot be stored in parts."
+                f"{_dotted(path)} is sharded over several processes and its dtype is {dtype_name}. A checkpoint cannot "
+                f"store shards of this dtype; convert the tensor to another one, such as float32."
             )
-        mark |= {MARK: "parts", "dtype": dtype_name, "shape": list(part.shape)}
-        flat.parts[file][unique], flat.marks[file, unique] = part, mark
+        mark |= {MARK: "parts", "dtype": dtype_name, "shape": list(shard.shape)}
+        flat.shards[file][unique], flat.marks[file, unique] = shard, mark
         return mark
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "meta tensor" if value.is_meta else f"{value.layout} tensor"
         raise CheckpointError(
-            f"{_dotted(path)} is a {kind}; a checkpoint holds plain, dense tensors: convert it first."
+            f"{_dotted(path)} is a {kind}. A checkpoint holds dense tensors; convert it before you save."
         )
     tensor = value.detach().resolve_conj().resolve_neg()
-    # every release of safetensors reads these; others are stored as real numbers or bytes
+    # every release of safetensors reads DTYPE_NAMES; other dtypes are stored as real numbers or bytes
     if dtype not in DTYPE_NAMES:
         mark |= {"dtype": dtype_name, "shape": list(tensor.shape)}
         tensor = torch.view_as_real(tensor) if dtype.is_complex else flat_bytes(tensor)
@@ -227,37 +232,37 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     return mark
 
 
-def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, in_parts: bool) -> dict[str, Any]:
-    """Return the mark of a tensor that `__tensor_flatten__` takes apart into tensors and plain values."""
-    name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "which is on several processes"
-    if not in_parts:
+def _encode_wrapped(value: Any, path: ValuePath, flat: FlatState, is_sharded: bool) -> dict[str, Any]:
+    """Return the mark of a wrapper subclass, which `__tensor_flatten__` splits into tensors and plain values."""
+    name, problem = f"{type(value).__module__}.{type(value).__qualname__}", "sharded over several processes"
+    if not is_sharded:
         inner, settings = value.__tensor_flatten__() if hasattr(value, "__tensor_flatten__") else ((), object())
         if _wrapper_class(name) is type(value) and _is_plain(settings):
             tensors = {key: _encode(getattr(value, key), (*path, key), flat) for key in inner}
             encoded = _encode([settings, value.size(), tuple(value.stride())], path, flat)
             return {MARK: WRAPPED, "class": name, "tensors": tensors, "settings": encoded}
-        problem = "which __tensor_flatten__ does not take apart into plain tensors and plain values"
+        problem = "whose __tensor_flatten__ does not return plain tensors and plain values"
     raise CheckpointError(
-        f"{_dotted(path)} is a tensor of {name}, {problem}. A checkpoint cannot hold it: convert it to a plain tensor, "
+        f"{_dotted(path)} is a {name}, {problem}. A checkpoint cannot hold it: convert it to a plain tensor, "
         f"leave it out of the state dict (register_buffer with persistent=False), or train without checkpoints."
     )
 
 
 def _wrapper_class(name: str) -> Any:
-    """Return the subclass of Tensor of a name; None if this program has not imported one that can be put together."""
-    # a checkpoint imports nothing: it chooses among what the program has imported
+    """Return the wrapper subclass with this name; None if the program has not imported it or it cannot be rebuilt."""
+    # reading a checkpoint imports no module: it uses only classes that the program has already imported
     module, _, attribute = name.rpartition(".")
     kind = vars(sys.modules.get(module, object)).get(attribute)
     return kind if isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, UNFLATTEN) else None
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a checkpoint gives back a value as it is, and not as a value of another type."""
+    """Return whether a checkpoint restores a value unchanged, with the same type."""
     items = [*value.keys(), *value.values()] if type(value) is dict else value if type(value) in (list, tuple) else ()
     return type(value) in PLAIN and all(map(_is_plain, items))
 
 
-# --- putting together -------------------------------------------------------------------------------------------------
+# --- decoding ---------------------------------------------------------------------------------------------------------
 Tensors = dict[tuple[str, str], Tensor]
 """Tensors by file and name."""
 
@@ -265,42 +270,42 @@ Tensors = dict[tuple[str, str], Tensor]
 def unflatten(
     tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Rebuild a value from what `flatten` returned, and `files` with the shards of tensors.
+    """Rebuild the value that `flatten` split; `files`: the files with shards.
 
-    A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if something does not match.
+    A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if the tree and the tensors do not match.
     """
-    # Each tensor must be claimed by one mark: one that nothing mentions tells of files that do not belong together.
-    left = {(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()}
+    # Exactly one mark must claim each tensor: an unclaimed tensor means that the files do not belong together.
+    unclaimed = {(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()}
     try:
-        contents = _decode(tree, (), left, files)
+        contents = _decode(tree, (), unclaimed, files)
     except RecursionError:
-        raise CheckpointError("state.json is nested too deeply to be a checkpoint's.") from None
+        raise CheckpointError("state.json is nested too deeply for a checkpoint.") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
         raise CheckpointError(f"state.json must hold an object with names as keys, got {type(contents).__name__}.")
-    if left:
-        file, name = next(iter(left))
+    if unclaimed:
+        file, name = next(iter(unclaimed))
         raise CheckpointError(f"{file}.safetensors holds {name!r}, which state.json does not mention.")
     return contents
 
 
-def _decode(node: Any, path: ValuePath, left: Tensors, files: ShardFiles | None) -> Any:
+def _decode(node: Any, path: ValuePath, unclaimed: Tensors, files: ShardFiles | None) -> Any:
     if isinstance(node, list):
-        return [_decode(item, (*path, str(place)), left, files) for place, item in enumerate(node)]
+        return [_decode(item, (*path, str(place)), unclaimed, files) for place, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if MARK not in node:
-        return {key: _decode(item, (*path, key), left, files) for key, item in node.items()}
+        return {key: _decode(item, (*path, key), unclaimed, files) for key, item in node.items()}
     kind = node[MARK]
     try:
         if kind in ("tensor", "array", "scalar"):
-            return _decode_tensor(kind, node, left)
+            return _decode_tensor(kind, node, unclaimed)
         if kind == "parts" and files is not None:
-            return _decode_parts(node, files)
+            return _decode_shards(node, files)
         if kind == WRAPPED:
-            return _decode_wrapped(node, path, left, files)
+            return _decode_wrapped(node, path, unclaimed, files)
         if node.keys() != {MARK, "value"} or not isinstance(kind, str):
-            raise ValueError(f"no such mark: {str(node)[:80]}")
-        value = _decode(node["value"], path, left, files)
+            raise ValueError(f"unknown mark: {str(node)[:80]}")
+        value = _decode(node["value"], path, unclaimed, files)
         return KINDS[kind].unpack(_typed(KINDS[kind].packed, value, KINDS[kind].items))
     except (CheckpointError, RecursionError):
         raise
@@ -308,53 +313,53 @@ def _decode(node: Any, path: ValuePath, left: Tensors, files: ShardFiles | None)
         raise CheckpointError(f"state.json is damaged at {_dotted(path)}: {str(error)[:200]}.") from error
 
 
-def _decode_tensor(kind: str, node: dict[str, Any], left: Tensors) -> Any:
+def _decode_tensor(kind: str, node: dict[str, Any], unclaimed: Tensors) -> Any:
     if not {"file", "name"} <= node.keys() <= {MARK, "file", "name", "dtype", "shape"}:
-        raise ValueError(f"no such mark: {str(node)[:80]}")
+        raise ValueError(f"unknown mark: {str(node)[:80]}")
     place = (node["file"], node["name"])
-    if place not in left:
-        raise ValueError(f"{place[0]}.safetensors holds no tensor {place[1]!r}, or it is used twice")
-    tensor = left.pop(place)
+    if place not in unclaimed:
+        raise ValueError(f"{place[0]}.safetensors has no tensor {place[1]!r}, or state.json mentions it twice")
+    tensor = unclaimed.pop(place)
     if "dtype" in node:
         dtype, shape = DTYPES[node["dtype"]], _typed(list, node["shape"], int)
         tensor = torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
         if tensor.dtype != dtype:
-            raise ValueError(f"{place[1]!r} is stored as {tensor.dtype}, marked as {dtype}")
+            raise ValueError(f"{place[1]!r} is stored as {tensor.dtype}, but marked as {dtype}")
         tensor = tensor.view(shape)
     if kind == "tensor":
         return tensor
     array = tensor.numpy()
     if kind == "scalar" and array.ndim:
-        raise ValueError(f"{place[1]!r} is marked as a scalar and has shape {array.shape}")
+        raise ValueError(f"{place[1]!r} is marked as a scalar, but has shape {array.shape}")
     return array if kind == "array" else array[()]
 
 
-def _decode_wrapped(node: dict[str, Any], path: ValuePath, left: Tensors, files: ShardFiles | None) -> Any:
+def _decode_wrapped(node: dict[str, Any], path: ValuePath, unclaimed: Tensors, files: ShardFiles | None) -> Any:
     if node.keys() != {MARK, "class", "tensors", "settings"}:
-        raise ValueError(f"no such mark: {str(node)[:80]}")
-    tensors = _decode(_typed(dict, node["tensors"]), path, left, files)
-    settings, size, stride = _decode(_typed(list, node["settings"]), path, left, files)
+        raise ValueError(f"unknown mark: {str(node)[:80]}")
+    tensors = _decode(_typed(dict, node["tensors"]), path, unclaimed, files)
+    settings, size, stride = _decode(_typed(list, node["settings"]), path, unclaimed, files)
     kind = _wrapper_class(_typed(str, node["class"]))
-    if kind is None:  # a program that only copies weights need not import the package: the tensors within will do
+    if kind is None:  # to copy weights, a program need not import the package: it gets the inner tensors
         return tensors
     try:
         return getattr(kind, UNFLATTEN)(tensors, settings, size, stride)
-    except Exception as error:  # another package's, for what a damaged or hostile file may hold
-        raise ValueError(f"{node['class']} cannot be put together: {error}") from error
+    except Exception as error:  # the package may fail on a damaged or hostile file with any exception
+        raise ValueError(f"{node['class']} cannot be rebuilt: {error}") from error
 
 
-def _decode_parts(node: dict[str, Any], files: ShardFiles) -> StoredTensor:
+def _decode_shards(node: dict[str, Any], files: ShardFiles) -> StoredTensor:
     if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"}:
-        raise ValueError(f"no such mark: {str(node)[:80]}")
-    shape, parts = tuple(_typed(list, node["shape"], int)), []
+        raise ValueError(f"unknown mark: {str(node)[:80]}")
+    shape, shards = tuple(_typed(list, node["shape"], int)), []
     for rank, offset, size in _typed(list, node["parts"], list):
         file = file_name(_typed(str, node["file"]), _typed(int, rank))
-        parts.append((file, tuple(_typed(list, offset, int)), tuple(_typed(list, size, int))))
-    return StoredTensor(files, _typed(str, node["name"]), shape, DTYPES[node["dtype"]], parts, node)
+        shards.append((file, tuple(_typed(list, offset, int)), tuple(_typed(list, size, int))))
+    return StoredTensor(files, _typed(str, node["name"]), shape, DTYPES[node["dtype"]], shards, node)
 
 
 def _typed(kind: type[Any], value: Any, items: type[Any] | None = None) -> Any:
-    """Return a value of exactly this type, whose items are of a type, too."""
+    """Return the value after a check of its exact type and, with `items`, of the type of its items."""
     if type(value) is not kind or (items is not None and any(type(item) is not items for item in value)):
         raise TypeError(f"expected {kind.__name__}, got {str(value)[:40]}")
     return value
@@ -368,5 +373,5 @@ def _refusal(value: Any, path: ValuePath) -> CheckpointError:
     name = type(value).__name__
     return CheckpointError(
         f"{_dotted(path)} is {'an' if name[0].lower() in 'aeiou' else 'a'} {name}; a checkpoint holds JSON values and "
-        f"tensors. Leave it out of the state, or turn it into numbers, text, lists, dicts or tensors."
+        f"tensors. Leave it out of the state, or convert it to numbers, text, lists, dicts or tensors."
     )

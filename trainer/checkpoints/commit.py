@@ -1,4 +1,4 @@
-"""Commit of a checkpoint by all ranks, each of which writes its files."""
+"""Commits a checkpoint: each rank writes its files, and rank 0 publishes them."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,12 +31,12 @@ def write(
     run: str = "",
     frozen: Collection[str] = (),
 ) -> None:
-    """Write a checkpoint, replacing an existing one of this name atomically.
+    """Write a checkpoint; an existing checkpoint with this name is replaced atomically.
 
-    Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
+    Every rank in `ranks` calls this with the same contents: each writes its shards of DTensors, and rank 0 the rest.
     `run`: id of the run for the manifest; "": none. `frozen`: keys of the state dict whose weights are stored once for
-    all checkpoints of the folder. Raises CheckpointError if a value cannot be stored, the disk is too
-    full or writing fails; nothing is left behind then.
+    all checkpoints of the folder. Raises CheckpointError, and leaves no files behind, if a value cannot be stored, the
+    disk is too full or writing fails.
     """
     flat = flatten(contents, frozen)
     flat.assign_writers(ranks)
@@ -46,7 +46,7 @@ def write(
 def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: str = "") -> None:
     """Write a checkpoint whose writers are assigned; see `write`.
 
-    Raises CheckpointError, on every rank, if that fails; an existing checkpoint is kept then.
+    On failure raises CheckpointError on every rank and keeps an existing checkpoint.
     """
     checkpoint = to_absolute(checkpoint)
     folder, name, is_first = folder_at(checkpoint.parent), checkpoint.name, ranks.rank == 0
@@ -65,45 +65,47 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         if not is_first:
             return ""
         if name == BASE:
-            raise CheckpointError(f"A checkpoint cannot be called {BASE!r}, as the folder of frozen weights is.")
+            raise CheckpointError(
+                f"A checkpoint cannot be named {BASE!r}: the folder of frozen weights has that name. Choose another."
+            )
         folder.require_free_name(name)
         begun = True
         return folder.open_stage(name, needed, run)
 
-    # Each of the four ends with a gather of errors: no rank goes on to the next while another has failed, and the
-    # checkpoint is published only when every rank's files are synced.
+    # Each of the four phases ends with a gather of errors: no rank enters the next phase after another has failed, and
+    # rank 0 publishes the checkpoint only when every rank's files are synced.
     try:
-        # of all ranks: the disk is theirs together, and each alone might fit
+        # summed over ranks: they share the disk, and each rank's share alone might fit
         needed = sum(on_all_ranks(ranks, take_bases))
         stage = on_all_ranks(ranks, begin)[0]
         write, tree = partial(folder.write, name, stage), flat.tree if is_first else None
         sums = on_all_ranks(ranks, lambda: _write_files(write, tree, files) | _write_bases(folder, bases))
-        written = {file: entry for each in sums for file, entry in each.items()}
+        written = {file: entry for rank_sums in sums for file, entry in rank_sums.items()}
         on_all_ranks(ranks, lambda: folder.publish(name, stage, written, run) if is_first else None)
-    except BaseException as error:  # Ctrl-C too: a torn stage would take its space until the next save
+    except BaseException as error:  # Ctrl-C too: an incomplete stage would take disk space until the next save
         if begun:
             folder.discard(name, stage)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{checkpoint} could not be written: {error.strerror or error} ({format_bytes(needed)} needed). "
-                f"Earlier checkpoints are untouched."
+                f"{checkpoint} could not be written: {error.strerror or error} (it needs {format_bytes(needed)}). "
+                f"Earlier checkpoints are unchanged."
             ) from error
         raise
 
 
 def _tensors_by_file(flat: FlatState, rank: int) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of this rank's files: of rank 0 what is not sharded, and of each its shards."""
+    """Return the tensors of this rank's files: its shards and, on rank 0, the tensors that are not sharded."""
     files = {MODEL_FILE: dict(flat.tensors[MODEL]), TENSORS_FILE: dict(flat.tensors[OTHERS])} if rank == 0 else {}
-    for key, parts in flat.parts.items():
-        if parts:  # a rank with replicas of what others write has no file at all
-            files[file_name(key, rank)] = {name: part.block for name, part in parts.items()}
+    for key, shards in flat.shards.items():
+        if shards:  # a rank that holds only replicas of other ranks' shards writes no file
+            files[file_name(key, rank)] = {name: shard.block for name, shard in shards.items()}
     return files
 
 
 def _write_files(
     write: Callable[..., FileSum], tree: Any, files: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, FileSum]:
-    """Write this rank's files of a checkpoint, and of rank 0 the state, which is None elsewhere."""
+    """Write this rank's files of a checkpoint and, on rank 0, the state; `tree` is None on all other ranks."""
     sums = {}
     if tree is not None:
         state = json.dumps(tree, allow_nan=False).encode("ascii")
@@ -112,12 +114,12 @@ def _write_files(
 
 
 def _write_bases(folder: Folder, bases: Iterable[Base]) -> dict[str, FileSum]:
-    # after the files: a rank whose folder is not that of the others has found that out
+    # after the files, which fail first on a rank that does not share the folder
     return {base.file: base.write(folder) for base in bases}
 
 
 def copy_whole(source: Location, target: Location) -> None:
-    """Copy a checkpoint to a new place, with the weights of its bases in its own files. Raises CheckpointError."""
+    """Copy a checkpoint to a new place and merge its bases into the copied files. Raises CheckpointError."""
     content, beside, folder = verify(source), folder_at(source.parent), folder_at(target.parent)
     sums, stage = {}, folder.open_stage(target.name, sum(entry.size for entry in content.files.values()), content.run)
     try:
@@ -136,24 +138,25 @@ def copy_whole(source: Location, target: Location) -> None:
 
 
 def on_all_ranks(ranks: Ranks, action: Callable[[], T]) -> list[T]:
-    """Call `action` on every rank and return the results, by rank.
+    """Call `action` on every rank and return the results in rank order.
 
-    Raises its exception here, or another rank's CheckpointError; of any other exception there a CheckpointError.
+    If `action` fails on this rank, raises its exception. If it fails on another rank, raises a CheckpointError with
+    that rank's message.
     """
     if ranks.size == 1:
         return [action()]
     result: Any = None
     error: Exception | None = None
-    problem: CheckpointError | None = None
+    failure: CheckpointError | None = None
     try:
         result = action()
     except CheckpointError as caught:
-        error = problem = caught
-    except Exception as caught:  # which another process may not be able to unpickle
+        error = failure = caught
+    except Exception as caught:  # another process may be unable to unpickle it
         text = f"Rank {ranks.rank} could not write its part of the checkpoint. {type(caught).__name__}: {caught}"
-        error, problem = caught, CheckpointError(text)
-    answers = ranks.gather_objects((result, problem))
-    failures = [failure for _, failure in answers if failure is not None]
+        error, failure = caught, CheckpointError(text)
+    outcomes = ranks.gather_objects((result, failure))
+    failures = [failure for _, failure in outcomes if failure is not None]
     if failures:
         raise error or failures[0]
-    return [answer for answer, _ in answers]
+    return [result for result, _ in outcomes]

@@ -1,4 +1,4 @@
-"""Checkpoint files of other programs, read without running code from them."""
+"""Reads checkpoint files of other programs without running code from them."""
 
 import re
 import warnings
@@ -13,13 +13,13 @@ from ...base.errors import CheckpointError
 from .tensors import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
-"""Keys under which other programs keep the weights in a larger file; Lightning uses the first."""
-DDP_PREFIX, COMPILE_PART = "module.", "_orig_mod."
-_EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be anything
+"""Keys under which other programs store the weights in a larger file; Lightning uses the first."""
+DDP_PREFIX, COMPILE_PREFIX = "module.", "_orig_mod."
+_EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be any object
 
 
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read what `read_file` reads, without the prefixes that `names`, the task's parameters, do not have."""
+    """Read a file as `read_file` does and remove prefixes that the task's parameters, `names`, do not have."""
     contents = read_file(path)
     return {**contents, "state_dict": plain_names(path, contents["state_dict"], names)}
 
@@ -27,32 +27,32 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
 
-    They are the weights and, beside a `state_dict`, the rest. Raises CheckpointError with the contents of a refused
-    file.
+    The contents are the weights and, if the file has a key `state_dict`, its other entries. Raises CheckpointError
+    that describes the contents of a refused file.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
         return {"state_dict": read_tensors(path)}
     loaded = _load_pickle(path)
-    others = loaded if isinstance(loaded, Mapping) and NESTS[0] in loaded else {}
-    return {**others, "state_dict": _state_dict(path, loaded)}
+    entries = loaded if isinstance(loaded, Mapping) and NESTS[0] in loaded else {}
+    return {**entries, "state_dict": _state_dict(path, loaded)}
 
 
 def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about TorchScript and old formats; errors are raised anyway
+            warnings.simplefilter("ignore")  # they concern TorchScript and old formats; errors are raised anyway
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a parser may fail on a foreign file with any exception
         unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
         if unsafe:
             raise CheckpointError(
-                f"{path} holds more than tensors and plain values: {', '.join(unsafe)}. Reading it could run code, so "
-                f"it is refused. Save it without them where it came from; or, if you trust it, name the classes to "
-                f"torch.serialization.add_safe_globals([...]) before."
+                f"{path} holds objects other than tensors and plain values: {', '.join(unsafe)}. Legato refuses it, "
+                f"because reading it could run code. Save the file again without them; or, if you trust it, pass their "
+                f"classes to torch.serialization.add_safe_globals([...]) first."
             ) from None
-        # torch's own text begins with the advice to load it without weights_only
+        # drop torch's advice to load the file without weights_only
         lines = [line.strip() for line in str(error).split("\n") if line.strip() and "weights_only" not in line]
         reason = lines[0].removeprefix("WeightsUnpickler error: ")[:300] if lines else type(error).__name__
         raise CheckpointError(f"{path} cannot be read as weights: {reason}") from None
@@ -61,7 +61,7 @@ def _load_pickle(path: Path) -> Any:
 def _unsafe_names(path: Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # not a zip file, or damaged: the first error is clearer
+    except Exception:  # not a zip file, or damaged: the error of torch.load is clearer
         return []
 
 
@@ -72,16 +72,18 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
                 loaded = loaded[nest]
                 break
         weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in loaded.items() if name not in weights}
-        if weights and not [name for name in others if not str(name).endswith(_EXTRA_STATE)]:
+        objects = {name: value for name, value in loaded.items() if name not in weights}
+        if weights and not [name for name in objects if not str(name).endswith(_EXTRA_STATE)]:
             return {str(name): value.detach() for name, value in weights.items()}
-        found = (
-            ", ".join(f"{name!s:.40} ({type(value).__name__})" for name, value in list(others.items())[:6]) or "nothing"
+        contents = (
+            ", ".join(f"{name!s:.40} ({type(value).__name__})" for name, value in list(objects.items())[:6])
+            or "nothing"
         )
     else:
-        found = type(loaded).__name__
+        contents = type(loaded).__name__
     raise CheckpointError(
-        f"{path} holds no state dict: expected names with tensors, alone or under {', '.join(NESTS)}; found {found}."
+        f"{path} holds no state dict: expected a dict from names to tensors, at the top level or under "
+        f"{', '.join(NESTS)}; got {contents}."
     )
 
 
@@ -90,14 +92,14 @@ def plain_names(path: object, weights: dict[str, Tensor], names: Collection[str]
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}
-    # again and again, as wrappers may be nested
+    # a loop, because wrappers may be nested
     while plain and not (names and set(names) <= plain.keys()) and all(name.startswith(DDP_PREFIX) for name in plain):
         plain = {_uncompiled(name.removeprefix(DDP_PREFIX)): value for name, value in plain.items()}
     if len(plain) != len(weights):
-        raise CheckpointError(f"{path} holds two weights of one name, with {COMPILE_PART!r} in it and without.")
+        raise CheckpointError(f"{path} holds two weights whose names differ only by the prefix {COMPILE_PREFIX!r}.")
     return plain
 
 
 def _uncompiled(name: str) -> str:
-    """Remove `_orig_mod.` from a name, wherever a submodule was compiled."""
-    return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])
+    """Remove `_orig_mod.`, the mark of a compiled submodule, from a name."""
+    return ".".join(word for word in name.split(".") if word != COMPILE_PREFIX[:-1])

@@ -1,14 +1,14 @@
-"""Base: weights that are not trained, stored once, by content, beside the checkpoints that refer to them.
+"""Bases: files with untrained weights, each stored once beside the checkpoints that refer to it.
 
 checkpoints/
 |-- base/
-|   `-- 3f5a...safetensors    named by its SHA-256, never changed; its header has the SHA-256 of each tensor
+|   `-- 3f5a...safetensors    named by its SHA-256 and never changed; its header has the SHA-256 of each tensor
 `-- step-00001200/
-    |-- model.safetensors     the weights that are not in the base, or have another content there
-    `-- manifest.json         names the base as base.safetensors, with its size and its SHA-256
+    |-- model.safetensors     the weights that the base does not have, or has with other values
+    `-- manifest.json         lists the base as base.safetensors, with its size and its SHA-256
 
-A weight is read from the checkpoint's own file, and from the base of that file if it is not there. Each file with
-shards, model-00002.safetensors, has a base of its own, base-00002.safetensors.
+A reader takes a weight from the checkpoint's file, or from the base of that file if the file lacks it. Each file with
+shards, such as model-00002.safetensors, has its own base, base-00002.safetensors.
 """
 
 import hashlib
@@ -28,44 +28,44 @@ from .tensors import flat_bytes, write_tensors
 
 
 class Base(NamedTuple):
-    """Base of one file of a checkpoint: one that is there, or weights to be written as one."""
+    """Base of one file of a checkpoint: an existing base, or weights for a new one."""
 
     file: str
-    """Its name in the manifest."""
+    """Name in the manifest."""
     stored: FileSum | None
     new: Mapping[str, Tensor]
     digests: Mapping[str, str]
 
     def write(self, folder: Folder) -> FileSum:
-        """Write the base, unless it is there; return its size and SHA-256."""
+        """Write the base unless it exists; return its size and SHA-256."""
         if self.stored is not None:
             return self.stored
         return folder.add_base(lambda file: write_tensors(file, self.new, **{DIGESTS: json.dumps(self.digests)}))
 
 
 def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Collection[str]) -> Base | None:
-    """Take the frozen weights out of a checkpoint's file, those that the returned base has or will have.
+    """Return the base for a checkpoint's file, and remove the weights in it from `tensors`.
 
-    A base that has less than half of them gives way to a new one.
+    An existing base with less than half of the frozen bytes is replaced by a new one.
     """
-    # by content at each save: `_version` does not count what a task writes to `.data`, and no address tells of it. That
-    # costs a pass of SHA-256, as the weights' own file would, on all cores.
+    # Compared by content at each save: writes to `.data` change neither `_version` nor the address. This costs one
+    # SHA-256 pass on all cores, as much as writing the weights would.
     digests = digests_of({name: tensors[name] for name in tensors if name in frozen})
     total = sum(tensors[name].nbytes for name in digests)
     stored, names, most = None, set(digests), total / 2
-    for entry, known in folder.bases().items() if total else ():
-        same = {name for name, digest in digests.items() if known.get(name) == digest}
+    for entry, base_digests in folder.bases().items() if total else ():
+        same = {name for name, digest in digests.items() if base_digests.get(name) == digest}
         size = sum(tensors[name].nbytes for name in same)
-        # a base with a weight of another model would leave one that no state mentions
-        if size >= most and known.keys() <= tensors.keys():
+        # a base with a weight of another model would add a tensor that no state mentions
+        if size >= most and base_digests.keys() <= tensors.keys():
             stored, names, most = entry, same, size
     taken = {name: tensors.pop(name) for name in digests if total and name in names}
     return Base(base_of(file), stored, taken, digests) if total else None
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor, with its type and shape."""
-    # threads: hashlib lets go of the interpreter
+    """Return the SHA-256 of each tensor's dtype, shape and bytes."""
+    # threads, because hashlib releases the GIL
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
 

@@ -1,4 +1,4 @@
-"""Files with a SHA-256: hashed while they are written, and compared before they are read."""
+"""Files with a SHA-256, which is computed while a file is written and compared before it is read."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...base.errors import CheckpointError
 from ..processes.save_progress import SAVES
 
-_BLOCK = 1 << 20  # bytes, which a core's cache holds from the write to the hash
+_BLOCK = 1 << 20  # bytes; small enough to stay in a core's cache from the write to the hash
 
 
 class FileSum(NamedTuple):
@@ -21,16 +21,16 @@ class FileSum(NamedTuple):
 
 
 class HashedFile:
-    """New local file that is hashed while it is written and synced when it is closed; `sum` is set afterwards."""
+    """New local file, hashed while it is written and synced when it is closed; `sum` is set afterwards."""
 
     def __init__(self, path: Path) -> None:
         self.sum = FileSum(0, "")
         self._size, self._hash = 0, hashlib.sha256()
-        # O_EXCL and O_NOFOLLOW: never through a link, nor into a file that another process has begun
+        # O_EXCL and O_NOFOLLOW: never write through a link or into another process's file
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data, in blocks: each is progress of the save, by which the signal watch knows it from a stuck one."""
+        """Append data in blocks; each block is recorded as progress, so that the signal watch lets the save finish."""
         view = memoryview(data)
         while view.nbytes:
             count = self._append(view[:_BLOCK])
@@ -49,24 +49,24 @@ class HashedFile:
     def _append(self, block: memoryview) -> int:
         count = os.write(self._descriptor, block)
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            # the disk begins with this block now, not at the sync: 0.20 s for 200 MB became 0.30 without it
+            # start the write of this block now, not at the sync: 200 MB take 0.20 s, and 0.30 s without this
             os.posix_fadvise(self._descriptor, self._size, count, os.POSIX_FADV_DONTNEED)
         return count
 
     def _close(self, is_complete: bool) -> None:
         try:
             if is_complete:
-                # only now: a sync after each block would wait for the disk many times
+                # once, at the end: a sync after each block would wait for the disk many times
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
 
 class HashedUpload(HashedFile):
-    """New object that is hashed while it is uploaded; it is there once it is closed, and not after an error."""
+    """New object in a store, hashed while it is uploaded; it appears when it is closed, and never after an error."""
 
     def __init__(self, file: Any) -> None:
-        """`file`: what fsspec has opened."""
+        """`file`: a file that fsspec has opened."""
         self.sum = FileSum(0, "")
         self._size, self._hash, self._file = 0, hashlib.sha256(), file
 
@@ -75,14 +75,14 @@ class HashedUpload(HashedFile):
         return len(block)
 
     def _close(self, is_complete: bool) -> None:
-        is_there = False
+        is_uploaded = False
         try:
             if is_complete:
                 self._file.close()
-                is_there = True
+                is_uploaded = True
         finally:
-            # else the finalizer of a file that was given up would complete its upload, over that of the next try
-            if not is_there:
+            # otherwise the finalizer of the abandoned file would complete its upload and overwrite the next try's
+            if not is_uploaded:
                 with suppress(AttributeError):
                     self._file.closed = True
                 with suppress(Exception):
@@ -97,8 +97,8 @@ def write_bytes(file: HashedFile, data: bytes) -> FileSum:
 
 
 def file_sum(path: Path) -> FileSum:
-    """Return size and SHA-256 of a file; raises OSError for a link."""
-    # one buffer for all blocks: reading 10 GB would otherwise allocate ten thousand
+    """Return the size and SHA-256 of a file; raises OSError for a link."""
+    # one buffer for all blocks: a file of 10 GB would otherwise need ten thousand allocations
     digest, size, buffer = hashlib.sha256(), 0, bytearray(1 << 20)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -108,19 +108,19 @@ def file_sum(path: Path) -> FileSum:
 
 
 def check_file(path: Path, expected: FileSum) -> Path:
-    """Return the path; raises CheckpointError if the file is not what was written."""
+    """Return the path; raises CheckpointError if the file has changed since it was written."""
     try:
         damaged = file_sum(path) != expected
     except OSError as error:
         raise CheckpointError(f"{path.parent}: {path.name} cannot be read: {error.strerror}.") from error
     if damaged:
-        raise CheckpointError(f"{path.parent}: {path.name} is damaged: its SHA-256 is not the one that was written.")
+        raise CheckpointError(f"{path.parent}: {path.name} is damaged: its SHA-256 differs from the manifest.")
     return path
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Parse strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError with the file's name."""
-    # RecursionError: a file of 100,000 brackets is small, and anybody can write it
+    """Parse strict JSON (UTF-8, no NaN, no repeated keys); raises CheckpointError with the file's name."""
+    # RecursionError: anybody can write a small file of 100,000 brackets
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -128,10 +128,10 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # readers disagree on which of two counts, so a checkpoint could say different things to different programs
+    # JSON readers disagree on which of two equal keys counts, so programs could read different values
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ValueError("a key appears twice in one object")
+        raise ValueError("an object has the same key twice")
     return entries
 
 

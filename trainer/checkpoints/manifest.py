@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its files with sizes and hashes. Written last, it is the commit mark."""
+"""Manifest of a checkpoint: the sizes and hashes of its files. Written last, it is the commit mark."""
 
 import hashlib
 import json
@@ -17,9 +17,10 @@ from .hashed import parse_json as parse_json
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 SHARD_FILE = re.compile(r"(model|tensors|base)-[0-9]{5,}\.safetensors")
 BASE, BASE_FILE = "base", "base.safetensors"
-"""Folder of the bases beside checkpoints, and the name of that of model.safetensors in a manifest (frozen_base.py)."""
+"""Folder of the bases, beside the checkpoints, and the name in a manifest of the base of model.safetensors
+(frozen_base.py)."""
 DIGESTS = "sha256"
-"""Key, in the header of a base, of the SHA-256 of each of its tensors."""
+"""Key in the header of a base that holds the SHA-256 of each tensor."""
 FORMAT, OLDEST = 5, 4
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"([0-9a-f]{8})?")
@@ -27,20 +28,20 @@ _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
 def are_file_names(names: Iterable[str]) -> bool:
-    """Return whether these are names of files that a checkpoint may have."""
-    whole = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
-    return all(name in whole or SHARD_FILE.fullmatch(name) for name in names)
+    """Return whether a checkpoint may have files with these names."""
+    unsharded = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST, BASE_FILE)
+    return all(name in unsharded or SHARD_FILE.fullmatch(name) for name in names)
 
 
 def base_of(file: str) -> str:
-    """Return the name of the base of a file with weights, in a manifest; "" for any other file."""
+    """Return the name in a manifest of the base of a file with weights; "" for any other file."""
     return file.replace("model", BASE, 1) if file.startswith("model") else ""
 
 
 def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, str]:
-    """Return the SHA-256 of each tensor, from the header of a base of `size` bytes; nothing where it is not complete.
+    """Return the SHA-256 of each tensor from the header of a base of `size` bytes; {} if the base is not complete.
 
-    read: returns the bytes from one place to another.
+    `read(start, end)` returns the bytes between two offsets.
     """
     try:
         length = int.from_bytes(read(0, 8), "little")
@@ -53,7 +54,7 @@ def digests_of_base(size: int, read: Callable[[int, int], bytes]) -> dict[str, s
 
 
 def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[str]:
-    """Return the names of the bases to which no manifest refers; none where a manifest cannot be read."""
+    """Return the names of the bases to which no manifest refers; none if a manifest cannot be read."""
     used = set[str]()
     try:
         for content in manifests:
@@ -64,17 +65,17 @@ def unused_bases(bases: Iterable[str], manifests: "Iterable[Manifest]") -> list[
 
 
 def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
-    """Return the error for a checkpoint without a base that it names."""
+    """Return the error for a checkpoint whose base is missing."""
     return CheckpointError(
-        f"{checkpoint} has only the weights that are trained, and its base {BASE}/{stored} is not beside it: "
-        f"the others, stored once for all checkpoints of a run. Copy that file, too; or make a whole checkpoint where "
-        f"it is there, by: legato export RUN DIR/ (or its weights alone, by: legato export RUN x.safetensors)."
+        f"{checkpoint} holds only the trained weights. The frozen weights, stored once for all checkpoints of a run, "
+        f"are in {BASE}/{stored}, which is missing beside it. Copy that file too; or export a complete checkpoint "
+        f"where the file is: legato export RUN DIR/ (or the weights alone: legato export RUN x.safetensors)."
     )
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
     """Return the text of a manifest for these files of `run`; "" for no run."""
-    # the version is for people: what may be read is decided by the format alone
+    # the version is for people; only the format decides whether a reader accepts the manifest
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
@@ -92,13 +93,13 @@ class Manifest(NamedTuple):
     run: str
     """Id of the run that wrote the checkpoint; "": none."""
     prefix: str = ""
-    """Folder, beside the manifest, of the files; "": they are beside it. See object_folder.py."""
+    """Folder of the files, beside the manifest; "": the files are beside the manifest. See object_folder.py."""
 
     def split(self) -> "tuple[Manifest, Manifest]":
-        """Return the manifest without the bases, and one of these under the names that they have in their folder."""
-        own = {name: entry for name, entry in self.files.items() if not name.startswith(BASE)}
-        stored = {f"{entry.sha256}.safetensors": entry for name, entry in self.files.items() if name not in own}
-        return self._replace(files=own), Manifest(stored, self.run)
+        """Return the manifest without the bases, and a manifest of the bases under their names in their folder."""
+        files = {name: entry for name, entry in self.files.items() if not name.startswith(BASE)}
+        bases = {f"{entry.sha256}.safetensors": entry for name, entry in self.files.items() if name not in files}
+        return self._replace(files=files), Manifest(bases, self.run)
 
     def path(self, file: str) -> str:
         """Return the path of a file in the checkpoint."""
@@ -106,28 +107,28 @@ class Manifest(NamedTuple):
 
 
 def path_below(prefix: str, file: str) -> str:
-    """Return the path of a file in a checkpoint whose files have a prefix."""
+    """Return the path of a file in a checkpoint whose files are below `prefix`."""
     return f"{prefix}/{file}" if prefix else file
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Parse a manifest's text; raises CheckpointError for one that is damaged or of another format."""
+    """Parse a manifest's text; raises CheckpointError if it is damaged or has another format."""
     body = parse_json(data, MANIFEST)
     written = body.get("format") if isinstance(body, dict) else None
     # `type`, not isinstance: true is an int, and equal to 1
     if type(written) is int and written > FORMAT:
         raise CheckpointError(
-            f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
+            f"{MANIFEST}: format {written} is newer than the format that this Legato reads ({FORMAT}); update Legato."
         )
     if type(written) is int and 1 <= written < OLDEST:
         raise CheckpointError(
-            f"{MANIFEST}: format {written} is of an earlier Legato; the last commit that reads it is {LAST_READER}."
+            f"{MANIFEST}: an earlier Legato wrote format {written}; the last commit that reads it is {LAST_READER}."
         )
     recorded = body.pop("sha256", None) if isinstance(body, dict) else None
-    # the sums of files say nothing of the manifest itself, which names their sizes and the run
+    # the sums of the files do not cover the manifest itself, which holds their sizes and the run
     if recorded != _sum_of(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    # Whoever computes that sum may still write anything: names that lead out of the checkpoint, sizes that are none.
+    # a forged manifest may have a valid sum and still hold paths out of the checkpoint, or sizes that are not numbers
     files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
         type(written) is not int
@@ -139,12 +140,12 @@ def parse_manifest(data: bytes) -> Manifest:
         or not all(_is_entry(*item) for item in files.items())
         or not files.keys() >= {MODEL_FILE, TENSORS_FILE, STATE_FILE}
     ):
-        raise CheckpointError(f"{MANIFEST} is not one that Legato has written: its fields, or its files, are others.")
+        raise CheckpointError(f"{MANIFEST} was not written by Legato: it has unexpected fields or files.")
     return Manifest({name: FileSum(**entry) for name, entry in files.items()}, body["run"], prefix)
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Return whether this may be a file in a manifest, with its size and SHA-256."""
+    """Return whether a manifest may hold this file, with this size and SHA-256."""
     return (
         name != MANIFEST
         and are_file_names([name])
@@ -158,7 +159,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
-    # with its own hash, a flipped bit in any field is found
+    # a hash of the manifest itself reveals a flipped bit in any field
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -175,27 +176,27 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
-    """Return the size of a checkpoint's file; raises CheckpointError if it is missing, a link or no file."""
+    """Return the size of a checkpoint's file; raises CheckpointError if it is missing or not a regular file."""
     try:
         status = (directory / name).lstat()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory}: {name} is missing, or cannot be read: {error}.") from error
+        raise CheckpointError(f"{directory}: {name} is missing or cannot be read: {error}.") from error
     if not stat.S_ISREG(status.st_mode):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "no regular file"
-        raise CheckpointError(f"{directory}: {name} is {kind}; a checkpoint holds its own files only.")
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise CheckpointError(f"{directory}: {name} is {kind}; a checkpoint holds only regular files.")
     if limit is not None and status.st_size > limit:
-        raise CheckpointError(f"{directory}: {name} is {status.st_size:,} bytes, expected {limit:,} at most.")
+        raise CheckpointError(f"{directory}: {name} has {status.st_size:,} bytes; expected at most {limit:,}.")
     return status.st_size
 
 
 def require_size(place: object, file: str, size: int, expected: int) -> None:
-    """Raise CheckpointError for a file that has another size than the manifest says."""
+    """Raise CheckpointError if a file's size differs from the manifest."""
     if size != expected:
-        raise CheckpointError(f"{place}: {file} has {size:,} bytes, {expected:,} were written.")
+        raise CheckpointError(f"{place}: {file} has {size:,} bytes, but {expected:,} were written.")
 
 
 def require_removable(place: object, content: Manifest, foreign: Sequence[str], run: str | None) -> None:
-    """Raise CheckpointError for a checkpoint that is not of `run`, or holds `foreign` files."""
+    """Raise CheckpointError if `run` did not write the checkpoint, or if the checkpoint holds `foreign` files."""
     if run is not None and run != content.run:
         raise CheckpointError(f"{place} is not removed: another run wrote it.")
     if foreign:

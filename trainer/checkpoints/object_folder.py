@@ -1,13 +1,13 @@
 """ObjectFolder: folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
-A store has no rename, but shows an object whole or not at all, to everybody at once. So each process uploads its files
-in place, and the manifest comes last: it is the commit. No object of a checkpoint is ever overwritten but the manifest:
-the files of one that takes the place of another are in a folder of their own, which the manifest names as `prefix`.
+A store cannot rename, but an object appears complete and to all readers at once. So each process uploads its files in
+place, and the manifest, uploaded last, is the commit. Only the manifest is ever overwritten: the files of a replacement
+go to a new folder, which the manifest names as `prefix`.
 
 step-00001200/
-|-- .writing               while it is written or removed; its text is the run
+|-- .writing               exists while the checkpoint is written or removed; its text is the run's id
 |-- model.safetensors      and the other files, as on a disk (find.py)
-|-- 1f0c9a7e/...           those of a checkpoint that has replaced an older one
+|-- 1f0c9a7e/...           files of a checkpoint that has replaced an older one
 `-- manifest.json
 """
 
@@ -33,41 +33,41 @@ from .stores import connect, require_writable, retried, sizes_below
 T = TypeVar("T")
 
 WRITING = ".writing"
-"""Object that marks what is being written or removed; it goes last, so that a sweep can repeat what was interrupted."""
+"""Object that marks a write or a removal in progress; it is deleted last, so that a sweep can finish the work."""
 MARK = re.compile(rf"[^/]+/([0-9a-f]{{8}}/)?{re.escape(WRITING)}")
 PART = 32 << 20
-"""Bytes of a part of a large file: S3 takes 10,000 of them."""
+"""Bytes of each part of a large file; S3 takes at most 10,000 parts."""
 
 
 class ObjectFolder:
-    """Folder of checkpoints in an object store; each process has a connection of its own."""
+    """Folder of checkpoints in an object store; each process opens its own connection."""
 
     def __init__(self, location: Address) -> None:
         self.location = location
-        connect(location)  # a missing package is told of now
+        connect(location)  # fails now if a package is missing
         self._downloads: Path | None = None
-        # Stage whose manifest was sent: it may arrive after its sender has given up
+        # stage whose manifest was sent: the manifest may still arrive after the request has failed
         self._sent: str | None = None
 
     def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
         return retried(place, getattr(connect(place), request), place, *arguments, **options)
 
     def _sizes(self, name: str = "") -> dict[str, int]:
-        """Return the sizes of all objects of a checkpoint, by the rest of their names; of all checkpoints without."""
+        """Return the sizes of all objects below a checkpoint, or below the folder for "", by relative path."""
         return sizes_below(self.location / name if name else self.location)
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
         """Return the names of committed checkpoints."""
-        parts = [path.split("/") for path in _reading(self.location, self._sizes)]
-        return sorted(part[0] for part in parts if part[1:] == [manifest.MANIFEST] and part[0][:1] != ".")
+        paths = [path.split("/") for path in _reading(self.location, self._sizes)]
+        return sorted(path[0] for path in paths if path[1:] == [manifest.MANIFEST] and path[0][:1] != ".")
 
     def candidates(self) -> list[str]:
-        """Return the names of committed checkpoints: what a dying process leaves has no manifest."""
+        """Return the names of committed checkpoints: a process that dies leaves nothing with a manifest."""
         return self.names()
 
     def committed(self, name: str) -> str | None:
-        """Return the name of a checkpoint that has a manifest."""
+        """Return the name if this checkpoint has a manifest, else None."""
         return name if is_object(self.location / name / manifest.MANIFEST) else None
 
     def read_manifest(self, name: str) -> manifest.Manifest:
@@ -81,10 +81,10 @@ class ObjectFolder:
             raise CheckpointError(f"{place}: {error}") from error
 
     def check_sizes(self, name: str) -> manifest.Manifest:
-        """Read a manifest, and check the sizes of its files."""
+        """Read a manifest and check the sizes of its files."""
         content = self.read_manifest(name)
-        own, bases = content.split()
-        _require_sizes(self.location / name, own, _reading(self.location / name, self._sizes, name))
+        unshared, bases = content.split()
+        _require_sizes(self.location / name, unshared, _reading(self.location / name, self._sizes, name))
         sizes = _reading(self.location, self._sizes, manifest.BASE) if bases.files else {}
         for stored in bases.files.keys() - sizes.keys():
             raise manifest.lacks_base(self.location / name, stored)
@@ -92,10 +92,10 @@ class ObjectFolder:
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Download and verify files of a checkpoint, those that this object has not; return their local folder."""
+        """Download and verify the files that are not yet local; return their local folder."""
         if self._downloads is None:
             self._downloads = Path(tempfile.mkdtemp(prefix="legato-"))
-            # when nobody reads from it any more, and else at exit
+            # delete the downloads with this object, at the latest at exit
             weakref.finalize(self, shutil.rmtree, self._downloads, ignore_errors=True)
         folder = self._downloads / name / content.prefix
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class ObjectFolder:
                 except FileNotFoundError:
                     raise CheckpointError(f"{place} is missing: the checkpoint was removed or replaced.") from None
                 if file in content.files and file_sum(partial) != content.files[file]:
-                    raise CheckpointError(f"{place} is damaged: its SHA-256 is not the one that was written.")
+                    raise CheckpointError(f"{place} is damaged: its SHA-256 differs from the manifest.")
                 partial.rename(folder / file)
         return folder
 
@@ -122,7 +122,7 @@ class ObjectFolder:
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def make(self) -> None:
-        """Raise ConfigError where nothing can be written: a store has no folders."""
+        """Raise ConfigError if the store is read-only; it has no folders to make."""
         require_writable(self.location)
 
     def write_index(self, index: CheckpointIndex) -> None:
@@ -130,23 +130,23 @@ class ObjectFolder:
         self._ask("pipe_file", self.location / INDEX, index.dump())
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError for a name of something that is no checkpoint."""
+        """Raise CheckpointError if something other than a checkpoint has this name."""
         require_writable(self.location)
         if foreign := _foreign(self._sizes(name)):
             raise CheckpointError(
-                f"{self.location / name} has {foreign[0]} and is not a checkpoint, so it is not replaced. Choose "
+                f"{self.location / name} holds {foreign[0]}, so it is not a checkpoint and is not replaced. Choose "
                 f"another name."
             )
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Mark a checkpoint as being written; return the prefix of its files, which is new for one that is there."""
+        """Mark a checkpoint as being written; return the prefix of its files, a new one if the checkpoint exists."""
         place, sizes = self.location / name, self._sizes(name)
         marks = [file for file in sizes if file.endswith(WRITING)]
         if run and any(self._ask("cat_file", place / mark) == run.encode() for mark in marks):
-            self._tidy(name)  # of an earlier process of this run
+            self._tidy(name)  # leftovers of an earlier process of this run
             sizes = self._sizes(name)
         if not sizes:
-            # only one of two writers can create it, and the files of a third may have come before
+            # only one of two writers can create the mark, and a third may have uploaded files before
             with suppress(FileExistsError):
                 self._ask("pipe_file", place / WRITING, run.encode(), mode="create")
                 if self._sizes(name).keys() == {WRITING}:
@@ -156,30 +156,30 @@ class ObjectFolder:
         return stage
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a file, which is there when it is complete; from its beginning again where a request fails."""
+        """Upload a file, from its beginning again if a request fails; it appears when it is complete."""
         place = self.location / name / manifest.path_below(stage, file)
         return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest, and delete what only the older one has named."""
+        """Write the manifest and delete the files that only the previous manifest names."""
         place, content, sizes = self.location / name, manifest.Manifest(dict(files), run, stage), self._sizes(name)
         _require_sizes(place, content.split()[0], sizes)
         if content.path(WRITING) not in sizes:
-            raise CheckpointError(f"{place} is not written: another process has cleaned up its files.")
+            raise CheckpointError(f"{place} was not written: another process deleted its files during the save.")
         older: list[str] = []
         if manifest.MANIFEST in sizes:
-            with suppress(CheckpointError):  # a damaged one does not say what it names
-                before = self.read_manifest(name)
-                older = [before.path(file) for file in before.files]
+            with suppress(CheckpointError):  # the files of a damaged manifest are not known
+                previous = self.read_manifest(name)
+                older = [previous.path(file) for file in previous.files]
         self._sent = stage
         self._ask("pipe_file", place / manifest.MANIFEST, manifest.dump_manifest(files, run, stage))
-        with suppress(OSError):  # it is committed; the mark stays, and the next sweep repeats this
+        with suppress(OSError):  # the commit is done; the mark stays, and the next sweep repeats the deletion
             self._delete(place, [*older, content.path(WRITING)])
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete what was written for a checkpoint that is given up, unless its manifest may arrive yet."""
+        """Delete the files of an abandoned checkpoint, unless its manifest may still arrive."""
         if self._sent == stage:
-            return  # the next sweep deletes what no manifest names
+            return  # the next sweep deletes files that no manifest names
         with suppress(OSError):
             above = f"{stage}/" if stage else ""
             files = [file for file in self._sizes(name) if file.startswith(above)]
@@ -196,8 +196,8 @@ class ObjectFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a base, unless it is there; its name is not known before all of it is hashed."""
-        entry = write(HashedUpload(open(os.devnull, "wb")))  # noqa: SIM115 - which closes it
+        """Upload a base unless it exists. A first pass hashes it, because its SHA-256 is its name."""
+        entry = write(HashedUpload(open(os.devnull, "wb")))  # noqa: SIM115 - HashedUpload closes it
         file = f"{entry.sha256}.safetensors"
         if self._sizes(manifest.BASE).get(file) != entry.size:
             self.write(manifest.BASE, "", file, write)
@@ -207,13 +207,13 @@ class ObjectFolder:
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals."""
         try:
-            # not those of a folder below: its checkpoints would be taken for files of one that has no manifest
+            # skip marks in subfolders, whose checkpoints would look like files of a checkpoint without a manifest
             marks = [path for path in self._sizes() if MARK.fullmatch(path)]
             for name in sorted({path.partition("/")[0] for path in marks}):
                 self._tidy(name)
             self._remove_unused_bases()
         except OSError as error:
-            raise CheckpointError(f"{self.location} could not be tidied up: {error}.") from error
+            raise CheckpointError(f"{self.location} could not be cleaned up: {error}.") from error
 
     def remove(self, name: str, run: str | None = None) -> None:
         """Delete a checkpoint."""
@@ -221,14 +221,14 @@ class ObjectFolder:
         try:
             manifest.require_removable(place, self.read_manifest(name), _foreign(self._sizes(name)), run)
             self._ask("pipe_file", place / WRITING, (run or "").encode())
-            self._delete(place, [manifest.MANIFEST])  # from now on the rest is no checkpoint
+            self._delete(place, [manifest.MANIFEST])  # without its manifest the rest is not a checkpoint
             self._tidy(name)
             self._remove_unused_bases()
         except OSError as error:
             raise CheckpointError(f"{place} could not be removed: {error}.") from error
 
     def _remove_unused_bases(self) -> None:
-        """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
+        """Delete the bases to which no checkpoint refers, unless a save is in progress or a manifest is unreadable."""
         bases = self._sizes(manifest.BASE)
         if bases and not any(path.endswith(f"/{WRITING}") for path in self._sizes()):
             # all manifests are read before the first deletion
@@ -236,7 +236,7 @@ class ObjectFolder:
             self._delete(self.location / manifest.BASE, unused)
 
     def _tidy(self, name: str) -> None:
-        """Delete all of a checkpoint's files that its manifest does not name."""
+        """Delete the files of a checkpoint that its manifest does not name."""
         sizes = self._sizes(name)
         kept = set(_foreign(sizes))
         if manifest.MANIFEST in sizes:
@@ -251,7 +251,7 @@ class ObjectFolder:
 
 
 def is_object(place: Address) -> bool:
-    """Return whether there is an object at a place. Raises CheckpointError where the store does not answer."""
+    """Return whether there is an object at a place. Raises CheckpointError if the store does not answer."""
     try:
         return bool(_reading(place, retried, place, connect(place).info, place)["type"] == "file")
     except FileNotFoundError:
@@ -265,7 +265,7 @@ def download(place: Address, folder: Path) -> Path:
 
 
 def _reading(place: Address, request: Callable[..., T], *arguments: Any) -> T:
-    """Return what a request answers; raises CheckpointError where it fails, and FileNotFoundError."""
+    """Return the result of a request; raises FileNotFoundError, and CheckpointError for any other OSError."""
     try:
         return request(*arguments)
     except FileNotFoundError:
@@ -275,7 +275,7 @@ def _reading(place: Address, request: Callable[..., T], *arguments: Any) -> T:
 
 
 def _require_sizes(place: Address, content: manifest.Manifest, sizes: Mapping[str, int]) -> None:
-    """Raise CheckpointError for a file that is missing or has another size than the manifest says."""
+    """Raise CheckpointError if a file is missing or its size differs from the manifest."""
     for file, expected in content.files.items():
         size = sizes.get(content.path(file))
         if size is None:
@@ -284,6 +284,6 @@ def _require_sizes(place: Address, content: manifest.Manifest, sizes: Mapping[st
 
 
 def _foreign(files: Iterable[str]) -> list[str]:
-    """Return those of a checkpoint's files that Legato has not written."""
+    """Return the files of a checkpoint that Legato did not write."""
     names = {file: file.rpartition("/")[2] for file in files}
     return sorted(file for file, name in names.items() if name != WRITING and not manifest.are_file_names([name]))

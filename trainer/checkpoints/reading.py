@@ -1,7 +1,8 @@
-"""Reading of a checkpoint by all ranks: each byte is read and hashed by one of them, once.
+"""Reads a checkpoint on all ranks; exactly one rank reads and hashes each byte.
 
-Rank 0 reads and broadcasts what all ranks need. Of tensors needed in shards, each rank verifies the file of its own
-number: on the layout that wrote it, its own shards. After a resize it reads slices of the other files, too.
+Rank 0 reads and broadcasts the values that all ranks need. For tensors needed in shards, each rank verifies the file
+with its rank's number: on the layout that wrote the checkpoint, that file holds its shards. After a resize, a rank also
+reads slices of other files.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,11 +25,11 @@ from .storage import fetch_file, folder_at, is_file, local_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_states"}
-"""Key in the contents whose shards are in files of this name."""
+"""File name -> key in the contents whose shards these files hold."""
 
 
 def read(source: Location) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a place, or a file of another program there, with its own names."""
+    """Read the checkpoint that `resolve` finds at a place, or another program's file, whose names stay unchanged."""
     if not is_file(source):
         return read_checkpoint(resolve(source))
     with local_file(source) as path:
@@ -36,67 +37,67 @@ def read(source: Location) -> dict[str, Any]:
 
 
 def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks: Ranks = SINGLE) -> dict[str, Any]:
-    """Verify a checkpoint and return its contents, tensors on the host; every one of `ranks` calls it.
+    """Verify a checkpoint and return its contents, with tensors in host memory; every rank in `ranks` calls this.
 
-    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, of which a rank reads what it slices. Raises
-    CheckpointError, on every rank, with the file and the problem.
+    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, from which a rank reads the slices it needs. Raises
+    CheckpointError with the file and the problem, on every rank.
     """
     contents: dict[str, Any] = {}
-    # the manifest that rank 0 has read: another rank may see an older one on a network disk
+    # all ranks use rank 0's manifest: on a network disk another rank may see an older one
     content = ranks.from_first(lambda: check_sizes(checkpoint))
     files, folder = content.files, folder_at(checkpoint.parent)
 
     def fetch(file: str) -> Path:
         return fetch_file(folder, checkpoint.name, content, file)
 
-    shards = ShardFiles(fetch, files)
+    shard_files = ShardFiles(fetch, files)
 
     def read_share() -> None:
         for name in files:
             if SHARD_FILE.fullmatch(name) and _reader(name, ranks.size, in_parts) == ranks.rank:
                 check_file(fetch(name), files[name])
         if ranks.rank == 0:
-            contents.update(_read_rest(checkpoint, fetch, files, shards, in_parts))
+            contents.update(_read_unsharded(checkpoint, fetch, files, shard_files, in_parts))
 
-    # before any of it is used, so that rank 0 can choose another checkpoint for all
+    # verify everything before anything is used, so that rank 0 can choose another checkpoint for all ranks
     on_all_ranks(ranks, read_share)
-    return contents if ranks.size == 1 else broadcast_contents(contents, ranks, shards=shards)
+    return contents if ranks.size == 1 else broadcast_contents(contents, ranks, shard_files=shard_files)
 
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
     """Return the rank that verifies a file with shards."""
-    # on the layout that wrote it, the rank that needs it: its pages are then in the cache of that machine
+    # On the layout that wrote the file, this rank also needs it, so its pages are then in that machine's cache.
     kind, _, number = name.partition(".")[0].partition("-")
     return int(number) % size if KEYS[kind] in in_parts else 0
 
 
-def _read_rest(
+def _read_unsharded(
     checkpoint: Location,
     fetch: Callable[[str], Path],
     files: Mapping[str, FileSum],
-    shards: ShardFiles,
+    shard_files: ShardFiles,
     in_parts: Collection[str],
 ) -> dict[str, Any]:
-    """Verify and read the files that rank 0 reads for all; see `read_checkpoint`."""
-    model, others, state = (check_file(fetch(name), files[name]) for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE))
+    """Verify and read the files that rank 0 reads for all ranks; see `read_checkpoint`."""
+    model, rest, state = (check_file(fetch(name), files[name]) for name in (MODEL_FILE, TENSORS_FILE, STATE_FILE))
     base = read_tensors(check_file(fetch(BASE_FILE), files[BASE_FILE])) if BASE_FILE in files else {}
-    tensors = {MODEL: {**base, **read_tensors(model)}, OTHERS: read_tensors(others)}
+    tensors = {MODEL: {**base, **read_tensors(model)}, OTHERS: read_tensors(rest)}
     try:
         tree = parse_json(state.read_bytes(), STATE_FILE)
-        contents = unflatten(tree, tensors, shards)
+        contents = unflatten(tree, tensors, shard_files)
         return {key: value if key in in_parts else load_stored(value) for key, value in contents.items()}
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
 def broadcast_contents(
-    contents: Mapping[str, Any], ranks: Ranks, source: int = 0, shards: ShardFiles | None = None
+    contents: Mapping[str, Any], ranks: Ranks, source: int = 0, shard_files: ShardFiles | None = None
 ) -> dict[str, Any]:
-    """Return the contents of the rank `source` on every rank; every rank calls it, with its own contents.
+    """Return the contents of the rank `source` on every rank; every rank calls this with its own contents.
 
-    Tensors in `shards` are not sent: each rank reads them there.
+    Tensors in `shard_files` are not sent: each rank reads them from there.
     """
-    # shapes first, so that tensors go as bytes and are not pickled
+    # shapes first, so that tensors are sent as bytes, without pickle
     flat = flatten(contents) if ranks.rank == source else FlatState({})
     shapes = {
         file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -109,4 +110,4 @@ def broadcast_contents(
             tensor = torch.empty(shape, dtype=dtype) if sent is None else sent.detach().cpu().contiguous()
             ranks.broadcast_tensors([tensor], source)
             flat.tensors[file][name] = tensor
-    return unflatten(flat.tree, flat.tensors, shards)
+    return unflatten(flat.tree, flat.tensors, shard_files)

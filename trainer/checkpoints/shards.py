@@ -1,4 +1,4 @@
-"""Sharded tensors in checkpoints: the shard that each process saves, and reads by slices."""
+"""Sharded tensors in checkpoints: each process saves its shard, and reads slices of shards."""
 
 import math
 import sys
@@ -19,22 +19,22 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Shard of a tensor on this process."""
+    """This process's shard of a tensor."""
 
     block: Tensor
     shape: Numbers
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     offset: Numbers
-    """Index of the shard's first element in the whole tensor."""
+    """Index of the shard's first element in the full tensor."""
 
 
 def shard_block(tensor: Tensor) -> ShardBlock | None:
     """Return this process's shard of a DTensor; None for any other tensor."""
-    # not imported for this: a program that has no DTensors need not wait for it
+    # not imported here: a program without DTensors should not wait for the import
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None
-    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
+    (chunk,) = tensor.__create_chunk_list__()  # torch.distributed.checkpoint's protocol for tensors
     shape, offset = chunk.sizes, tuple(chunk.offsets)
     local = tensor.detach().to_local()
     if not math.prod(shape):  # more processes than rows: this shard is empty
@@ -43,29 +43,29 @@ def shard_block(tensor: Tensor) -> ShardBlock | None:
 
 
 def file_name(file: str, rank: int) -> str:
-    """Return the name of the file in which a rank keeps its shards of what belongs to `file`."""
+    """Return the name of the file in which a rank stores its shards of the tensors of `file`."""
     return f"{file}-{rank:05d}.safetensors"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 class ShardFiles:
-    """Files of a checkpoint that hold shards, opened when needed."""
+    """Files of a checkpoint that hold shards, opened when first needed."""
 
     def __init__(self, fetch: Callable[[str], Path], names: Collection[str]) -> None:
         """`fetch` returns the local path of a file.
 
-        names: the files of the manifest; no other is opened, as nobody has verified it.
+        `names`: the files in the manifest. No other file is opened, because nobody has verified it.
         """
         self.fetch, self.names = fetch, names
         self._open: dict[str, tuple[Any, set[str]]] = {}
 
     def shard(self, file: str, name: str) -> Any:
-        """Return a shard that is read when sliced; raises CheckpointError if it is not there."""
+        """Return a shard, which is read when it is sliced; raises CheckpointError if it is missing."""
         base = base_of(file)
         if base in self.names and (file not in self.names or name not in self._opened(file)[1]):
             file = base
         if file not in self.names:
-            raise CheckpointError(f"{file} is not among the files of the checkpoint.")
+            raise CheckpointError(f"{file} is not a file of the checkpoint.")
         try:
             return self._opened(file)[0].get_slice(name)
         except SafetensorError as error:
@@ -76,7 +76,7 @@ class ShardFiles:
         if file not in self._open:
             path = self.fetch(file)
             try:
-                # mapped, not read: a rank that needs some rows of a file reads no others
+                # mapped, not read: a rank reads only the rows that it needs
                 opened: Any = safe_open(path, framework="pt", device="cpu")
                 self._open[file] = opened, set(opened.keys())
             except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -85,7 +85,7 @@ class ShardFiles:
 
 
 class StoredTensor:
-    """Tensor stored in shards, read when sliced."""
+    """Tensor stored in shards, which are read when it is sliced."""
 
     def __init__(
         self,
@@ -93,49 +93,49 @@ class StoredTensor:
         name: str,
         shape: Numbers,
         dtype: torch.dtype,
-        parts: Sequence[tuple[str, Numbers, Numbers]],
+        shards: Sequence[tuple[str, Numbers, Numbers]],
         mark: Mapping[str, Any],
     ) -> None:
-        """`parts`: file, offset and shape of each shard; `mark`: its mark in the state (see codec.py).
+        """`shards`: file, offset and shape of each shard; `mark`: the tensor's mark in the state (see codec.py).
 
-        Raises ValueError if they do not make up the whole tensor.
+        Raises ValueError if the shards do not make up the full tensor.
         """
-        self.files, self.name, self.dtype, self.parts, self.mark = files, name, dtype, parts, mark
+        self.files, self.name, self.dtype, self.shards, self.mark = files, name, dtype, shards, mark
         self.shape = torch.Size(shape)
         self.ndim = len(shape)
         if any(size < 0 for size in shape):
             raise ValueError(f"{name!r} cannot have the shape {shape}")
-        for file, offset, size in parts:
-            inside = all(0 <= start <= start + count <= whole for start, count, whole in _zip(offset, size, shape))
-            if not inside or list(size) != files.shard(file, name).get_shape():
-                raise ValueError(f"the part of {name!r} in {file} does not fit into a tensor of shape {shape}")
-        # enough, as DTensor cuts into a grid: blocks at different places whose sizes add up leave no gap
-        if len({offset for _, offset, _ in parts}) < len(parts) or self.numel() != sum(
-            math.prod(size) for _, _, size in parts
+        for file, offset, size in shards:
+            is_inside = all(0 <= start <= start + count <= full for start, count, full in _zip(offset, size, shape))
+            if not is_inside or list(size) != files.shard(file, name).get_shape():
+                raise ValueError(f"the shard of {name!r} in {file} does not fit into a tensor of shape {shape}")
+        # sufficient, because DTensor cuts a grid: blocks with different offsets whose sizes add up leave no gap
+        if len({offset for _, offset, _ in shards}) < len(shards) or self.numel() != sum(
+            math.prod(size) for _, _, size in shards
         ):
-            raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}")
+            raise ValueError(f"the shards of {name!r} do not make up a tensor of shape {shape}")
 
     def numel(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        """Return a block (slices without steps, one for each dimension) in own memory."""
-        starts = [range(size)[part].start for part, size in zip(place, self.shape, strict=True)]
-        counts = [len(range(size)[part]) for part, size in zip(place, self.shape, strict=True)]
+        """Read a block into new memory; `place` has one slice without a step for each dimension."""
+        starts = [range(size)[cut].start for cut, size in zip(place, self.shape, strict=True)]
+        counts = [len(range(size)[cut]) for cut, size in zip(place, self.shape, strict=True)]
         block = torch.zeros(counts, dtype=self.dtype)
-        for file, offset, size in self.parts:
+        for file, offset, size in self.shards:
             inner, outer = [], []
             for start, count, first, length in _zip(starts, counts, offset, size):
                 low, high = max(start, first), min(start + count, first + length)
                 inner.append(slice(low - first, high - first))
                 outer.append(slice(low - start, high - start))
-            if all(part.start < part.stop for part in inner):  # else the shard has nothing of this block
+            if all(cut.start < cut.stop for cut in inner):  # otherwise the shard does not overlap the block
                 block[tuple(outer)] = self.files.shard(file, self.name)[tuple(inner)]
         return block
 
-    def whole(self) -> Tensor:
-        """Return the whole tensor."""
+    def read(self) -> Tensor:
+        """Read the full tensor."""
         return self[tuple(slice(0, size) for size in self.shape)]
 
 
@@ -144,9 +144,9 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def load_stored(value: Any) -> Any:
-    """Return nested containers with every stored tensor read whole."""
+    """Return nested containers in which every stored tensor is read in full."""
     if isinstance(value, StoredTensor):
-        return value.whole()
+        return value.read()
     if type(value) is dict:
         return {key: load_stored(item) for key, item in value.items()}
     return type(value)(map(load_stored, value)) if type(value) in (list, tuple) else value
@@ -154,28 +154,28 @@ def load_stored(value: Any) -> Any:
 
 # --- tensors of other ranks -------------------------------------------------------------------------------------------
 def without_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors by empty shards of them, to be sent; numbers, also as tensors without dimensions, stay."""
+    """Replace tensors with empty shards, which are cheap to send; numbers and tensors without dimensions stay."""
     return {
-        # plain also for a DTensor, with which its mesh would be sent
-        name: (_part(torch.empty((0,) * value.ndim, dtype=value.dtype), value) if value.ndim else value.detach().cpu())
+        # a plain tensor also for a DTensor, whose mesh would be sent with it
+        name: (_shard(torch.empty((0,) * value.ndim, dtype=value.dtype), value) if value.ndim else value.detach().cpu())
         if isinstance(value, Tensor)
         else value
         for name, value in values.items()
     }
 
 
-def with_own_data(described: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace what `without_data` returned by this rank's own tensors, where it has them.
+def with_own_data(described: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the empty shards of `without_data` with this rank's `tensors`, where it has them.
 
-    The empty shards that stay have no bytes to write: all ranks so describe the same tensors, in the same order.
+    The other shards stay empty and write no bytes, so all ranks describe the same tensors in the same order.
     """
     return {
-        name: shard_block(own[name]) or _part(own[name].detach(), own[name])
-        if isinstance(value, ShardBlock) and own.get(name) is not None
+        name: shard_block(tensors[name]) or _shard(tensors[name].detach(), tensors[name])
+        if isinstance(value, ShardBlock) and tensors.get(name) is not None
         else value
         for name, value in described.items()
     }
 
 
-def _part(block: Tensor, whole: Tensor) -> ShardBlock:
-    return ShardBlock(block, tuple(whole.shape), (0,) * whole.ndim)
+def _shard(block: Tensor, tensor: Tensor) -> ShardBlock:
+    return ShardBlock(block, tuple(tensor.shape), (0,) * tensor.ndim)

@@ -1,9 +1,9 @@
-"""Folder of checkpoints: a checkpoint is complete under its name, or it is not there, whenever the process dies.
+"""Folders of checkpoints. A checkpoint is complete under its name or absent, whenever the process dies.
 
-`step-00001200` is written as `.step-00001200.partial` beside it, every file synced, the manifest last, and renamed. An
-existing one is first renamed to `.step-00001200.replaced` and deleted last; one that is removed is first renamed to
-`.partial`. So at every moment the old or the new one is complete, under its own name or as `.replaced`, and leftovers
-of an interrupted process have fixed names, which the next start cleans up.
+A save writes `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
+`step-00001200`. An existing checkpoint is renamed to `.step-00001200.replaced` before that and deleted after it; a
+removal first renames the checkpoint to `.partial`. So at every moment the old or the new checkpoint is complete, under
+its name or as `.replaced`. Leftovers of an interrupted process have fixed names, and the next start cleans them up.
 """
 
 import os
@@ -32,81 +32,81 @@ _SLACK = 64 << 10  # bytes for headers, the manifest and folders
 
 
 def temporary_path(checkpoint: Path, kind: str) -> Path:
-    """Return the temporary name of one kind for a checkpoint."""
+    """Return the temporary path of a checkpoint; `kind` is PARTIAL or REPLACED."""
     return checkpoint.with_name(f".{checkpoint.name}.{kind}")
 
 
 class Folder(Protocol):
-    """Folder of checkpoints, which are named by text.
+    """Folder of checkpoints, which its methods take by name.
 
-    A save is `require_free_name` and `open_stage` on rank 0, `write` on every rank for each of its files, and `publish`
-    on rank 0: the commit. No caller knows of renames, which an object store has not.
+    To save, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its files, and rank
+    0 commits with `publish`. Callers never rename anything, because an object store cannot.
     """
 
     @property
     def location(self) -> Location:
-        """Where it is."""
+        """Path or address of the folder."""
 
     # --- reading
     def names(self) -> list[str]:
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return the names to try for a complete checkpoint: also what a dying process left under a temporary name."""
+        """Return the names that may be complete checkpoints, among them temporary names that a dead process left."""
 
     def committed(self, name: str) -> str | None:
-        """Return the name under which this checkpoint is committed, maybe a temporary one; None: it is not."""
+        """Return the name under which this checkpoint is committed, maybe a temporary one; None if it is not."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest; raises CheckpointError with the place and the problem."""
 
     def check_sizes(self, name: str) -> manifest.Manifest:
-        """Read a checkpoint's manifest, and check the sizes of its files. Raises CheckpointError."""
+        """Read a checkpoint's manifest and check the sizes of its files. Raises CheckpointError."""
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return a local folder that has these files of a checkpoint, as long as this object is there.
+        """Return a local folder with these files of a checkpoint; it exists as long as this object.
 
-        Nobody has verified them.
+        The caller verifies the files.
         """
 
     def read_index(self) -> CheckpointIndex | None:
-        """Return the index; None where there is none, or one that Legato has not written."""
+        """Return the index; None if it is missing or Legato did not write it."""
 
     # --- writing
     def make(self) -> None:
-        """Make the folder, if it is missing. Raises OSError."""
+        """Make the folder if it is missing. Raises OSError."""
 
     def write_index(self, index: CheckpointIndex) -> None:
-        """Replace the index; whenever the process dies, it is the old one or the new one. Raises OSError."""
+        """Replace the index atomically. Raises OSError."""
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError for a name of something that is no checkpoint."""
+        """Raise CheckpointError if something other than a checkpoint has this name."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Make the place where a checkpoint of about `needed` bytes is written; return what the others call it."""
+        """Make a stage for a checkpoint of about `needed` bytes; return its name, which other methods take."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new file of a checkpoint by `fill`, which may be called again where that fails. Raises OSError."""
+        """Write a new file of a checkpoint with `fill`, which is called again if a request fails. Raises OSError."""
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
         """Write the manifest and give the checkpoint its name. Raises OSError."""
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete what was written for a checkpoint that is given up."""
+        """Delete the files of an abandoned checkpoint."""
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Return the bases that are there (frozen_base.py), each with the SHA-256 of its tensors by name."""
+        """Return the existing bases (frozen_base.py) and, for each, tensor name -> SHA-256."""
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Give a base that `write` writes its name, which is its SHA-256. Any number of processes may do so at once."""
+        """Write a base with `write`, under its SHA-256 as the name. Any number of processes may do so at once."""
 
     def sweep(self) -> None:
-        """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
+        """Clean up after interrupted saves and removals; no other process may write to the folder meanwhile."""
 
     def remove(self, name: str, run: str | None = None) -> None:
-        """Delete a checkpoint, of `run` if given; raises CheckpointError for anything else.
+        """Delete a checkpoint; raises CheckpointError for anything else, or if `run` is set and did not write it.
 
-        A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
+        A checkpoint is a directory, not a link, with a valid manifest that names every file in it.
         """
 
 
@@ -123,7 +123,7 @@ class LocalFolder:
         return [path.name for path in paths if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
     def candidates(self) -> list[str]:
-        """Return checkpoints, and those that a dying process was replacing."""
+        """Return the names of checkpoints, and temporary names that a dead process left during a replacement."""
         candidates: dict[str, str] = {}
         # ".step-..." sorts first and yields to "step-..."
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
@@ -131,14 +131,13 @@ class LocalFolder:
             if path.name not in (name, temporary_path(self.path / name, REPLACED).name) or path.is_symlink():
                 continue
             files = path / manifest.MANIFEST, path / manifest.STATE_FILE
-            # a user may have named a checkpoint: then its files tell it from any other folder
+            # a user may choose a checkpoint's name; its files then tell it from other folders
             if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
                 candidates[name] = path.name
         return list(candidates.values())
 
     def committed(self, name: str) -> str | None:
-        """Return the name of a checkpoint, or its temporary one if a dying process was replacing it."""
-        # the second: a process died while it replaced the checkpoint
+        """Return a checkpoint's name, or its temporary name if a process died while it replaced the checkpoint."""
         for path in (self.path / name, temporary_path(self.path / name, REPLACED)):
             if (path / manifest.MANIFEST).is_file():
                 return path.name
@@ -149,23 +148,23 @@ class LocalFolder:
         return manifest.load_manifest(self.path / name)
 
     def check_sizes(self, name: str) -> manifest.Manifest:
-        """Read a manifest, and check the sizes of its files."""
+        """Read a manifest and check the sizes of its files."""
         directory = self.path / name
         if not directory.is_dir():
             raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
         content = self.read_manifest(name)
-        own, bases = content.split()
+        unshared, bases = content.split()
         for stored in bases.files:
             if not os.path.lexists(self.path / manifest.BASE / stored):
                 raise manifest.lacks_base(directory, stored)
-        # links and devices are refused before any is opened
-        for folder, each in ((directory, own), (self.path / manifest.BASE, bases)):
-            for file, expected in each.files.items():
-                manifest.require_size(folder, file, manifest.regular_size(folder, each.path(file)), expected.size)
+        # refuse links and devices before any file is opened
+        for folder, listing in ((directory, unshared), (self.path / manifest.BASE, bases)):
+            for file, expected in listing.files.items():
+                manifest.require_size(folder, file, manifest.regular_size(folder, listing.path(file)), expected.size)
         return content
 
     def fetch(self, name: str, content: manifest.Manifest, files: Collection[str]) -> Path:
-        """Return the directory of a checkpoint's files."""
+        """Return the folder of a checkpoint's files."""
         return self.path / name / content.prefix
 
     def read_index(self) -> CheckpointIndex | None:
@@ -182,18 +181,18 @@ class LocalFolder:
         replace_file(self.path / INDEX, index.dump())
 
     def require_free_name(self, name: str) -> None:
-        """Raise CheckpointError for a name of something that is no checkpoint."""
+        """Raise CheckpointError if something other than a checkpoint has this name."""
         path = self.path / name
         if not name:
-            raise CheckpointError(f"A checkpoint needs a name of its own, got {str(path)!r}.")
+            raise CheckpointError(f"A checkpoint needs a name, got the folder {str(path)!r}.")
         if not os.path.lexists(path):
             return
         is_folder = path.is_dir() and not path.is_symlink()
         if not is_folder or not ((path / manifest.MANIFEST).exists() or manifest.are_file_names(os.listdir(path))):
-            raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced. Choose another name.")
+            raise CheckpointError(f"{path} is not a checkpoint, so it is not replaced. Choose another name.")
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Make the folder in which a checkpoint of about `needed` bytes is written."""
+        """Make the stage, a folder, for a checkpoint of about `needed` bytes."""
         make_folder(self.path)
         self._clean_up(name)
         free_space_check(self.path, needed)
@@ -201,24 +200,24 @@ class LocalFolder:
         return ""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a new file of the checkpoint that is being written."""
+        """Write a new file to the stage."""
         folder = temporary_path(self.path / name, PARTIAL)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not there: a checkpoint to which every process writes needs a folder that all of them "
-                f"share. Set default_root_dir to one."
+                f"{folder} does not exist on this process. Every process writes to this checkpoint, so they must share "
+                f"its folder: set default_root_dir to a shared file system."
             )
         return fill(HashedFile(folder / file))
 
     def publish(self, name: str, stage: str, files: Mapping[str, FileSum], run: str) -> None:
-        """Write the manifest and give the checkpoint its name; raises OSError where that fails."""
+        """Write the manifest and give the checkpoint its name; raises OSError."""
         new, old, target = (
             temporary_path(self.path / name, PARTIAL),
             temporary_path(self.path / name, REPLACED),
             self.path / name,
         )
         write_bytes(HashedFile(new / manifest.MANIFEST), manifest.dump_manifest(files, run))
-        # names before the rename: a file system may keep a rename through a power cut and lose what it points to
+        # sync names before the rename: after a power cut a file system may keep the rename and lose the files
         sync_folder(new)
         if target.exists():
             self._rename(target, old)
@@ -226,12 +225,12 @@ class LocalFolder:
         _delete(old)
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete what was written for a checkpoint that is given up."""
+        """Delete the files of an abandoned checkpoint."""
         with suppress(OSError):
             self._clean_up(name)
 
     def bases(self) -> dict[FileSum, dict[str, str]]:
-        """Read the headers of the bases; one that is damaged is none."""
+        """Read the headers of the bases; damaged bases are left out."""
         bases = {}
         for path in sorted((self.path / manifest.BASE).glob("*.safetensors")):
             with suppress(CheckpointError, OSError):
@@ -242,7 +241,7 @@ class LocalFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write under a name that nobody else has, and rename: two with the same content take each other's place."""
+        """Write a base under a unique name and rename it: of two equal bases the second replaces the first."""
         folder = self.path / manifest.BASE
         make_folder(folder)
         partial = folder / f"{uuid.uuid4().hex}.{PARTIAL}"
@@ -256,7 +255,7 @@ class LocalFolder:
 
     # --- cleaning up ------------------------------------------------------------------------------------------------
     def sweep(self) -> None:
-        """Clean up after interrupted saves and removals of steps; nobody else may write to the folder."""
+        """Clean up after interrupted saves and removals; no other process may write to the folder meanwhile."""
         entries = os.listdir(self.path) if self.path.is_dir() else []
         for name in sorted({leftover[1] for entry in entries if (leftover := _LEFTOVER.fullmatch(entry))}):
             with _naming(self.path / name):
@@ -267,29 +266,29 @@ class LocalFolder:
             self._remove_unused_bases()
 
     def remove(self, name: str, run: str | None = None) -> None:
-        """Delete a checkpoint, and no link to one."""
-        path, gone = self.path / name, temporary_path(self.path / name, PARTIAL)
+        """Delete a checkpoint, but not a link to one."""
+        path, doomed = self.path / name, temporary_path(self.path / name, PARTIAL)
         self._require_removable(path, run)
         with _naming(path):
-            # first, or the checkpoint that was replaced before would later be restored
+            # first, because a later clean-up would restore the checkpoint that this one has replaced
             _delete(temporary_path(self.path / name, REPLACED))
-            _delete(gone)
-            self._rename(path, gone)
-            _delete(gone)
+            _delete(doomed)
+            self._rename(path, doomed)
+            _delete(doomed)
             self._remove_unused_bases()
 
     def _remove_unused_bases(self) -> None:
-        """Delete the bases to which no checkpoint refers, unless a save is under way or a manifest cannot be read."""
+        """Delete the bases to which no checkpoint refers, unless a save is in progress or a manifest is unreadable."""
         folder = self.path / manifest.BASE
         bases = sorted(path.name for path in folder.glob("*.safetensors"))
         entries = os.listdir(self.path) if bases else []
         if not bases or any(entry.endswith(f".{PARTIAL}") for entry in entries):
-            return  # a save under way may have taken one of them, and has no manifest yet
-        # also of those that were being replaced
-        written = [entry for entry in entries if (self.path / entry / manifest.MANIFEST).exists()]
-        for base in manifest.unused_bases(bases, map(self.read_manifest, written)):
+            return  # a save in progress may refer to a base and has no manifest yet
+        # includes checkpoints left under a temporary name during a replacement
+        committed = [entry for entry in entries if (self.path / entry / manifest.MANIFEST).exists()]
+        for base in manifest.unused_bases(bases, map(self.read_manifest, committed)):
             (folder / base).unlink(missing_ok=True)
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             folder.rmdir()
 
     def _require_removable(self, path: Path, run: str | None) -> None:
@@ -306,7 +305,7 @@ class LocalFolder:
     def _clean_up(self, name: str) -> None:
         old, path = temporary_path(self.path / name, REPLACED), self.path / name
         if (old / manifest.MANIFEST).exists() and not path.exists():
-            self._rename(old, path)  # the process died between the two renames of a replacement
+            self._rename(old, path)  # a process died between the two renames of a replacement
         _delete(temporary_path(self.path / name, PARTIAL))
         _delete(old)
 
@@ -316,18 +315,18 @@ class LocalFolder:
 
 
 def folder_at(location: Location) -> Folder:
-    """Return the folder of checkpoints at a place."""
+    """Return the folder of checkpoints at a path or address."""
     return ObjectFolder(location) if isinstance(location, Address) else LocalFolder(location)
 
 
 def is_file(location: Location) -> bool:
-    """Return whether there is a file at a place: no checkpoint of Legato, but maybe weights of another program."""
+    """Return whether there is a file at a place: not a Legato checkpoint, but maybe weights of another program."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
 @contextmanager
 def local_file(location: Location) -> Iterator[Path]:
-    """Yield a file with the contents of the file at a place: itself, or a copy for the time of this context."""
+    """Yield a local path of the file at a place: the file itself, or a copy that exists within this context."""
     if isinstance(location, Path):
         yield location
         return
@@ -353,18 +352,18 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} could not be removed or tidied up: {error}.") from error
+        raise CheckpointError(f"{path} could not be removed or cleaned up: {error}.") from error
 
 
 def _delete(path: Path) -> None:
-    """Delete a temporary name, the manifest first; two processes or threads may do so at once."""
+    """Delete a temporary file or folder, its manifest first; two processes or threads may do so at once."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
     with suppress(FileNotFoundError):
-        # from now on the rest is no checkpoint, wherever the process dies
+        # without its manifest the rest is not a checkpoint, wherever the process dies
         (path / manifest.MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
@@ -380,8 +379,8 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, and so the names in it."""
-    # fsync of a file does not sync its name, which is in the folder
+    """Sync a folder and so the names in it."""
+    # fsync of a file does not sync the file's name, which the folder holds
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -390,36 +389,36 @@ def sync_folder(path: Path) -> None:
 
 
 def free_space_check(folder: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError if a save does not fit in the free space of a folder."""
+    """Raise CheckpointError if a save does not fit into the free space of a folder's disk."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(
-            f"A checkpoint needs {format_bytes(needed_bytes)} in {folder}, where {format_bytes(free)} are free; "
+            f"A checkpoint needs {format_bytes(needed_bytes)} in {folder}, but only {format_bytes(free)} are free; "
             f"nothing was written. Free some space, keep fewer checkpoints, or put the run on another disk."
         )
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file; a kill or a power cut leaves the old one or the new one. Raises OSError."""
+    """Replace a small file; a kill or a power cut leaves the old file or the new one. Raises OSError."""
     partial = temporary_path(path, PARTIAL)
-    partial.unlink(missing_ok=True)  # of a process that was killed
+    partial.unlink(missing_ok=True)  # left by a killed process
     write_bytes(HashedFile(partial), data)
     partial.replace(path)
     sync_folder(path.parent)
 
 
 def require_new(target: Path) -> None:
-    """Raise CheckpointError if something has this name."""
+    """Raise CheckpointError if a file or folder has this name."""
     require_local(target, "The file to write")
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+        raise CheckpointError(f"{target} exists already and is not replaced. Choose another name.")
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write, with the suffix of `target`; after the context it is `target`, whole, or nothing is there.
+    """Yield a path to write to, with the suffix of `target`; on success it becomes `target`, on failure it is deleted.
 
-    Raises CheckpointError where an OSError comes.
+    Raises CheckpointError in place of an OSError.
     """
     partial = target.with_name(f".{target.stem}.{PARTIAL}{target.suffix}")
     try:

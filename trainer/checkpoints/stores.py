@@ -1,4 +1,4 @@
-"""Object stores, through fsspec: how to connect to them, and which of their errors pass; without torch."""
+"""Connects to object stores through fsspec and retries their transient errors, without torch."""
 
 import errno
 import os
@@ -15,26 +15,26 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Tries of a request, and the seconds before the second one; each further wait is twice as long: 6 s in all."""
+"""Tries of a request, and seconds of the first wait; each further wait is twice as long, 6 s in all."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
 )
-"""Errors that another try does not mend; everything else may be a lost connection or a store that throttles."""
+"""Errors that a retry does not fix; any other error may be a lost connection or throttling."""
 
 
 def connect(address: str) -> Any:
-    """Return the file system of fsspec for an address, whose methods take addresses. Raises ConfigError without it."""
-    # of hf://, the object has no lock for its listings
+    """Return the fsspec file system of an address; its methods take addresses. Raises ConfigError if there is none."""
+    # the file system of hf:// does not lock its listings, so each thread gets its own
     thread = threading.get_ident() if address.startswith("hf://") else 0
     store = _connection("/".join(address.split("/")[:3]), os.getpid(), thread)
-    store.invalidate_cache()  # other processes write, too; that of hf:// keeps listings whatever it is told
+    store.invalidate_cache()  # other processes write too; hf:// caches listings despite use_listings_cache=False
     return store
 
 
 @lru_cache
 def _connection(bucket: str, process: int, thread: int) -> Any:
-    """Return the file system of a bucket, for one process: a connection does not outlive a fork."""
+    """Return the file system of a bucket for one process: a connection does not survive a fork."""
     from fsspec.core import url_to_fs  # torch requires it
 
     try:
@@ -43,44 +43,43 @@ def _connection(bucket: str, process: int, thread: int) -> Any:
         extra = STORES.get(bucket.partition(":")[0])
         advice = f" Install it: pip install 'legato[{extra[0]}]'." if extra else ""
         raise ConfigError(f"{bucket}: {error}.{advice}") from error
-    except ValueError as error:  # of a protocol that nobody knows
+    except ValueError as error:  # fsspec does not know the protocol
         raise ConfigError(f"{bucket}: {error}") from error
 
 
 def sizes_below(address: str) -> dict[str, int]:
-    """Return the sizes of all objects below an address, by the rest of their names. Raises OSError."""
+    """Return the sizes of all objects below an address, by relative path. Raises OSError."""
     from fsspec.core import strip_protocol
 
     try:
         objects = retried(address, connect(address).find, address, detail=True)
     except FileNotFoundError:
         return {}
-    # an address may have more in it than a name: abfs://container@account.dfs.core.windows.net/runs
+    # an address may hold more than the path: abfs://container@account.dfs.core.windows.net/runs
     start = len(strip_protocol(address).rstrip("/")) + 1
     return {path[start:]: entry["size"] for path, entry in objects.items()}
 
 
 def require_writable(address: str) -> None:
-    """Raise ConfigError for a repository of the Hugging Face Hub, which can be read only."""
+    """Raise ConfigError for a repository of the Hugging Face Hub, which is read-only."""
     if is_repository(address):
         raise ConfigError(f"{address} is {REPOSITORY}")
 
 
 def retried(address: str, request: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Return what a request answers, after a few tries. Raises OSError that names the address.
+    """Return the result of a request, retried a few times. Raises OSError that names the address.
 
-    Errors in LASTING are raised as they come. The libraries try again by themselves, but not all of them, and not for
-    all errors.
+    Errors in LASTING are raised unchanged. The libraries retry too, but not all of them and not for all errors.
     """
     for attempt in range(TRIES):
         try:
             return request(*arguments, **options)
         except LASTING:
             raise
-        except Exception as error:  # the libraries raise many kinds
-            # what s3fs makes of a request that the store refuses as it is
+        except Exception as error:  # each library raises its own kinds
+            # s3fs raises EINVAL for a request that the store refuses
             if getattr(error, "errno", None) == errno.EINVAL or attempt == TRIES - 1:
                 raise OSError(getattr(error, "errno", None) or errno.EIO, f"{address}: {error}") from error
-            # spread out: several ranks that were throttled together would come back together
+            # random, so that ranks that were throttled together do not retry together
             time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.5, 1.0))
     raise AssertionError

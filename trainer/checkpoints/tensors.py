@@ -1,4 +1,4 @@
-"""Tensors in the safetensors format."""
+"""Reads and writes tensors in the safetensors format."""
 
 import json
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ DTYPE_NAMES = {
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: str) -> FileSum:
-    """Write and sync a new safetensors file; tensors on a device or not contiguous are copied one by one.
+    """Write and sync a new safetensors file; tensors that are on a device or not contiguous are copied one at a time.
 
-    The library's writer refuses tensors that share memory (tied weights), and leaves a second pass for the hash.
+    The library's writer refuses tensors that share memory (tied weights) and would need a second pass for the hash.
     """
-    # the largest items first, so that every tensor is aligned for readers that map the file
+    # the largest item sizes first, which aligns every tensor for readers that map the file
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -32,7 +32,7 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: s
         tensor, start, end = tensors[name], end, end + tensors[name].nbytes
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    text += b" " * (-len(text) % 8)  # the format wants the data to begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # in this format the data begins at a multiple of 8 bytes
     with file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
@@ -42,24 +42,24 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: s
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a uint8 tensor; no copy if it is contiguous."""
-    # `contiguous` accepts any stride where a size is 0 or 1, and the second `view` does not
+    """Return a tensor's bytes as a uint8 tensor, without a copy if the tensor is contiguous."""
+    # for sizes of 0 or 1, `contiguous` accepts any stride, but the second `view` does not
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into memory of this process; raises CheckpointError if it is none."""
+    """Read a safetensors file into this process's memory; raises CheckpointError for any other file."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            # Copied: the library maps the file. A mapped tensor would fail when the file goes away on a network disk,
-            # and has any alignment, which changes the last bits of some kernels' results.
-            return {name: _copied(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            # Copied, because the library maps the file: a mapped tensor fails when the file disappears from a network
+            # disk, and its alignment varies, which changes the last bits of some kernels' results.
+            return {name: _copied(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
 def _copied(mapped: Tensor) -> Tensor:
     copy = torch.empty_like(mapped)
-    # by NumPy, in one thread: torch's threads, touching fresh memory together, take 7 times the CPU
+    # NumPy copies in one thread: torch's threads touch fresh memory together, which takes 7 times the CPU time
     flat_bytes(copy).numpy()[:] = flat_bytes(mapped).numpy()
     return copy
