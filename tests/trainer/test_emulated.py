@@ -50,6 +50,12 @@ def on_device(tmp_path_factory):
     return run(folder, "fit", accelerator="emul", folder=str(folder / "runs"))
 
 
+@pytest.fixture(scope="module")
+def two_replicas(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    return run(folder, "fit", accelerator="emul", folder=str(folder / "runs"), replicas=2)
+
+
 @pytest.mark.slow
 def test_it_is_found_and_named(tmp_path):
     said = run(tmp_path, "choice")
@@ -106,7 +112,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, on_device):
 
 
 @pytest.mark.slow
-def test_ddp_trains_on_two_processes(tmp_path, on_device):
+def test_ddp_trains_on_two_processes(tmp_path, two_replicas):
     """Started as two nodes, each with the device."""
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -119,13 +125,12 @@ def test_ddp_trains_on_two_processes(tmp_path, on_device):
     assert first["world_size"] == second["world_size"] == 2
     assert first["weights"] == second["weights"]
     assert "allreduce" in first["calls"]
-    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
-    assert first["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
-    assert first["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+    assert first["metrics"] == pytest.approx(two_replicas["metrics"], abs=1e-4)
+    assert first["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_device(tmp_path):
+def test_two_processes_share_a_device(tmp_path, two_replicas):
     arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "devices": [0, 0], "strategy": "ddp"}
     process, result = start(tmp_path, "fit", **arguments)
     _, said = process.communicate(timeout=120)
@@ -133,13 +138,12 @@ def test_two_processes_share_a_device(tmp_path):
     together = json.loads(result.read_text())
     assert "ranks 0-1 on emul:0 Emulated accelerator" in said
     assert said.count("Ranks on the same device share its memory and its time.") == 1
-    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
-    assert together["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
-    assert together["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+    assert together["metrics"] == pytest.approx(two_replicas["metrics"], abs=1e-4)
+    assert together["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
 
 @pytest.mark.slow
-def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path):
+def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, two_replicas):
     """As under SLURM's --gpus-per-task=1: two ranks of a node, each with a first device of its own."""
     slurm = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
     slurm |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -156,8 +160,7 @@ def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path):
     assert "share" not in said[0]
     first, second = (json.loads(result.read_text()) for _, result in processes)
     assert (first["world_size"], first["device"]) == (2, "emul:0")
-    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
-    assert first["weights"] == second["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+    assert first["weights"] == second["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
     refused = [process.communicate(timeout=120)[1] for process, _ in fit(EMUL_VISIBLE="")]
     assert "runs 2 processes, but trainer.devices has 1 emul devices. Start one process per device" in refused[0]
@@ -176,24 +179,31 @@ def test_it_trains_in_half_precision(tmp_path, precision):
     assert f"conv2d.default in {dtype}" in runs["emul"]["calls"]
 
 
+REFUSED = [
+    ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
+    ({"accelerator": "emul:0", "devices": 1}, "names a device, and trainer.devices=1 others: say accelerator=emul"),
+    ({"devices": [1]}, "expected indices of emul devices, below 1"),
+    ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
+    (
+        {"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}},
+        "for one process, which needs distinct devices",
+    ),
+    ({"devices": [0, 0], "strategy": {"name": "ddp", "process_group_backend": "gloo"}}, "its gloo supports"),
+]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """The error of each of REFUSED, in order: one process makes all trainers."""
+    trainers = [{"accelerator": "emul", **arguments} for arguments, _ in REFUSED]
+    started = start(tmp_path_factory.mktemp("refused"), "refused", {"EMUL_AUTOCAST": "bfloat16"}, trainers=trainers)
+    return finish(*started)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
-        ({"accelerator": "emul:0", "devices": 1}, "names a device, and trainer.devices=1 others: say accelerator=emul"),
-        ({"devices": [1]}, "expected indices of emul devices, below 1"),
-        ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
-        (
-            {"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}},
-            "for one process, which needs distinct devices",
-        ),
-        ({"devices": [0, 0], "strategy": {"name": "ddp", "process_group_backend": "gloo"}}, "its gloo supports"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setenv("EMUL_AUTOCAST", "bfloat16")
-    assert message in run(tmp_path, "refused", **{"accelerator": "emul", **arguments})["error"]
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_what_it_cannot_do_is_refused(errors, index):
+    assert REFUSED[index][1] in errors[index]
 
 
 def test_without_one_there_is_the_cpu():
