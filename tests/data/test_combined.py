@@ -261,7 +261,7 @@ def test_a_loader_that_turns_out_to_be_empty_is_named():
     loader = lg.CombinedLoader({"full": DataLoader(Stream(4), 2), "none": DataLoader(Stream(0), 2)}, "max_size_cycle")
     with pytest.raises(DataError, match="'none' yields no batch"):
         list(loader)
-    with pytest.raises(TypeError, match="CombinedLoader has no length, since these loaders have none: full, none"):
+    with pytest.raises(TypeError, match="CombinedLoader has no length because these loaders have none: full, none"):
         len(loader)
 
 

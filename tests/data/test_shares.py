@@ -203,7 +203,7 @@ REFUSED = {
     "shares of some loaders": (
         lambda: [DataLoader(Stream(share(range(30))), 2), DataLoader(Stream(range(30)), 2)],
         {},
-        "DataError: The processes read different data of the combined loaders 0, but the same of 1",
+        "DataError: The processes read different data from the combined loaders 0, but the same data from 1",
     ),
     "bitwise": (
         lambda: DataLoader(Stream(share(range(61))), 4),

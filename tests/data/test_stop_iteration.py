@@ -70,7 +70,7 @@ def test_stop_iteration_of_the_data_is_an_error_that_names_it(trainer, name, wor
     for options in ({},) if workers else ({}, {"reproducible": "off"}):
         with pytest.raises(DataError, match=words) as caught:
             trainer(**options).fit(Any(), make(num_workers=workers))
-        assert "would pass for the end of the data" in str(caught.value)
+        assert "which looks like the end of the data" in str(caught.value)
 
 
 def test_a_sampler_of_the_user_s_may_end_before_its_length(trainer):

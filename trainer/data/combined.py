@@ -1,5 +1,4 @@
-"""CombinedLoader: iterates over several loaders together or one after the other, with the same guarantees as one
-loader."""
+"""CombinedLoader: several loaders read together or one after the other, with the same guarantees as a single loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -30,13 +29,13 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
-        """Combine loaders, each of them any iterable of batches.
+        """Combine loaders, each of which may be any iterable of batches.
 
         mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest and restarts shorter
         ones; "max_size" stops with the longest and yields None for exhausted ones; "sequential" yields the batches of
-        one loader after the other, not nested.
+        one loader after the other, without nesting.
 
-        Raises ConfigError for an unknown mode, DataError for something that is not a loader.
+        Raises ConfigError for an unknown mode and DataError for an object that is not a loader.
         """
         if mode not in get_args(Mode):
             raise ConfigError(
@@ -50,11 +49,11 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         """The loaders, in nesting order."""
         self._keys = [keys for _, keys, _ in leaves]
         if not leaves:
-            raise DataError("A CombinedLoader needs at least one loader, got none.")
+            raise DataError("CombinedLoader needs at least one loader, but got none.")
         for name, loader in zip(self.names, self.flattened, strict=True):
             if isinstance(loader, CombinedLoader):
                 raise DataError(
-                    f"The combined loader {name!r} is a CombinedLoader itself; list its loaders there directly."
+                    f"The combined loader {name!r} is a CombinedLoader itself. List its loaders there directly."
                 )
             require_iterable(loader, f"The combined loader {name!r}")
 
@@ -71,7 +70,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         lengths = [length_of(loader) for loader in self.flattened]
         unknown = [name for name, length in zip(self.names, lengths, strict=True) if length is None]
         if unknown:
-            raise TypeError(f"CombinedLoader has no length, since these loaders have none: {', '.join(unknown)}.")
+            raise TypeError(f"CombinedLoader has no length because these loaders have none: {', '.join(unknown)}.")
         return self.combine_lengths([length for length in lengths if length is not None])
 
     def combine_lengths(self, lengths: list[int]) -> int:
@@ -87,7 +86,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return map(self.fill, self._rows())
 
     def fill(self, pieces: Iterable[Any]) -> Any:
-        """Return a combined batch: the nesting of the loaders with each loader replaced by its part."""
+        """Return a combined batch: the nesting of the loaders with each loader replaced by its batch."""
         return _fill(self.iterables, iter(pieces))
 
     def count_samples(self, batch: Any) -> int:
@@ -95,11 +94,11 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
-        """Return the pieces of a combined batch, one of each loader in mode other than "sequential"."""
+        """Return each loader's piece of a combined batch; in mode "sequential", the batch is the only piece."""
         return [batch] if self.mode == "sequential" else [reduce(getitem, keys, batch) for keys in self._keys]
 
     def _rows(self) -> Iterator[list[Any]]:
-        # all at once, so that the workers of each loader start while the first batch is awaited
+        # all at once, so that every loader's workers start while the first batch is awaited
         iterators = [read_loader(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
@@ -108,7 +107,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                 piece = None if self.mode == "max_size" and number in done else next(iterators[number], _END)
                 if piece is _END:
                     done.add(number)
-                    # with max_size_cycle too: the epoch ends when the longest loader ends, which is the last to do so
+                    # in max_size_cycle too, the epoch ends with the longest loader, which is the last one to end
                     if self.mode == "min_size" or len(done) == len(self.flattened):
                         return
                     piece = None
@@ -124,8 +123,8 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def combined(loaders: Any) -> Any:
     """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
 
-    A list without a loader in it is taken as a list of batches. A loader of one's own is known by being iterable, where
-    a batch can be indexed or moved besides.
+    A list without loaders counts as a list of batches. Any iterable counts as a loader unless it can also be indexed or
+    moved to a device, as batches can.
     """
     if isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders)):
         return CombinedLoader(loaders, "max_size_cycle")
@@ -133,9 +132,9 @@ def combined(loaders: Any) -> Any:
 
 
 def one_after_another(loaders: Any) -> list[Any]:
-    """Return the list of loaders that an evaluation runs over, given one loader, a list, a dict or None.
+    """Return the list of loaders of an evaluation, from a loader, a list, a dict or None.
 
-    A list of batches is one loader, as in training.
+    As in training, a list of batches is a single loader.
     """
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return loaders.flattened
@@ -148,21 +147,21 @@ def one_after_another(loaders: Any) -> list[Any]:
 
 
 def sample_counter(loader: Any, by_task: Callable[[Any], int] | None) -> Callable[[Any], int]:
-    """Return the function that counts the samples in a batch of `loader`: `by_task`, the task's own, if it has one."""
+    """Return the function that counts the samples in a batch of `loader`: `by_task` if the task defines it."""
     if by_task is not None:
         return by_task
     return loader.count_samples if isinstance(loader, CombinedLoader) else require_samples
 
 
 def loaders_in(loader: Any) -> list[Any]:
-    """Return the parts of a combined loader, or `[loader]`."""
+    """Return the loaders of a CombinedLoader, or `[loader]`."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
 def most_batches(loader: Any) -> int | None:
-    """Return how many batches a loader may yield in an epoch; None if it has no length.
+    """Return the most batches that a loader may yield in an epoch; None if it has no length.
 
-    Each worker of a DataLoader ends an iterable dataset with a short batch of its own, which torch's length leaves out.
+    With an iterable dataset, each worker of a DataLoader may end with a short batch, which torch's length omits.
     """
     if isinstance(loader, CombinedLoader):
         lengths = [most_batches(part) for part in loader.flattened]
@@ -177,7 +176,7 @@ def most_batches(loader: Any) -> int | None:
 
 def _has_loader(loaders: Any) -> bool:
     parts = loaders.values() if isinstance(loaders, Mapping) else loaders
-    alone = not _has_values(parts)  # what can be iterated beside values, such as a set of names, is no loader
+    alone = not _has_values(parts)  # an iterable beside tensors, such as a set of names, is not a loader
     return any(
         _has_loader(part)
         if isinstance(part, (Mapping, list, tuple))
@@ -192,10 +191,10 @@ def _has_values(parts: Iterable[Any]) -> bool:
 
 
 def _is_batch(part: Any) -> bool:
-    """Return whether a part of a list without DataLoader is a batch rather than an iterable of batches."""
+    """Return whether an element of a list without DataLoaders is a batch rather than an iterable of batches."""
     if isinstance(part, list):
         return _has_values(part)
-    # `to` moves a batch to a device: one of a class of its own too, such as graphs, which can be iterated
+    # a custom batch class, such as a graph, may be iterable; its `to` method shows that it is a batch
     kind = type(part)
     return isinstance(part, (Tensor, np.ndarray, tuple, Mapping)) or hasattr(kind, "to") or is_dataclass(kind)
 
@@ -222,57 +221,56 @@ def _fill(loaders: Any, pieces: Iterator[Any]) -> Any:
     return next(pieces)
 
 
-# Stream constant mixed into the seeds of all loaders but the first, so that their orders differ
+# Key mixed into the seeds of all loaders but the first, so that their orders differ
 PART_STREAM = 0x7061727473
 
 
 class CombinedPart(MapLoader):
-    """One loader of a combination, dealt out by whole batches: position p is batch p % count of its pass p // count."""
+    """One loader of a CombinedLoader, distributed by batches: position p is batch p % count of pass p // count."""
 
     def __init__(self, name: str, loader: "DataLoader[Any]", seed: int, in_order: bool, padded_for: int) -> None:
         super().__init__(loader, seed, in_order)
         self.name, positions = name, self.positions(0) or 0
-        # to one replica: its batches are numbered here, and dealt out to replicas by the combination
+        # for one replica: batches are only numbered here; CombinedSource distributes them to replicas
         self.deal = Deal(positions, self.batch_size, padded_for, 1, self.drop_last, padded=True)
-        # Batches of a pass, and how often it is read in an epoch
+        # Batches in a pass, and passes in an epoch
         self.count, self.passes = self.deal.rounds * padded_for, 1
         if not self.count:
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
-        # a loader that restarts within an epoch passes through several epochs of its own
+        # each restart within an epoch is another epoch of this loader
         self.tells_epoch, self.chunk = not in_order, max(1, CHUNK // self.batch_size)
-        # as long as the dataset where a sampler draws it
+        # cached, as an order that a sampler draws is as long as the dataset
         self.order_of_pass = lru_cache(maxsize=4)(self._order_of_pass)
 
     def order_of_batches(self, epoch: int) -> EpochOrder:
-        """Return the order of a combined epoch, in which each position is a batch of this loader."""
+        """Return the order of a combined epoch; each position is one batch of this loader."""
 
         def place(position: int) -> tuple[int, range]:
-            """Return the pass, as an epoch of this loader, and the positions of a batch within it."""
+            """Return a batch's pass, as an epoch of this loader, and its positions within the pass."""
             number, batch = divmod(position, self.count)
             return epoch * self.passes + number, self.deal.span(*divmod(batch, self.deal.replicas))
 
         def batches_at(positions: Integers) -> list[KeyedIndices]:
             batches: list[KeyedIndices] = []
-            for own_epoch, places in groupby(map(place, positions.tolist()), itemgetter(0)):
-                # all batches of a pass in one call: NumPy's overhead is shared
-                batches += keyed_batches(self.order_of_pass(own_epoch), [span for _, span in places], own_epoch)
+            for loader_epoch, places in groupby(map(place, positions.tolist()), itemgetter(0)):
+                # all batches of a pass in one call, to share NumPy's overhead
+                batches += keyed_batches(self.order_of_pass(loader_epoch), [span for _, span in places], loader_epoch)
             return batches
 
         def size_of(position: int) -> int:
-            own_epoch, span = place(position)
-            return self.order_of_pass(own_epoch).samples(span.start, span.stop)
+            loader_epoch, span = place(position)
+            return self.order_of_pass(loader_epoch).samples(span.start, span.stop)
 
         return EpochOrder(self.count * self.passes, batches_at, size_of)
 
-    def _order_of_pass(self, own_epoch: int) -> EpochOrder:
-        """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
-        its length."""
-        order = self.order(own_epoch)
+    def _order_of_pass(self, loader_epoch: int) -> EpochOrder:
+        """Return the order of one of this loader's epochs. Raises DataError if its sampler ignores its length."""
+        order = self.order(loader_epoch)
         if order.length != self.deal.length:
             raise DataError(
-                f"The sampler of combined loader {self.name!r} drew {order.length} indices in epoch {own_epoch}, but "
-                f"its length is {self.deal.length}. Combined loaders are dealt out by length: use a sampler that draws "
-                f"exactly len(sampler) indices."
+                f"The sampler of combined loader {self.name!r} drew {order.length} indices in epoch {loader_epoch}, "
+                f"but its length is {self.deal.length}. Combined loaders are distributed by length: use a sampler that "
+                f"draws exactly len(sampler) indices."
             )
         if self.deal.samples > order.length:
             order.begin_again()
@@ -280,23 +278,23 @@ class CombinedPart(MapLoader):
 
 
 class CombinedSource:
-    """Adapter with the interface of MapLoader over combined loaders; each position is one combined batch."""
+    """A CombinedLoader with the interface of MapLoader; each position is one combined batch."""
 
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
-        """Build the parts; the first loader has the order and random numbers that it would have alone.
+        """Build the parts. The first loader keeps the order and random numbers that it has without the others.
 
-        padded_for: each loader repeats samples, so that it has a batch of one size for each of so many replicas.
+        padded_for: number of replicas for which each loader repeats samples, so that all get batches of equal size.
         """
         self.loader = loader
         self.parts = [
-            CombinedPart(name, own, mix(PART_STREAM, seed, number) if number else seed, in_order, padded_for)
-            for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True))
+            CombinedPart(name, leaf, mix(PART_STREAM, seed, number) if number else seed, in_order, padded_for)
+            for number, (name, leaf) in enumerate(zip(loader.names, loader.flattened, strict=True))
         ]
         self.length = loader.combine_lengths([part.count for part in self.parts])
-        # Whether to drop a round in which some replica would have no batch
-        # only if all loaders say so: one that keeps its rest has a batch to train on
+        # Whether to drop a round in which a replica has no batch. Only if all loaders drop their last batch: one that
+        # keeps it has a batch to train on.
         self.drop_last = all(part.drop_last for part in self.parts)
         for part in self.parts:
             part.passes = -(-self.length // part.count)
@@ -314,7 +312,7 @@ class CombinedSource:
         return self.length
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch, in which each position is one combined batch."""
+        """Return the order of an epoch; each position is one combined batch."""
         parts = {part.name: part.order_of_batches(epoch) for part in self.parts}
 
         def size_of(position: int) -> int:
@@ -330,10 +328,9 @@ class CombinedSource:
 
 
 def is_dealable_by_batch(loader: Any) -> bool:
-    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all know how many batches they have.
+    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all have a length.
 
-    In other modes than these it is a stream, as in evaluations mostly: a position would not tell the batch of each
-    loader.
+    In other modes it is read as a stream, since a position does not determine the batch of each loader.
     """
     return (
         isinstance(loader, CombinedLoader)

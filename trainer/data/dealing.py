@@ -1,4 +1,4 @@
-"""Training and evaluation data: loaders dealt out to replicas, one `StepInput` per optimizer step of this process."""
+"""Training and evaluation data: loaders distributed over replicas, one `StepInput` per optimizer step and process."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,27 +22,27 @@ from .shares import (
     differs,
     hashes_of,
     have_same,
+    log_share,
     read_again,
     read_samples,
     require_same,
-    tell_of_share,
 )
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import StreamData
 
 log = logging.getLogger("legato")
 
-# Positions of an epoch at most at which processes compare what a sampler has drawn
+# The most positions of an epoch at which processes compare the indices drawn by a sampler
 COMPARED = 1024
 
 
 class DealtData:
-    """Map-style data dealt out by position; a process reads only its own samples."""
+    """Map-style data distributed by position; a process reads only its own samples."""
 
     forward_is_keyed = False
-    """False: the batch may have been loaded by a worker or prefetched, so the forward must be seeded."""
+    """False: a worker may have loaded the batch, or loaded it early, so the forward must be seeded."""
     amount_read = ""
-    """Empty: what each rank reads follows from lengths that all ranks compared at set-up."""
+    """Empty: the ranks compare lengths at set-up, which determine the batches each one reads."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DealtData:
         in_order: bool = False,
         ranks: Ranks = SINGLE,
     ) -> None:
-        """Wrap a loader that can be dealt out by position; `ranks` compare what their samplers draw for an epoch."""
+        """Wrap a loader that can be distributed by position; `ranks` compare the indices drawn by their samplers."""
         self.loader = loader
         self.source: MapLoader | CombinedSource
         if is_dealable(loader):
@@ -63,12 +63,12 @@ class DealtData:
             )
         self.dealing, self.limit, self.ranks = dealing, limit, ranks
         self.warned = False
-        # What tells at a resume whether the data is the same: see `_note_content`; None for an evaluation
+        # Hashes by which a resume recognizes the same data, see `_note_content`; None in an evaluation
         self.content: dict[str, Any] | None = None
 
     @property
     def rounds(self) -> int | None:
-        """Batches of each replica in an epoch; None if unknown before the order is drawn."""
+        """Batches per replica in an epoch; None if unknown before the order is drawn."""
         positions = self.source.positions(0)
         return None if positions is None else self._deal(positions).rounds
 
@@ -85,8 +85,8 @@ class DealtData:
         """Return the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         order, deal = self.order_and_deal(epoch, batches_at_most)
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
-            # a sampler may draw from a generator that is not seeded alike on all ranks
-            drawn = {name: own.indices(0, min(order.length, COMPARED)) for name, own in order.by_loader().items()}
+            # a sampler may draw from a generator that ranks seed differently
+            drawn = {name: part.indices(0, min(order.length, COMPARED)) for name, part in order.by_loader().items()}
             require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         if self.content == {} and self.dealing.keyed and self.dealing.process == 0:
@@ -96,29 +96,29 @@ class DealtData:
     def _note_content(
         self, order: EpochOrder, deal: Deal, step: int, epoch: int, batches: Iterator[Any]
     ) -> Iterator[Any]:
-        """Note the samples of the first batch, its place and hashes; nothing is read for that."""
+        """Record the place and the hashes of the epoch's first batch, without an extra read."""
         spans = deal.spans(step, self.dealing.replicas)
         if not spans:
             return batches
         first = next(batches)
         self.content = {}
-        for name, own in order.by_loader().items():
-            indices = keyed_batches(own, spans[:1], epoch)[0]
+        for name, loader_order in order.by_loader().items():
+            indices = keyed_batches(loader_order, spans[:1], epoch)[0]
             if all(isinstance(index, int) for index in indices):
                 place = [indices.epoch, indices.position, list(indices)]
                 self.content[name] = {"place": place, "hashes": list(hashes_of(self._piece(first, name)))}
         return chain([first], batches)
 
     def _piece(self, batch: Any, name: str) -> Any:
-        """Return the part of a batch that a loader has made."""
+        """Return a loader's piece of a batch."""
         combined = self.loader if isinstance(self.source, CombinedSource) else None
         return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the loaders whose samples are others than in `content` of a run that resumes; it is this run's too.
+        """Return the loaders whose samples differ from `before`, the resumed run's `content`, and adopt that content.
 
-        Each batch is read twice, by a worker where the loader has some. What differs between the two readings tells
-        nothing, nor does what cannot be read.
+        Each batch is read twice, by a worker if the loader has workers. Values that differ between the two readings are
+        not compared, nor are batches that cannot be read.
         """
         self.content, changed = dict(before), list[str]()
         for name, part in self.source.map_loaders().items():
@@ -132,39 +132,39 @@ class DealtData:
         return changed
 
     def steps(self, order: EpochOrder, deal: Deal, start_step: int, batches: Iterator[Any]) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on, with the next of `batches` for each batch."""
+        """Yield the steps of an epoch from `start_step` on, filled with `batches` in their order."""
         replicas, leaders, last = self.dealing.replicas, self.dealing.leaders, deal.steps - 1
         for step in range(start_step, last + 1):
-            found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
+            unmasked, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
                 masks, place = replica not in replicas, (order, start, stop)
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
-                (masked if item.masked else found).append(item)
+                (masked if item.masked else unmasked).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            # only the last round may lack batches, or any where samples are left out
+            # only the last round may lack batches; with leave_out_samples, any round may
             whole = (step < last and deal.count is None) or deal.is_whole(step)
             samples = order.samples(*deal.step_positions(step))
             if self.dealing.whole_rounds and samples and not whole:
                 raise DataError(
                     f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of an epoch, but "
-                    f"manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch size or "
+                    f"manual optimization and sync_batchnorm need a batch on every replica. Use a larger batch size or "
                     f"one replica."
                 )
-            yield StepInput(found, samples, rounds, whole, masked)
+            yield StepInput(unmasked, samples, rounds, whole, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""
+        """Return the hashes of a few samples of each dataset, by the name of its loader. Collective."""
         loaders = {name: part.loader for name, part in self.source.map_loaders().items()}
-        # of the shortest: where one rank lacks samples at the end, the others are the same
+        # the shortest length: a rank that only lacks samples at the end must still compare as equal
         lengths = [length_of(loader.dataset) or 0 for loader in loaders.values()]
         lengths = self.ranks.all_reduce(torch.tensor(lengths), "min").tolist()
         return {name: read_samples(loaders[name], length) for name, length in zip(loaders, lengths, strict=True)}
 
     def order_and_deal(self, epoch: int, batches_at_most: int | None = None) -> tuple[EpochOrder, Deal]:
-        """Return the order of an epoch, and how it is divided among replicas; a sampler draws the order."""
+        """Return the order of an epoch, drawn by a sampler if there is one, and its division among replicas."""
         order = self.source.order(epoch)
-        if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
+        if batches_at_most is not None:  # batches rather than rounds: a limit may end in the middle of a round
             order.length = min(order.length, batches_at_most * self.source.batch_size)
         deal = self._deal(order.length)
         if deal.samples > order.length:
@@ -179,7 +179,7 @@ class DealtData:
         size, drop_last = source.batch_size, source.drop_last
         deal = Deal(positions, size, replicas, dealing.accumulate, drop_last, padded=dealing.padded)
         rounds = deal.rounds
-        # a collective in the step (SyncBatchNorm, manual optimization) would hang where a replica has no batch
+        # a collective in the step (SyncBatchNorm, manual optimization) would hang if a replica had no batch
         if dealing.whole_rounds and not deal.is_whole(deal.steps - 1):
             rounds -= 1
             self._warn_of_rest(len(range(rounds * replicas * size, positions)))
@@ -189,13 +189,13 @@ class DealtData:
         if not self.warned and self.dealing.process == 0:
             self.warned = True
             log.warning(
-                "Manual optimization and sync_batchnorm take a batch of every replica: the last %d %s of an epoch, too "
+                "Manual optimization and sync_batchnorm need a batch on every replica: the last %d %s of an epoch, too "
                 "few for %d replicas, are left out.",
                 left_out, "batches" if self.source.own_batches else "samples", self.dealing.layout.replicas,
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict: the position in the loop state suffices to resume."""
+        """Return an empty dict: the position in the trainer's State suffices to resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Loaders dealt out to replicas exactly once; nothing is dropped or repeated."""
+    """Evaluation loaders, distributed over replicas exactly once; nothing is dropped or repeated."""
 
     def __init__(
         self,
@@ -218,25 +218,25 @@ class EvaluationData:
         expects_shares: bool = False,
         count: Callable[[Any], int] | None = None,
     ) -> None:
-        """Wrap the loaders; every rank calls it.
+        """Wrap the loaders. Collective.
 
-        shares: the numbers of loaders that are known to yield each process's own share.
-        ranks: those that compare whether a loader is the same on each, or a share.
-        expects_shares: take map-style data that cannot be compared for a share.
+        shares: indices of loaders that certainly yield each process's own share.
+        ranks: the ranks that compare whether a loader is the same on all of them or a share.
+        expects_shares: treat map-style data that cannot be compared as a share.
         count: counts the samples of a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
-        # The numbers of loaders that yield each process's own share, and of those where that need not be compared
+        # Indices of loaders that yield each process's own share, and of those that need no comparison
         self.shares, self.certain_shares = set[int](), set(shares)
         self.dealing = replace(dealing, accumulate=1, whole_rounds=False, padded=False, left_out=frozenset())
-        # the limit counts batches over all replicas, a source's own limit would count rounds
+        # without a limit here: `limit` counts batches over all replicas, while a source's limit counts rounds
         self.sources = [training_data(loader, self.dealing, 1.0, False, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
         # Whether each replica had a batch in the newest round
         self.whole = True
-        # Batches of each loader, and those to evaluate, over all replicas; None if unknown
+        # Batches of each loader and batches to evaluate, over all replicas; None if unknown
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
@@ -244,17 +244,17 @@ class EvaluationData:
         self.counts = [apply_limit(limit, length) for length in self.lengths]
         for source in self.sources:
             if isinstance(source, DealtData):
-                source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
+                source.source.drop_last = False  # `counts` omits the short batch; a full one must not be dropped
 
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
         """Yield this process's batches of every loader.
 
-        `limit` is per loader, over all replicas.
+        limit: batches per loader, over all replicas.
         """
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
-            # a stream knows itself where it ends, which may be beyond its length
+            # a stream may end beyond its length
             is_whole = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
             limits = limit, None if is_whole else self.counts[index]
             most = min((count for count in limits if count is not None), default=None)
@@ -267,20 +267,20 @@ class EvaluationData:
                     yield item
 
     def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
-        """Return whether a loader of map-style data gives each process another part of them; every rank calls it."""
-        # with nothing to compare with, what the user says counts
+        """Return whether a map-style loader yields a different share in each process. Collective."""
+        # with nothing to compare, the user's setting decides
         if self.ranks.size == 1:
             return expects_shares
         if are_shares(source.read_samples(0), self.ranks, self.dealing.process):
             return True
         if not expects_shares:
             return False
-        # an order of a sampler's own, or another length, is a share where the user says that shares are expected
+        # where the user expects shares, a custom sampler or a different length shows one
         draws = any(part.shuffled is None for part in source.source.map_loaders().values())
         return draws or not have_same(source.source.positions(0), self.ranks)
 
     def _compare(self, index: int, stream: StreamData, epoch: int) -> None:
-        """Take a stream for a share where processes read different first batches of it; every rank calls it."""
+        """Treat a stream as a share if processes read different first batches. Collective."""
         if index in self.certain_shares:
             return
         if are_shares(stream.read_samples(epoch), self.ranks, self.dealing.process):
@@ -290,29 +290,29 @@ class EvaluationData:
             stream.dealing = self.dealing
 
     def _take_share(self, index: int) -> None:
-        """Take a loader for this process's own share, which it deals out to itself, as in a run of one process."""
+        """Treat a loader as this process's own share, and read all of it as in a run of one process."""
         source = self.sources[index]
         if index in self.shares:
             return
         if self.dealing.lockstep:
             raise ConfigError(LOCKSTEP)
         self.shares.add(index)
-        tell_of_share("evaluation", source.loader, self.ranks)
+        log_share("evaluation", source.loader, self.ranks)
         source.dealing, source.ranks = replace(self.dealing, layout=Layout(1, 1), process=0), SINGLE
         if isinstance(source, DealtData) and isinstance(source.source, MapLoader):
             source.source.is_share = True
 
     @property
     def is_even(self) -> bool:
-        """Whether every replica has a batch in each round of each loader, as far as lengths are known."""
+        """Whether every replica has a batch in each round of each loader with a known length."""
         return all(count is None or count % replicas == 0 for count, replicas in self._dealt())
 
     def rounds(self) -> list[int | float]:
-        """Return the most batches of every loader that one replica has; infinity if unknown."""
+        """Return the largest number of batches per replica of each loader; infinity if unknown."""
         return [inf if count is None else -(-count // replicas) for count, replicas in self._dealt()]
 
     def _dealt(self) -> Iterator[tuple[int | None, int]]:
-        """Yield the batches of each loader, and the replicas that it is dealt out to."""
+        """Yield the number of batches of each loader, and the number of replicas that share them."""
         return zip(self.counts, (source.dealing.layout.replicas for source in self.sources), strict=True)
 
 
@@ -324,9 +324,9 @@ def training_data(
     ranks: Ranks = SINGLE,
     count: Callable[[Any], int] | None = None,
 ) -> TrainingData:
-    """Deal `loader` out.
+    """Return the data of a training loader, distributed by position if possible, else as a stream.
 
-    ranks: those that compare in each epoch whether they read the same.
+    ranks: the ranks that check in each epoch that they read the same data.
     count: counts the samples of a stream's batch.
     """
     if is_dealable(loader) or is_dealable_by_batch(loader):

@@ -1,4 +1,4 @@
-"""Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors when workers fail."""
+"""Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors of workers."""
 
 import logging
 import warnings
@@ -31,12 +31,12 @@ from .workers import WorkerSetup, prepared_workers
 
 log = logging.getLogger("legato")
 
-# The loader of each iterator with worker processes
+# Each open iterator with worker processes, and its loader
 _open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def open_loader(loader: Any) -> Iterator[Any]:
-    """Return an iterator over a loader, whose workers `close_loaders` ends."""
+    """Return an iterator over a loader, and register its workers for `close_loaders`."""
     batches: Iterator[Any] = iter(loader)
     if getattr(loader, "num_workers", 0):
         _open_iterators[batches] = loader
@@ -44,28 +44,28 @@ def open_loader(loader: Any) -> Iterator[Any]:
 
 
 def opened_loaders() -> list[Any]:
-    """Return the iterators of loaders with workers that are open by now."""
+    """Return the open iterators of loaders with workers."""
     return list(_open_iterators)
 
 
-def close_loaders(but: Sequence[Any] = ()) -> None:
-    """End the workers of all loaders `but` these, also those that persist: a traceback may hold them for long."""
+def close_loaders(keep: Sequence[Any] = ()) -> None:
+    """End all loaders' workers, even persistent ones, which a traceback may keep alive; leave the `keep` iterators."""
     for batches in opened_loaders():
-        if not any(batches is other for other in but):
+        if not any(batches is kept for kept in keep):
             end_loader_workers(batches, _open_iterators.pop(batches))
 
 
 def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0) -> Iterator[Any]:
-    """Yield the batches of an iterator, of which there must be `length` at least.
+    """Yield the batches of an iterator, which must have at least `length` of them.
 
-    When it raises, its non-persistent workers are ended: torch ends them only with the last reference to the iterator,
-    which a worker's error keeps in a cycle.
+    If it raises, its non-persistent workers are ended here: torch ends them only with the last reference to the
+    iterator, which a worker's error keeps in a cycle.
 
-    Raises DataError if there are fewer: torch takes a StopIteration of a dataset or a collate_fn for the end.
+    Raises DataError for fewer batches: torch treats a StopIteration from a dataset or a collate_fn as the end.
     """
     count, (read, most) = 0, reader_of(batches)
     try:
-        # not `yield from`, which closes the iterator with this generator: a user's own may serve another epoch
+        # not `yield from`, which would close the iterator with this generator: a user's may serve another epoch
         while True:
             if count == most:
                 read = read_on(batches, count)
@@ -75,8 +75,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
         if count < length:
             raise DataError(
                 f"The dataset {type(loader.dataset).__name__} or the collate_fn of its loader raised StopIteration in "
-                f"batch {count + 1}, which would pass for the end of the data: an iterator that it reads from is "
-                f"exhausted. Recreate it, or raise IndexError."
+                f"batch {count + 1}, which looks like the end of the data: an iterator that it reads from is "
+                f"exhausted. Recreate that iterator, or raise IndexError."
             ) from error
     except Exception:
         end_loader_workers(batches)
@@ -86,7 +86,7 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 def read_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over the batches of a loader, whose workers leave signals to the trainer.
 
-    One with a `__len__` of the user's own ends there, since it may be endless; torch's warns of one that is too small.
+    A loader with a custom `__len__` ends there, since it may be endless; torch's warns if its length is too small.
     """
     with prepared_workers(loader):
         batches = open_loader(loader)
@@ -96,7 +96,7 @@ def read_loader(loader: Any) -> Iterator[Any]:
 
 
 def _has_exact_length(loader: "DataLoader[Any]") -> bool:
-    """Return whether a DataLoader reads all samples of a map-style dataset, and yields as many batches as it says."""
+    """Return whether a DataLoader reads all samples of a map-style dataset, so that its length is exact."""
     return (
         type(loader).__iter__ is DataLoader.__iter__
         and not isinstance(loader.dataset, IterableDataset)
@@ -105,28 +105,28 @@ def _has_exact_length(loader: "DataLoader[Any]") -> bool:
     )
 
 
-# Stream constant that separates the keys of samplers from all other keys
+# Key that separates samplers' random numbers from all others
 SAMPLER_STREAM = 0x73616D706C6572
 
 
 class MapLoader:
-    """A DataLoader over a map-style dataset, dealt out by position."""
+    """A DataLoader over a map-style dataset, distributed by position."""
 
     def __init__(self, loader: "DataLoader[Any]", seed: int, in_order: bool = False) -> None:
         """Wrap `loader`.
 
-        in_order: disable shuffling, and give every epoch the order that a custom sampler draws for the first.
+        in_order: disable shuffling, and repeat a custom sampler's first order in every epoch.
         """
         self.loader, self.seed, self.in_order = loader, seed, in_order
-        # Whether its batch sampler is the user's own, whose batches must be kept whole
+        # Whether it has a custom batch sampler, whose batches must not be split
         self.own_batches = type(loader.batch_sampler) is not BatchSampler
         self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
-        # Whether it yields the share of one process, so that a DistributedSampler must be kept
+        # Whether it yields one process's share, so that its DistributedSampler must be kept
         self.is_share = False
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None
-        # `chunk`: positions to evaluate in one call; `tells_epoch`: tell the dataset the epoch in workers, too
+        # `chunk`: positions per call of the order; `tells_epoch`: call the dataset's set_epoch in workers too
         self.chunk, self.tells_epoch = CHUNK, False
 
     @property
@@ -136,16 +136,16 @@ class MapLoader:
 
     @property
     def shuffled(self) -> bool | None:
-        """True for a shuffle of all samples, False for all of them in order; None for any other sampler."""
+        """True for a shuffle of all samples, False for all samples in order, None for any other sampler."""
         kept = self.own_batches or (self.is_share and type(self.sampler) is DistributedSampler)
         return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
     def map_loaders(self) -> dict[str, "MapLoader"]:
-        """Return the loader by the name "", as combined ones have theirs."""
+        """Return the loader under the name ""; combined loaders have names."""
         return {"": self}
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch; a custom sampler draws it under generators keyed by the epoch."""
+        """Return the order of an epoch; a custom sampler draws it from generators keyed by the epoch."""
         epoch = 0 if self.in_order else epoch
         set_epoch(self.loader, epoch)
         sampler, shuffled = self.sampler, self.shuffled
@@ -155,9 +155,9 @@ class MapLoader:
                 return EpochOrder(length, lambda positions: positions)
             key = epoch_key(self.seed, epoch)
             return EpochOrder(length, lambda positions: permutation(positions, length, key))
-        # a sampler may draw from the global generators or from one of its own: both get the epoch's key
+        # a sampler may draw from the global generators or from its own: both get the epoch's key
         key = mix(SAMPLER_STREAM, self.seed, epoch)
-        # before the sampler is asked: some draw when they are iterated, some when they are indexed
+        # before iterating: some samplers draw when they are iterated, some when they are indexed
         seed_generators(key)
         seed_samplers(key, sampler)
         if self.own_batches:
@@ -187,14 +187,13 @@ class MapLoader:
             self.batches = batches
             dataset = KeyedDataset(self.loader.dataset, self.seed if dealing.keyed else None, self.tells_epoch)
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
-        # made once: persistent workers belong to this loader, and would otherwise start again in each epoch
+        # `sibling` is made once, since a new loader would restart persistent workers in each epoch
         vars(self.batches).update(vars(batches))
-        return iterate_loader(open_loader(self.sibling), self.loader, inf)  # none is asked for that it must not have
+        return iterate_loader(open_loader(self.sibling), self.loader, inf)  # inf: callers never read beyond the end
 
 
 def is_dealable(loader: Any) -> bool:
-    """Return whether `loader` is exactly a DataLoader (no subclass) over a map-style dataset, so that its samples can
-    be dealt."""
+    """Return whether samples of `loader` can be distributed: a DataLoader, no subclass, over a map-style dataset."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -203,11 +202,11 @@ def is_dealable(loader: Any) -> bool:
 
 
 def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
-    """Return True for a shuffle of all `length` samples, False for all of them in order; None for any other sampler.
+    """Return True for a shuffle of all `length` samples, False for all of them in order, None for any other sampler.
 
-    A DistributedSampler counts as what it does in one process, since samples are dealt out here.
+    A DistributedSampler is treated as on a single process, since Legato distributes the samples.
     """
-    # `type(...) is` here and below: a subclass may draw any order
+    # `type(...) is` rather than isinstance: a subclass may draw any order
     if type(sampler) is DistributedSampler:
         return bool(sampler.shuffle)
     if type(sampler) is SequentialSampler and len(sampler.data_source) == length:
@@ -218,32 +217,31 @@ def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` on the loader and on its samplers and dataset where they have it."""
+    """Call `set_epoch` on the loader, its samplers and its dataset, if they define it."""
     for part in (loader, *samplers_in(loader), getattr(loader, "dataset", None)):
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
 
 
 def seed_samplers(key: int, *samplers: Any) -> None:
-    """Seed every generator in samplers and nested samplers: the first with `key`, each further one with a key derived
-    from it."""
+    """Seed every generator in samplers and nested samplers, the first with `key` and the others with derived keys."""
     generators = [part for part in _parts_of(samplers) if isinstance(part, torch.Generator)]
     for number, generator in enumerate(generators):
         generator.manual_seed((mix(key, number) if number else key) >> 1)
 
 
 def samplers_in(loader: Any) -> list[Any]:
-    """Return a loader's sampler, its batch sampler and all that these hold."""
+    """Return a loader's sampler, its batch sampler, and the samplers and generators nested in them."""
     return list(_parts_of([getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]))
 
 
 def _parts_of(samplers: Sequence[Any]) -> Iterator[Any]:
-    """Yield samplers and each sampler and torch.Generator that they hold, outermost first, under any attribute name."""
+    """Yield samplers and, from any of their attributes, nested samplers and torch.Generators, outermost first."""
     waiting: list[Any] = list(samplers)
     seen: list[Any] = []
     while waiting:
         part = waiting.pop(0)
-        if part is None or any(part is other for other in seen):
+        if part is None or any(part is item for item in seen):
             continue
         seen.append(part)
         yield part
@@ -251,7 +249,7 @@ def _parts_of(samplers: Sequence[Any]) -> Iterator[Any]:
             continue
         waiting += (getattr(part, name, None) for name in ("generator", "sampler", "batch_sampler"))
         for value in getattr(part, "__dict__", {}).values():
-            # only the first item is looked at: the list may be as long as the dataset
+            # only the first item is checked: the list may be as long as the dataset
             several = isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Generator, Sampler))
             waiting += value if several else [value] if isinstance(value, (torch.Generator, Sampler)) else []
 
@@ -259,12 +257,12 @@ def _parts_of(samplers: Sequence[Any]) -> Iterator[Any]:
 def copy_loader(
     loader: "DataLoader[Any]", dataset: Any, batch_sampler: Any, changes: Mapping[str, Any] | None = None
 ) -> "DataLoader[Any]":
-    """Return a DataLoader with all options of `loader`, but `changes`, over another dataset and batch sampler."""
+    """Return a DataLoader over another dataset and batch sampler, with the options of `loader` updated by `changes`."""
     options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS} | dict(changes or {})
     workers = options["num_workers"]
     options |= {
         "collate_fn": loader.collate_fn,
-        # torch asserts that a loader without workers has no timeout
+        # torch requires timeout 0 without workers
         "timeout": loader.timeout if workers else 0,
         "worker_init_fn": WorkerSetup(loader.worker_init_fn) if workers else loader.worker_init_fn,
         "generator": loader.generator,
@@ -287,13 +285,13 @@ def length_of(loader: Any) -> int | None:
 
 
 def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
-    """Raise DataError if `loader` is not iterable, and where it is known to be empty; or warn of that."""
+    """Raise DataError if `loader` is not iterable or has length 0; without `refuses_empty`, only warn of the latter."""
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
-        came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
-        hint = " Give DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
-        raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {came}.{hint}")
+        kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
+        hint = " Pass DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
+        raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {kind}.{hint}")
     if length_of(loader) == 0:
-        told = f"{name} is empty: it yields no batch. Is its dataset empty, or drop_last with too few samples?"
+        problem = f"{name} is empty: it yields no batch. Its dataset is empty, or too small for drop_last."
         if refuses_empty:
-            raise DataError(told)
-        log.warning("%s It is skipped.", told)
+            raise DataError(problem)
+        log.warning("%s It is skipped.", problem)

@@ -1,12 +1,12 @@
-"""Sample order as a pure function of seed, epoch and position, dealt out to replicas.
+"""Sample order as a pure function of seed, epoch and position, distributed over replicas.
 
     seed, epoch -> epoch_key -> permutation(positions, length, key)     the samples at some positions
     Deal.spans(step, replicas) -> BatchSpan                             the positions of a replica's batch
     Layout.owned(process)                                               the replicas that a process executes
     DealtBatches                                                        all three, as a batch sampler
 
-Nothing here knows a rank, builds a list as long as the dataset or imports torch: any process can take over at any
-position, and a plan for 10^12 samples on 16,384 processes takes milliseconds.
+Nothing here depends on a rank, builds a list as long as the dataset or imports torch. Any process can take over at any
+position, and planning 10^12 samples on 16,384 processes takes milliseconds.
 """
 
 from array import array
@@ -30,12 +30,12 @@ MASK = (1 << 64) - 1
 # The increment and the two multipliers of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
 # generators"; multipliers: Stafford's Mix13).
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-ORDER_STREAM = 0x6F72646572  # keeps the keys of the order apart from those of the generators; any constant does
-# With 4 rounds the distance between the images of two neighbours is visibly uneven (chi-square over 400,000 keys,
-# p < 1e-6), with 5 it still is for positions one row apart, with 6 nothing shows. Two more are the margin.
+ORDER_STREAM = 0x6F72646572  # separates the order's keys from the generators' keys; any constant works
+# With 4 rounds, the distance between the images of two neighbours is visibly uneven (chi-square over 400,000 keys,
+# p < 1e-6); with 5, it still is for positions one row apart; with 6, nothing shows. Two more are a safety margin.
 ROUNDS = 8
-TABLE_LENGTH = 1024  # up to here a sorted table, 8 KiB at most, is quicker than the rounds, and exactly uniform
-CHUNK = 4096  # positions that DealtBatches evaluates in one call, to share the cost of calling NumPy
+TABLE_LENGTH = 1024  # up to this length a sorted table (8 KiB) is faster than the rounds, and exactly uniform
+CHUNK = 4096  # positions that DealtBatches evaluates per call, to amortize NumPy's overhead
 
 
 def mix(*numbers: int) -> int:
@@ -55,22 +55,21 @@ def epoch_key(seed: int, epoch: int) -> int:
 
 
 def permutation(positions: Integers, length: int, key: int) -> Integers:
-    """Return the samples at `positions` of the permutation of range(length) selected by the 64-bit `key`, in O(1)
-    memory.
+    """Return the samples at `positions` of the permutation of range(length) selected by a 64-bit key, in O(1) memory.
 
-    Above 1024: a generalised Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x columns that
-    holds the length, with cycle walking for values outside. Up to 1024: the order of hashes ("prefix cipher"). Both
-    after Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    Above length 1024: a generalized Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x columns
+    that holds the length, with cycle walking for values outside. Up to 1024: the order of hashes ("prefix cipher").
+    Both follow Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     values = np.asarray(positions, dtype=np.int64).view(np.uint64)  # negative positions become huge
-    assert not values.size or int(values.max()) < length, "a position that this epoch has not"
+    assert not values.size or int(values.max()) < length, "position beyond the end of the epoch"
     if length <= TABLE_LENGTH:
         return _table(length, key)[values]
     network = _network(length, key)
     values = _encrypt(values, network)
     limit = np.uint64(length)
     outside = np.flatnonzero(values >= limit)
-    # cycle walking: what lands outside is encrypted again until it lies within, which keeps the map one to one
+    # cycle walking: encrypt values outside again until they are inside, which keeps the map one to one
     while outside.size:
         walked = _encrypt(values[outside], network)
         values[outside] = walked
@@ -89,7 +88,7 @@ class _Network(NamedTuple):
 @lru_cache(maxsize=16)
 def _network(length: int, key: int) -> _Network:
     rows = isqrt(length - 1) + 1
-    columns = -(-length // rows)  # rows x columns exceeds the length by less than rows: hardly ever a second walk
+    columns = -(-length // rows)  # rows x columns exceeds the length by less than rows: a second walk is rare
     return _Network(np.uint64(rows), np.uint64(columns), tuple(np.uint64(mix(key, index)) for index in range(ROUNDS)))
 
 
@@ -124,8 +123,8 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of replicas to processes: contiguous blocks, the first ones longer by one when the division leaves a
-    rest."""
+    """Assignment of replicas to processes: contiguous blocks, the first ones longer by one if the division has a
+    remainder."""
 
     replicas: int
     processes: int
@@ -147,7 +146,7 @@ class Layout:
 
 
 class BatchSpan(NamedTuple):
-    """One batch of one replica: positions [start, stop) of the epoch's order, at least one."""
+    """One batch of one replica: positions [start, stop) of the epoch's order; not empty."""
 
     replica: int
     round: int
@@ -157,13 +156,12 @@ class BatchSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per optimizer
-    step.
+    """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
-    The last step takes the remaining rounds and may be shorter. `padded` gives every replica as many positions in the
-    last round: those from `length` on, fewer than there are replicas, repeat the epoch's first ones. Where samples are
-    left out, `count` returns how many of the positions [start, stop) are not; a batch without one is passed over.
+    The last step takes the remaining rounds and may be shorter. `padded` gives all replicas equally many positions in
+    the last round: positions from `length` on, fewer than there are replicas, repeat the epoch's first ones. If samples
+    are left out, `count` returns the remaining samples at positions [start, stop); an empty batch is skipped.
     """
 
     length: int
@@ -177,25 +175,25 @@ class Deal:
 
     @cached_property
     def rounds(self) -> int:
-        """Rounds in which at least one replica has a sample (with `drop_last`: every replica a full batch)."""
+        """Rounds in which at least one replica has a sample; with `drop_last`, every replica a full batch."""
         in_round = self.replicas * self.batch_size
-        # negating twice rounds the division up
+        # double negation rounds the division up
         rounds = self.padded_length // in_round if self.drop_last else -(-self.padded_length // in_round)
         return rounds if self.limit_rounds is None else min(rounds, self.limit_rounds)
 
     @property
     def padded_length(self) -> int:
-        """Number of positions with those that repeat others."""
+        """Number of positions, including repeated ones."""
         return -(-self.length // self.replicas) * self.replicas if self.padded else self.length
 
     @cached_property
     def samples(self) -> int:
-        """Number of samples in the epoch: the positions [0, samples)."""
+        """Number of samples in the epoch, at positions [0, samples)."""
         return min(self.padded_length, self.rounds * self.replicas * self.batch_size)
 
     @cached_property
     def last_size(self) -> int:
-        """Positions at most of a replica in the last round."""
+        """Largest number of positions per replica in the last round."""
         rest = self.samples - (self.rounds - 1) * self.replicas * self.batch_size
         return rest // self.replicas if self.padded else self.batch_size
 
@@ -209,7 +207,7 @@ class Deal:
         return range(min(step * self.accumulate, self.rounds), min((step + 1) * self.accumulate, self.rounds))
 
     def span(self, round: int, replica: int) -> range:
-        """Return the positions of a replica's batch; in the last round it may be short or empty."""
+        """Return the positions of a replica's batch, which may be short or empty in the last round."""
         size = self.batch_size if round < self.rounds - 1 else self.last_size
         start = round * self.replicas * self.batch_size + replica * size
         return range(min(start, self.samples), min(start + size, self.samples))
@@ -222,10 +220,10 @@ class Deal:
     def spans(self, step: int, replicas: range, leaders: Sequence[range] = ()) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
-        `leaders`: blocks of replicas; append batches of the one that has most until there are as many.
+        leaders: blocks of replicas. The batches of the block with the most are appended until there are as many.
         """
-        # `span` written out, as this runs in every step
-        full, samples, last, found, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
+        # `span` is inlined, as this runs in every step
+        full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
         rounds = range(step * self.accumulate, min((step + 1) * self.accumulate, self.rounds))
         for replica in replicas:
             for round in rounds:
@@ -233,11 +231,11 @@ class Deal:
                 start = round * self.replicas * full + replica * size
                 stop = min(start + size, samples)
                 if start < stop and (count is None or count(start, stop)):
-                    found.append(BatchSpan(replica, round, start, stop))
+                    spans.append(BatchSpan(replica, round, start, stop))
         if leaders:
             most = max((self.spans(step, block) for block in leaders), key=len)
-            found += most[: max(0, len(most) - len(found))]
-        return found
+            spans += most[: max(0, len(most) - len(spans))]
+        return spans
 
     def is_whole(self, step: int) -> bool:
         """Return whether every replica has a batch in each round of a step."""
@@ -247,14 +245,14 @@ class Deal:
 
 
 def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
-    """Return dataset indices but for those to leave out."""
+    """Return the dataset indices except those in `left_out`."""
     return [index for index in indices if not isinstance(index, Integral) or int(index) not in left_out]
 
 
 class KeyedIndices(list[Any]):
-    """The dataset indices of one batch, with the epoch and first position that key the random numbers of its loading.
+    """The dataset indices of one batch, with its epoch and first position, which key the random numbers of loading.
 
-    A list subclass, so that `__getitems__` of any dataset accepts it and both numbers survive pickling to a worker.
+    It is a list, so that any dataset's `__getitems__` accepts it and both numbers survive pickling to a worker.
     """
 
     __slots__ = ("epoch", "position")
@@ -267,19 +265,19 @@ class KeyedIndices(list[Any]):
 
 @dataclass
 class EpochOrder:
-    """The order of one epoch: `length` positions and the dataset indices at each."""
+    """The order of one epoch: `length` positions, and the dataset indices at each."""
 
     length: int
     order: EpochIndices
     size_of: Callable[[int], int] | None = None
-    """Returns the samples at a position, where each position is a whole batch; else None."""
+    """Returns the number of samples at a position if each position is a batch; None if each is a sample."""
     left_out: Collection[int] = ()
-    """Dataset indices that are in no batch."""
+    """Dataset indices to leave out of all batches."""
     parts: "Mapping[str, EpochOrder] | None" = None
-    """The orders of combined loaders by their names."""
+    """The orders of combined loaders, by name."""
 
     def begin_again(self) -> None:
-        """Let positions from `length` on be those of the beginning."""
+        """Let positions from `length` on repeat the first ones."""
         once, length, size_of = self.order, self.length, self.size_of
         self.order = lambda positions: once(positions % length)
         self.size_of = None if size_of is None else lambda position: size_of(position % length)
@@ -299,32 +297,32 @@ class EpochOrder:
         return without(listed, self.left_out) if self.left_out else listed
 
     def by_loader(self) -> "Mapping[str, EpochOrder]":
-        """Return the order by the name of its loader: "" where there is one."""
+        """Return the orders by loader name; a single loader's name is ""."""
         return {"": self} if self.parts is None else self.parts
 
 
 def keyed_batches(order: EpochOrder, spans: "Sequence[range | BatchSpan]", epoch: int) -> list[KeyedIndices]:
     """Return the indices of each span of positions."""
-    found = order.order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
-    indices = found.tolist() if isinstance(found, np.ndarray) else found
+    ordered = order.order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
+    indices = ordered.tolist() if isinstance(ordered, np.ndarray) else ordered
     batches, offset, left_out = [], 0, order.left_out
     for span in spans:
         end = offset + span.stop - span.start
-        # the key is that of the first position: the same in a worker, in another process and after a resume
+        # keyed by the first position, which is the same in a worker, in another process and after a resume
         batch = indices[offset:end] if order.size_of is None else indices[offset]
-        if isinstance(batch, KeyedIndices):  # of one of several loaders, keyed by its own epoch and position
+        if isinstance(batch, KeyedIndices):  # from a CombinedPart, keyed by that loader's epoch and position
             batches.append(batch)
         else:
             batches.append(KeyedIndices(without(batch, left_out) if left_out else batch, span.start, epoch))
         offset = end
-    return batches  # no generator, which would add a Python call to every step
+    return batches  # a list, as a generator would add a Python call to every step
 
 
 @dataclass
 class DealtBatches:
-    """A batch sampler that yields the batches of one process for one epoch, starting at `start_step`.
+    """A batch sampler that yields one process's batches of one epoch, starting at `start_step`.
 
-    A DataLoader with persistent workers keeps its batch sampler: set the attributes anew before each epoch.
+    A DataLoader with persistent workers keeps its batch sampler, so its attributes are updated before each epoch.
     """
 
     deal: Deal
@@ -335,7 +333,7 @@ class DealtBatches:
     leaders: Sequence[range] = ()
     """See `Deal.spans`."""
     chunk: int = CHUNK
-    """Positions to evaluate in one call."""
+    """Positions to evaluate per call."""
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         spans, positions = list[BatchSpan](), 0
@@ -351,10 +349,10 @@ class DealtBatches:
 
 
 class SampledOrder:
-    """The indices that a user's sampler drew for one epoch, as an order; integers take 8 bytes each."""
+    """An order of the indices that a user's sampler drew for one epoch."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
-        # 8 bytes an index, where a list of integers takes 36: a sampler may draw 10^8
+        # an array takes 8 bytes per index, a list of integers 36: a sampler may draw 10^8
         numbers = array("q")
         iterator = iter(indices)
         for index in iterator:

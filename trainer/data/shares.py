@@ -1,4 +1,4 @@
-"""Shares: whether each process reads its own share of the data, or all the same, by comparing what they read."""
+"""Shares: find out whether processes read different shares of the data, by comparing the samples they read."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,22 +19,22 @@ from .sampling import KeyedIndices
 
 log = logging.getLogger("legato")
 
-# Samples of a dataset to compare, and how often each is read, to tell noise that no seed repeats
+# Samples of a dataset to compare, and readings of each, to recognize noise that no seed repeats
 SAMPLES, READINGS = 4, 3
 WRITTEN = (str, bytes, int, float, complex, type(None))
 
-# Why a strategy whose processes run in lockstep takes no shares
+# The error of strategies whose processes run in lockstep
 LOCKSTEP = (
     "Each process reads its own share of the data, which may be uneven, but under this strategy all processes must run "
-    "equally many batches. Give each process all of the data, which Legato deals out; or use strategy ddp."
+    "equally many batches. Let each process read all of the data, which Legato then distributes, or use strategy ddp."
 )
 
-# A hash for each tensor, number and text of a sample; None for one that differs each time it is read
+# A hash for each tensor, number and text of a sample; None for a value that differs at each reading
 Sample = tuple[int | None, ...] | None
 
 
 def hashes_of(content: Any) -> tuple[int, ...]:
-    """Return a hash for each tensor, array, number and text in nested content, in its order."""
+    """Return a hash for each tensor, array, number and text in nested content, in order."""
     return tuple(
         int.from_bytes(blake2b(leaf, digest_size=8).digest(), "little", signed=True)
         for leaf in _content_of(content, [])
@@ -43,7 +43,7 @@ def hashes_of(content: Any) -> tuple[int, ...]:
 
 def _content_of(part: Any, above: list[Any]) -> Iterator[bytes]:
     if isinstance(part, torch.Tensor):
-        # what has no plain memory is compared by type and shape alone
+        # tensors without plain memory are compared by dtype and shape only
         plain = part.layout == torch.strided and not part.is_quantized and not part.is_nested
         dense = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1) if plain else torch.zeros(0)
         yield repr((part.dtype, part.shape)).encode() + dense.view(torch.uint8).numpy().tobytes()
@@ -53,7 +53,7 @@ def _content_of(part: Any, above: list[Any]) -> Iterator[bytes]:
         yield from _content_of(part.tolist(), above)
     elif callable(getattr(part, "tobytes", None)):  # arrays, numbers of NumPy, images
         yield part.tobytes()
-    elif not any(part is other for other in above):
+    elif not any(part is parent for parent in above):
         items: Any = ()
         if isinstance(part, Mapping):
             items = part.items()
@@ -73,23 +73,23 @@ def _hashes_of_each(samples: Any) -> list[tuple[int, ...]]:
 
 
 def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
-    """Return the hashes of a few of the first `length` samples of a loader's dataset, which differ by data alone.
+    """Return the hashes of a few of the first `length` samples of a loader's dataset, which depend on the data only.
 
-    All are read under the same random numbers, and by a worker process where the loader has some: a file that the
-    dataset opens when it is first read must not be open in the process that workers are forked from.
+    All samples are read with the same random numbers, by a worker process if the loader has workers: a file that the
+    dataset opens at its first read must not be open in the process that forks the workers.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
     try:
-        # without the collate_fn, which may draw or refuse
+        # without the collate_fn, which may draw random numbers or raise
         batches = [KeyedIndices(indices, 0)] * READINGS
         readings = read_batches(KeyedDataset(loader.dataset, 0), loader, batches, _hashes_of_each) if indices else []
-    except Exception:  # its sampler may have other indices; and what is wrong with a sample is told when it is needed
+    except Exception:  # a sampler may use other indices; a faulty sample raises its error when training reads it
         return []
-    return [_repeated(several) for several in zip(*readings, strict=True)]
+    return [_repeated(sample) for sample in zip(*readings, strict=True)]
 
 
 def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[KeyedIndices]) -> Sample:
-    """Return the hashes of one collated batch of a loader that is read several times; None where it cannot be."""
+    """Return the hashes of one collated batch of a loader, read several times; None if it cannot be read."""
     try:
         return _repeated([hashes_of(batch) for batch in read_batches(dataset, loader, batches)])
     except Exception:
@@ -99,62 +99,62 @@ def read_again(dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[K
 def read_batches(
     dataset: KeyedDataset, loader: "DataLoader[Any]", batches: list[Any], collate: Any = None
 ) -> list[Any]:
-    """Return batches of a loader's dataset; the generators continue where they were."""
-    # one worker reads all the samples: a look must not start eight processes
+    """Return batches of a loader's dataset, and leave the generators unchanged."""
+    # one worker reads all samples: a probe must not start eight processes
     options = {"num_workers": min(1, loader.num_workers), "persistent_workers": False, "pin_memory": False}
     probe = copy_loader(loader, dataset, batches, options)
-    # without a generator, as an iterator over a loader draws its base seed from it
+    # without the user's generator, from which an iterator draws its base seed
     probe.collate_fn, probe.generator = collate or probe.collate_fn, None
     with kept_generators():
         return list(iterate_loader(open_loader(probe)))
 
 
 def _repeated(readings: Sequence[tuple[int, ...]]) -> Sample:
-    """Return the hashes of a sample that was read several times."""
+    """Return the hashes that are equal in all readings of a sample, and None for the others."""
     if len({len(reading) for reading in readings}) > 1:
         return None
     return tuple(values[0] if len(set(values)) == 1 else None for values in zip(*readings, strict=True))
 
 
 def differ(ranks: Sequence[Sequence[Sample]]) -> bool:
-    """Return whether most samples of each rank differ from those of the others; unknown ones are left out."""
+    """Return whether most samples differ between ranks; unreadable ones are not compared."""
     compared = [samples for samples in zip(*ranks, strict=False) if None not in samples]
-    # most of them, as a few samples of any dataset may be equal
+    # most rather than all, as a few samples of any dataset may be equal
     return 2 * sum(map(differs, compared)) > len(compared)
 
 
 def differs(samples: Sequence[Any]) -> bool:
-    """Return whether readings of one sample differ in what each of them knows."""
+    """Return whether readings of one sample differ in a value that all of them have."""
     if len({len(sample) for sample in samples}) > 1:
         return True
     return any(None not in values and len(set(values)) > 1 for values in zip(*samples, strict=True))
 
 
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
-    """Return whether processes read different data, by the samples that each has read; every rank calls it.
+    """Return whether processes read different data, judged by a few samples from each. Collective.
 
-    samples: by the name of their loader, where several are combined.
-    data_rank: the same on ranks that work on the same batches.
+    samples: by loader name, for combined loaders.
+    data_rank: equal on ranks that work on the same batches.
 
-    Raises DataError where such ranks read different data, and where only some of the loaders are shares.
+    Raises DataError if such ranks read different data, or if only some of the loaders are shares.
     """
     every = ranks.gather_objects((data_rank, samples))
     for number in {number for number, _ in every}:
-        # ranks of a pipeline or of tensor parallelism, which must get the same batch
-        together = [rank for rank, (other, _) in enumerate(every) if other == number]
+        # ranks of a pipeline or of tensor parallelism must get the same batch
+        together = [rank for rank, (its_number, _) in enumerate(every) if its_number == number]
         if any(differ([every[rank][1][name] for rank in together]) for name in samples):
             raise DataError(
                 f"Ranks {', '.join(map(str, together))} work on the same batches, but read different data. A dataset "
-                f"that reads by rank must take the rank along the axis of data."
+                f"that reads by rank must use the rank along the data axis."
             )
     by_data_rank = list(dict(every).values())
     different = [name for name in samples if differ([read[name] for read in by_data_rank])]
     if different and len(different) < len(samples):
         same = [name for name in samples if name not in different]
         raise DataError(
-            f"The processes read different data of the combined loaders {', '.join(different)}, but the same of "
-            f"{', '.join(same)}. Either each process reads its own share of all loaders, or all read the same data, "
-            f"which Legato deals out."
+            f"The processes read different data from the combined loaders {', '.join(different)}, but the same data "
+            f"from {', '.join(same)}. Let each process either read its own share from every loader, or all of the "
+            f"data, which Legato then distributes."
         )
     return bool(different)
 
@@ -165,33 +165,33 @@ def name_of(loader: Any) -> str:
     return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
 
-def tell_of_share(data: str, loader: Any, ranks: Ranks) -> None:
-    """Say on rank 0 that a loader is read as it is; data: "training" or "evaluation"."""
+def log_share(data: str, loader: Any, ranks: Ranks) -> None:
+    """Log on rank 0 that each process reads its own share of the "training" or "evaluation" data."""
     stays = f", so this run stays on {ranks.size} processes" if data == "training" else ""
     if ranks.rank == 0:
         log.info("Each process reads its own share of the %s data (%s)%s.", data, name_of(loader), stays)
 
 
 def reads_share(loader: Any, ranks: Ranks) -> bool:
-    """Return whether samplers of torch's class DistributedSampler give this process its own share.
+    """Return whether a torch DistributedSampler gives this process its own share.
 
-    ranks: those that samples are dealt out to.
+    ranks: the data-parallel ranks.
 
-    Raises DataError for one that was made for another process or number of processes.
+    Raises DataError for a sampler made for another rank or number of processes.
     """
     samplers = [sampler for sampler in _distributed_samplers(loader) if sampler.num_replicas > 1]
     for sampler in samplers:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):
             raise DataError(
                 f"A {type(sampler).__name__} has num_replicas={sampler.num_replicas} and rank={sampler.rank} in "
-                f"process {ranks.rank} of {ranks.size}. Make it in train_dataloader, where torch.distributed knows "
-                f"both; or leave it out: Legato deals samples out to processes."
+                f"process {ranks.rank} of {ranks.size}. Create it in train_dataloader, when torch.distributed is "
+                f"initialized; or remove it: Legato distributes samples across processes."
             )
     return bool(samplers)
 
 
 def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
-    """Return the DistributedSamplers of a loader, but for one that Legato reads in place of its process."""
+    """Return the DistributedSamplers of a loader, except one that Legato replaces by its own order."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if is_dealable(loader) and type(batches) is BatchSampler and type(batches.sampler) is DistributedSampler:  # type: ignore[comparison-overlap]
         return []
@@ -200,7 +200,7 @@ def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
 
 @contextmanager
 def unpadded(loader: Any) -> Iterator[None]:
-    """Let DistributedSamplers give each sample once in this context, where they repeat some to make shares even."""
+    """Make DistributedSamplers yield each sample once in this context, rather than repeat some to even out shares."""
     before = []
     for sampler in _distributed_samplers(loader):
         length = length_of(sampler.dataset)
@@ -216,28 +216,28 @@ def unpadded(loader: Any) -> Iterator[None]:
 
 
 def have_same(content: Any, ranks: Ranks) -> bool:
-    """Return whether all ranks have the same content; every rank calls it."""
-    # Python's hash of integers is the same in each process, and that of texts is not
+    """Return whether all ranks have the same content. Collective."""
+    # a hash of integers, which is equal in all processes; Python's hash of strings is not
     numbers = torch.tensor([hash(hashes_of(content)) >> 1])
     return len(set(ranks.all_gather(numbers).flatten().tolist())) == 1
 
 
 def require_same(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError where ranks that deal out one stream or order have read different content."""
+    """Raise DataError if ranks that distribute one stream or order read different content. Collective."""
     if not have_same(content, ranks):
         raise DataError(
-            f"The processes read different data in {where}, of which each would keep a part: samples would be lost. "
-            f"Where each process reads its own share, set trainer.use_distributed_sampler=false. Where all are to read "
-            f"the same, let it draw from the global generators of Python, NumPy or torch, which are seeded alike."
+            f"The processes read different data in {where}, so samples would be lost: each process keeps only its "
+            f"part. If each process reads its own share, set trainer.use_distributed_sampler=false. If all should read "
+            f"the same, draw from the global generators of Python, NumPy or torch, which are seeded alike."
         )
 
 
 def require_different(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError where ranks that bring shares of their own have read the same content."""
+    """Raise DataError if ranks that should read different shares read the same content. Collective."""
     if have_same(content, ranks) and content is not None:
         raise DataError(
-            f"All {ranks.size} processes read the same data in {where}, though each is to bring its own share: they "
-            f"would train on each sample {ranks.size} times. A dataset made before its process was started does not "
-            f"know its rank: make it in train_dataloader. Or leave out use_distributed_sampler=false: Legato deals "
-            f"samples out."
+            f"All {ranks.size} processes read the same data in {where}, but each should read its own share: they would "
+            f"train on each sample {ranks.size} times. A dataset created before its process starts does not know its "
+            f"rank: create it in train_dataloader. Or remove use_distributed_sampler=false: Legato then distributes "
+            f"the samples."
         )

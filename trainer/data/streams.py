@@ -1,4 +1,4 @@
-"""Streams: iterables other than a plain DataLoader, dealt out by whole batches, or each process's own share."""
+"""Streams: iterables other than a plain DataLoader, distributed by batches or read as each process's own share."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -16,29 +16,29 @@ from .combined import CombinedLoader, loaders_in, most_batches, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import kept_generators, seed_generators
 from .sampling import Layout, mix
-from .shares import Sample, hashes_of, name_of, require_different, require_same, tell_of_share
+from .shares import Sample, hashes_of, log_share, name_of, require_different, require_same
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .tracked import tracked
 
 log = logging.getLogger("legato")
 
 _END = object()
-# Stream constant that separates the random numbers of loader workers from all others
+# Key that separates the random numbers of loader workers from all others
 WORKER_STREAM = 0x776F726B657273
-# Keys by which a loader's state tells that it counts epochs itself: MosaicML's, litdata's
+# Keys in the states of loaders that count epochs themselves: MosaicML's and litdata's
 EPOCHS = {"epoch", "current_epoch"}
-# Sentinel for a share without a length; any real length is smaller
+# Length of a share without a length; any real length is smaller
 UNKNOWN = 2**62
 
 
 class StreamData:
-    """Any iterable of batches, dealt out by whole batches: batch k goes to replica k modulo replicas.
+    """Any iterable of batches, distributed by whole batches: batch k goes to replica k modulo replicas.
 
-    Every process reads the whole stream and keeps its own batches.
+    Every process reads the entire stream and keeps the batches of its replicas.
     """
 
     is_even = True
-    """True: a stream's length does not tell whether every replica has a batch in each round."""
+    """Always True: a stream's length does not determine whether every replica has a batch in each round."""
 
     content: dict[str, Any] | None = None
 
@@ -52,38 +52,38 @@ class StreamData:
     ) -> None:
         """Wrap a loader.
 
-        ranks: those that compare the first batch that they read of an epoch.
+        ranks: the ranks that compare the first batch of each epoch.
         count: counts the samples of a batch.
         """
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
         self.tracked = tracked(loader)
         self.count_samples = sample_counter(loader, count)
         self.restored: dict[str, Any] = {}
-        # `opened` is the epoch that was opened last, `ended` whether it was read to its end
+        # `opened`: the epoch opened last; `ended`: whether it was read to its end
         self.opened, self.ended = -1, False
-        # Whether the loader has gone on from its state in this epoch
+        # Whether the loader continued from a restored state in this epoch
         self.is_restored = False
-        # Description of the batches read, once an epoch is over; all ranks must have read the same
+        # Description of the batches read, set when an epoch is over; it must be equal on all ranks
         self.amount_read = ""
-        # An epoch whose first batch was read before it began, that batch, and the others
+        # An epoch whose first batch was read early, that batch, and the iterator over the rest
         self.first_read: tuple[int, Any, Iterator[Any]] | None = None
 
     @property
     def rounds(self) -> int | None:
-        """Batches of each replica in an epoch; None if the stream has no length."""
+        """Batches per replica in an epoch; None if the stream has no length."""
         return self.share
 
     @property
     def share(self) -> int | None:
-        """Batches that this loader has for each replica; None if it has no length."""
+        """Batches per replica in this process's loader; None if it has no length."""
         length = length_of(self.loader)
         return apply_limit(self.limit, None if length is None else -(-length // self.dealing.layout.replicas))
 
     @property
     def forward_is_keyed(self) -> bool:
-        """Whether the generators are still keyed by position when the forward begins, as with one batch per step.
+        """Whether the generators are still keyed by position at the forward, as with one batch per step.
 
-        Seeding again before the forward would cost 10 us.
+        Seeding them again before the forward would cost 10 us.
         """
         alone = self.dealing.accumulate == self.dealing.layout.replicas == 1
         return self.dealing.keyed and alone
@@ -97,30 +97,30 @@ class StreamData:
             if rest and self.dealing.whole_rounds:
                 return
             unmasked, masked, samples = list[ReplicaBatch](), list[ReplicaBatch](), 0
-            for item in items:  # one loop and no generators, since it runs in every step
+            for item in items:  # one loop without generators, since it runs in every step
                 samples += item.samples
                 if not item.masked:
                     unmasked.append(item)
                 elif item.batch is not _END:
                     masked.append(item)
-            # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
+            # replica-major, as in DealtData: all batches of one replica, then of the next (docs/decisions.md)
             unmasked.sort(key=attrgetter("replica"))
             fill = masked[: max(0, len(masked) - len(unmasked))]
             yield StepInput(unmasked, samples, rounds + bool(rest), rest == 0, fill)
 
     def _read(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[ReplicaBatch]:
-        """Yield the batches of all replicas; those that this process runs for nobody have `_END` for their data."""
+        """Yield the batches of all replicas; `_END` replaces the data of batches that this process does not run."""
         dealing, keyed, key, self.amount_read = self.dealing, self.dealing.keyed, self.key(epoch), ""
         tracked_loader, items = self.tracked, None
-        replicas, own, leaders = dealing.layout.replicas, dealing.replicas, next(iter(dealing.leaders), range(0))
+        replicas, local, leaders = dealing.layout.replicas, dealing.replicas, next(iter(dealing.leaders), range(0))
         is_limited = self._is_limited
-        # a stream that goes on beyond its length ends there: it may be endless
+        # a stream with a length ends there, as it may be endless
         limit = (self.share or 0) * replicas if is_limited else most_batches(self.loader)
         end = min(inf if most is None else most for most in (limit, batches_at_most))
         batches, first, samples = self.open(epoch, start_step), start_step * dealing.accumulate * replicas, 0
         position = first
         while position < end:
-            # before the batch is read, since loading draws from the same generators; workers are keyed when they open
+            # before the batch is read, since loading draws from these generators; workers are keyed when they start
             if keyed:
                 seed_generators(key + position)
             batch: Any = _END if self.ended else next(batches, _END)
@@ -136,31 +136,31 @@ class StreamData:
             size = require_samples(batch, items) if self.count_samples is require_samples else self.count_samples(batch)
             samples += size
             round, replica = divmod(position, replicas)
-            is_run = replica in own or replica in leaders
-            yield ReplicaBatch(replica, round, batch if is_run else _END, size, masked=replica not in own)
+            is_run = replica in local or replica in leaders
+            yield ReplicaBatch(replica, round, batch if is_run else _END, size, masked=replica not in local)
             position += 1
         if self.is_restored and not is_limited:
-            next(batches, None)  # litdata's loader goes on to its next epoch where it was read to its end
+            next(batches, None)  # litdata's loader moves to its next epoch only if it was read to its end
         self.amount_read = f"{position} batches, {samples} samples read"
         self.ended |= batches_at_most is None and not is_limited
 
     def key(self, epoch: int) -> int:
-        """Return the generator key of an epoch's first batch; batch k uses key + k."""
+        """Return the generator key of an epoch's first batch. Batch k uses key + k."""
         return mix(self.dealing.seed, epoch) >> 1
 
     def open(self, epoch: int, start_step: int) -> Iterator[Any]:
-        """Return an iterator over the stream, positioned at `start_step` by its own state or by skipping batches."""
+        """Return an iterator over the stream, positioned at `start_step` by a saved state or by skipping batches."""
         skipped = start_step * self.dealing.accumulate * self.dealing.layout.replicas
-        # for one opening: the next epoch begins at its own beginning, from a sampler that its epoch seeds
+        # used for one epoch only: the next one starts at its beginning, with samplers seeded by epoch
         restored, self.restored, self.is_restored = self.restored, {}, False
         if restored.get("epoch") == epoch - 1 and start_step == 0 and EPOCHS & {*restored.get("loader", ())}:
             return self._next_epoch(epoch, restored["loader"])
         if restored.get("epoch") != epoch:
             restored = {}
         early, self.first_read = self.first_read, None
-        # Do not compare with len(loader): with workers an iterable dataset yields more batches.
+        # Don't compare with len(loader): with workers, an iterable dataset yields more batches.
         self.opened, self.ended = epoch, restored.get("ended", False)
-        if self.ended:  # torchdata's loader restarts from the beginning when restored at its end
+        if self.ended:  # torchdata's loader, restored at its end, starts over
             return iter(())
         if self.dealing.keyed:
             seed_generators(mix(self.dealing.seed, epoch))
@@ -176,7 +176,7 @@ class StreamData:
             batches = self.tracked.resume(self._worker_key(epoch), restored, batch_key)
             if batches is not None:
                 return batches
-            if self.dealing.keyed:  # the readers begin again
+            if self.dealing.keyed:  # the readers start over
                 seed_generators(mix(self.dealing.seed, epoch))
         if early is not None and early[0] == epoch:
             batches = chain(() if early[1] is _END else early[1:2], early[2])
@@ -187,17 +187,17 @@ class StreamData:
         return batches
 
     def _next_epoch(self, epoch: int, state: dict[str, Any]) -> Iterator[Any]:
-        """Return an iterator over the epoch after the one in which a loader that counts epochs itself has stood."""
+        """Return an iterator over `epoch` for a loader that counts epochs itself and was saved in the epoch before."""
         self.opened, self.ended, self.is_restored = epoch, False, True
         self.loader.load_state_dict(state)
         batches: Iterator[Any] = read_loader(self.loader)
         if self.dealing.keyed:
             seed_generators(self.key(epoch))
-        # restored at its end, MosaicML's loader yields nothing, and litdata's the next epoch
+        # restored at its end, MosaicML's loader yields nothing, and litdata's yields the next epoch
         first = _END if self._is_limited else next(batches, _END)
         if first is not _END:
             return chain([first], batches)
-        for _ in batches:  # what a limit has left of the epoch before
+        for _ in batches:  # the batches of the previous epoch beyond the limit
             pass
         return read_loader(self.loader)
 
@@ -214,8 +214,8 @@ class StreamData:
         return mix(WORKER_STREAM, self.dealing.seed, epoch) if self.dealing.keyed else None
 
     def _skip(self, batches: Iterator[Any], epoch: int, step: int, count: int, has_state: bool) -> None:
-        """Read batches again, under the keys that they had: else a loader that draws would have another state."""
-        reason = "a state that does not lead back to its place (a shuffle buffer?)" if has_state else "no state_dict"
+        """Read and discard batches under their original keys, so that a loader's random numbers are the same."""
+        reason = "a state that does not restore its position (a shuffle buffer?)" if has_state else "no state_dict"
         log.warning(
             "%s has %s: reading %d batches again to get back to step %d of epoch %d.",
             name_of(self.loader), reason, count, step, epoch,
@@ -228,7 +228,7 @@ class StreamData:
                 self.tracked.note(batch)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of the first batch of an epoch, by the name of its loader; the epoch begins with it."""
+        """Return the hashes of an epoch's first batch by loader name, and keep the batch for the epoch."""
         with kept_generators():
             batches = self.open(epoch, 0)
             if self.dealing.keyed:
@@ -244,11 +244,11 @@ class StreamData:
         return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
-        """Return nothing: a stream is compared where it goes on, and cannot be read at another place."""
+        """Return an empty list: a stream cannot be read at another position, and is checked where it continues."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the opened epoch, whether it has ended, and the state of the loader or its dataset if it has one."""
+        """Return the opened epoch, whether it has ended, and the state of the loader or its dataset, if any."""
         if self.opened < 0 or self.first_read is not None:
             return {}
         if hasattr(self.loader, "state_dict"):
@@ -258,15 +258,15 @@ class StreamData:
         return {"epoch": self.opened, "ended": self.ended, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict`; used only if the same epoch is opened next."""
+        """Restore from `state_dict`. The state is used only if the same epoch is opened next."""
         self.restored = state
 
 
 class OwnShares(StreamData):
     """A loader that yields this process's own share of the data; shares may be uneven.
 
-    A process reads its share as if it were alone. The processes agree on the samples of each step beforehand, and go on
-    until the last of them is done.
+    Each process reads its share as a single process would. The processes agree on the samples of each step in advance,
+    and continue until all shares are exhausted.
     """
 
     forward_is_keyed = False
@@ -281,11 +281,11 @@ class OwnShares(StreamData):
     ) -> None:
         """Wrap a loader. Collective.
 
-        dealing: that of the whole run.
-        ranks: those that have the shares.
+        dealing: the run's settings over all processes.
+        ranks: the ranks that read shares.
         count: counts the samples of a batch.
         """
-        # a seed of its own: two shares of one dataset must not draw the same augmentations
+        # a seed per process: two shares of one dataset must not draw the same augmentations
         seed = mix(dealing.seed, dealing.process)
         super().__init__(
             loader, Dealing(Layout(1, 1), 0, dealing.accumulate, seed, keyed=dealing.keyed), limit, SINGLE, count
@@ -297,13 +297,13 @@ class OwnShares(StreamData):
 
     @property
     def rounds(self) -> int | None:
-        """Batches of the process that has most; None if a loader has no length."""
+        """Batches of the process with the largest share; None if a loader has no length."""
         return self.longest
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch until every process has exhausted its share; a step may have no local batches.
+        """Yield the steps of an epoch until all processes' shares are exhausted; a step may have no local batches.
 
-        Raises DataError when some process has none although every replica needs a batch in each round.
+        Raises DataError if a process has no batch although every replica needs one in each round.
         """
         accumulate, steps, processes = self.dealing.accumulate, super().epoch(epoch, start_step), self.sharers.size
         for number in count(start_step):
@@ -315,16 +315,16 @@ class OwnShares(StreamData):
             if number == start_step:
                 first = batches[0].batch if batches else None
                 require_different(first, self.sharers, f"epoch {epoch} of {type(self.loader).__name__}")
-            # one collective per step tells every process its samples, and whether anyone has batches left
+            # one collective per step exchanges the number of samples, and whether any process has batches left
             numbers = sum(item.samples for item in batches), bool(batches), len(batches) == accumulate, len(batches)
             samples, present, full, batches_of_all = self.sharers.all_reduce(torch.tensor(numbers), "sum").tolist()
             if present == 0:
                 return
             if self.run_dealing.whole_rounds and present < processes:
                 raise DataError(
-                    f"Manual optimization and sync_batchnorm take a batch of every process; in step {number + 1} of "
-                    f"epoch {epoch} {present} of {processes} processes had one left. Give all the same "
-                    f"number of batches (limit_train_batches does), or let Legato deal the samples out."
+                    f"Manual optimization and sync_batchnorm need a batch on every process, but in step {number + 1} "
+                    f"of epoch {epoch} only {present} of {processes} processes had one left. Give all processes the "
+                    f"same number of batches (limit_train_batches), or let Legato distribute the samples."
                 )
             rest = accumulate if self.longest is None else self.longest - number * accumulate
             rounds = accumulate if full else min(rest, accumulate)
@@ -336,15 +336,15 @@ class OwnShares(StreamData):
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict`; used only if the same epoch is opened next."""
+        """Restore from `state_dict`. The state is used only if the same epoch is opened next."""
         if "shares" in state:
             super().load_state_dict(state["shares"][self.run_dealing.process])
 
 
 def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = None) -> OwnShares:
-    """Take the loader of dealt out data for each process's own share; see `OwnShares`."""
+    """Return training data that treats the loader of `data` as each process's own share; see `OwnShares`."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
-    tell_of_share("training", data.loader, ranks)
-    if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
+    log_share("training", data.loader, ranks)
+    if hasattr(data.loader, "__next__"):  # an iterator cannot start over under this process's random numbers
         shares.first_read = getattr(data, "first_read", None)
     return shares

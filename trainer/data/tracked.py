@@ -1,6 +1,6 @@
-"""DataLoaders over streams whose batches tell how many samples were collated, and where their reader stands then.
+"""DataLoaders over streams whose batches carry their number of samples and the dataset's state after them.
 
-Workers read ahead of training, so that the dataset's state after a batch is known where the batch is made alone: it
+Workers read ahead of training, so only the worker that makes a batch knows the dataset's state after it. The state
 travels with the batch, as in torchdata's StatefulDataLoader.
 """
 
@@ -18,24 +18,24 @@ from .shares import hashes_of
 
 
 class Delivery(NamedTuple):
-    """A batch on its way from its reader: a tuple, in which torch pins and sends what it knows."""
+    """A batch with its number of samples and its worker's state; a tuple, whose tensors torch can pin and send."""
 
     batch: Any
     samples: int | None
-    """How many items were collated; None where the dataset makes batches."""
+    """Number of collated items; None if the dataset yields batches."""
     worker: int = 0
     state: dict[str, Any] | None = None
-    """Where the reader stands after this batch; None for a dataset without a state."""
+    """The reader's state after this batch; None for a dataset without a state."""
 
 
 class TrackingCollate:
-    """The collate_fn and worker_init_fn of a tracked loader, around those of the user."""
+    """The collate_fn and worker_init_fn of a tracked loader; they call the user's."""
 
     def __init__(self, loader: "DataLoader[Any]", key: int | None, starts: Mapping[int, Any]) -> None:
         """Wrap the functions of `loader`.
 
-        key: of the random numbers in workers, which a resumed worker could not draw anew otherwise.
-        starts: the state from which a worker goes on; the main process is worker 0.
+        key: key of the workers' random numbers, so that a resumed worker can repeat them.
+        starts: the state from which each worker continues; the main process is worker 0.
         """
         self.collate, self.then, self.dataset = loader.collate_fn, loader.worker_init_fn, loader.dataset
         self.has_items, self.has_state = loader.batch_size is not None, has_state(loader.dataset)
@@ -52,14 +52,14 @@ class TrackingCollate:
         self.seed()
 
     def go_on(self) -> None:
-        """Put the dataset where this reader is to begin."""
+        """Restore the dataset's state at which this reader starts, if any."""
         state = self.starts.get(self.worker)
         if state is not None:
             self.key, self.batches = state["key"], state["batches"]
             self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
 
     def seed(self) -> None:
-        """Seed the generators for a worker's next batch; the main process does so by the position of a batch."""
+        """Seed the generators for a worker's next batch; the main process seeds them by the batch's position."""
         if self.has_state and self.key is not None and get_worker_info() is not None:
             seed_generators(mix(self.key, self.worker, self.batches))
 
@@ -75,12 +75,12 @@ class TrackingCollate:
 
 
 class TrackedLoader:
-    """What the deliveries of a loader have told so far in an epoch."""
+    """A loader whose batches are deliveries, with the states noted from them in the current epoch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader
         self.has_state = has_state(loader.dataset)
-        # The states of each worker before and after its newest batch; the worker of the newest of all, and that batch
+        # States of each worker before and after its newest batch; the worker of the newest batch of all, and that batch
         self.states, self.newest, self.batch = dict[int, list[Any]](), 0, None
 
     def open(self, key: int | None, starts: Mapping[int, Any] | None = None) -> Iterator[Delivery]:
@@ -96,25 +96,26 @@ class TrackedLoader:
             loader.collate_fn, loader.worker_init_fn = before
 
     def note(self, delivery: Delivery) -> None:
-        """Note the state that came with the newest batch."""
+        """Record the state that came with the newest batch."""
         batch, _, worker, state = delivery
         self.states[worker] = [self.states[worker][1] if worker in self.states else None, state]
         self.newest, self.batch = worker, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the readers stand after the newest batch that was noted; empty where nothing tells."""
+        """Return the readers' states after the newest noted batch; empty if there are none."""
         if not self.states:
             return {}
         states = [[worker, *pair] for worker, pair in sorted(self.states.items())]
         return {"states": states, "newest": self.newest, "hashes": list(hashes_of(self.batch))}
 
     def resume(self, key: int | None, saved: Mapping[str, Any], batch_key: int | None) -> Iterator[Delivery] | None:
-        """Return an iterator that goes on after the batch that was newest in `saved`; None where that cannot be.
+        """Return an iterator that continues after the newest batch in `saved`; None if that is not possible.
 
-        batch_key: under which the main process has read that batch.
+        batch_key: the key under which the main process read that batch.
 
-        Workers take turns, and the first turn is always worker 0's. So those before whom it is not begin a batch
-        earlier, which is dropped. The newest must be read as it was: what lies in a shuffle buffer is in no state.
+        Workers take turns, always starting with worker 0. Workers up to the newest batch's therefore start one batch
+        earlier, and these batches are dropped. The newest one must have the saved hashes: they differ if the dataset
+        keeps samples outside of its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}
         newest, batches_open, delivery = saved["newest"], opened_loaders(), None
@@ -126,10 +127,10 @@ class TrackedLoader:
                 seed_generators(batch_key)
             for _ in range(sum(worker <= newest for worker in states)):
                 delivery = next(batches, None)
-        except Exception:  # what is wrong with the data itself is raised where it is read from the beginning
+        except Exception:  # faulty data raises its error again when the stream is read from the beginning
             delivery = None
         if delivery is None or list(hashes_of(delivery.batch)) != saved["hashes"]:
-            close_loaders(but=batches_open)
+            close_loaders(keep=batches_open)
             if fresh is not None:
                 self.loader.dataset.load_state_dict(fresh)  # type: ignore[attr-defined]
             return None
@@ -138,20 +139,20 @@ class TrackedLoader:
 
 
 def has_state(dataset: Any) -> bool:
-    """Return whether a stream says where it stands, by a state_dict without arguments, and can go on from there."""
-    tell = getattr(dataset, "state_dict", None)
-    if not isinstance(dataset, IterableDataset) or tell is None or not hasattr(dataset, "load_state_dict"):
+    """Return whether an iterable dataset has a state_dict without required arguments, and a load_state_dict."""
+    method = getattr(dataset, "state_dict", None)
+    if not isinstance(dataset, IterableDataset) or method is None or not hasattr(dataset, "load_state_dict"):
         return False
-    asked = signature(tell).parameters.values()
-    return all(p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in asked)
+    parameters = signature(method).parameters.values()
+    return all(p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def tracked(loader: Any) -> TrackedLoader | None:
-    """Return a DataLoader as one that is tracked; None for any other iterable, and for one that iterates in its way.
+    """Return a TrackedLoader; None if `loader` is not a DataLoader that iterates as torch's does.
 
-    Nor where there is nothing to tell: torch's own collate functions make tensors of as many samples as items.
+    Also None if tracking adds nothing: batches of torch's collate functions show their number of samples themselves.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None
-    tells = loader.collate_fn not in (default_collate, default_convert) or has_state(loader.dataset)
-    return TrackedLoader(loader) if tells else None
+    is_useful = loader.collate_fn not in (default_collate, default_convert) or has_state(loader.dataset)
+    return TrackedLoader(loader) if is_useful else None

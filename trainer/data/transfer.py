@@ -1,4 +1,4 @@
-"""Batches on their way to a device and back."""
+"""Transfer of batches to a device and back."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,21 +8,21 @@ import torch
 from ...base.tensors import map_tensors
 from ..accelerators import has_streams
 
-# Bytes to which torch's CPU allocator aligns a tensor
+# Alignment of torch's CPU allocator in bytes
 ALIGNMENT = 64
 
 
 class CopyStream:
-    """Copies batches to a device on a stream of its own, so that the next one arrives while this one is computed.
+    """Copies batches to a device on a separate stream, so that the next batch arrives while the current one computes.
 
-    No batch is read ahead of its step for that: the host has queued the work of a batch long before the device has done
-    it, and on another stream the copy of the next one is not behind that work. At most one further batch fills the
-    device: before a copy the host waits until the batch before the newest one is done, with the newest one queued.
+    No batch is read ahead of its step: the host queues a batch's kernels long before the device runs them, and on
+    another stream the next copy does not wait for those kernels. At most one extra batch takes device memory: before a
+    copy, the host waits until the batch before the newest one is done, while the newest one is still queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
-        # Event at the end of the work that was queued when the newest batch was moved
+        # Event after the work that was queued when the newest batch was copied
         self.queued: Any = None
 
     def begin_batch(self) -> None:
@@ -32,9 +32,9 @@ class CopyStream:
             before.synchronize()
 
     def copy(self, batch: Any) -> Any:
-        """Return `batch` with plain tensors of the host's memory on the device; all else stays where it is.
+        """Return `batch` with its plain host tensors on the device; everything else stays where it is.
 
-        Work that is queued after this call waits for the copy; the memory is not used again before that work is done.
+        Work queued after this call waits for the copy, and the memory is reused only once that work is done.
         """
         computing = torch.accelerator.current_stream(self.device)
 
@@ -42,9 +42,9 @@ class CopyStream:
             plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
             if tensor.device.type != "cpu" or not plain:
                 return tensor
-            there = tensor.to(self.device, non_blocking=True)
-            there.record_stream(computing)
-            return there
+            on_device = tensor.to(self.device, non_blocking=True)
+            on_device.record_stream(computing)
+            return on_device
 
         with self.stream:
             batch = map_tensors(batch, copied)
@@ -55,31 +55,31 @@ class CopyStream:
 def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
     """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
 
-    Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved by it.
-    copies: copies what it can on its own stream.
+    Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved with it.
+    copies: copies plain tensors on a separate stream.
     """
     non_blocking = has_streams(device)
     if copies is not None and device == copies.device:
         batch = copies.copy(batch)
     return map_tensors(
-        batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda other: other.to(device)
+        batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda value: value.to(device)
     )
 
 
 def to_host(value: Any) -> Any:
-    """Return `value` with every tensor in host memory: what was on a device no longer fills it, and can be sent."""
-    return map_tensors(value, lambda tensor: tensor.cpu(), lambda other: other.to(torch.device("cpu")))
+    """Return `value` with every tensor in host memory, where it takes no device memory and can be sent."""
+    return map_tensors(value, lambda tensor: tensor.cpu(), lambda item: item.to(torch.device("cpu")))
 
 
 def with_allocated_memory(batch: Any) -> Any:
-    """Return `batch` with every tensor aligned as torch allocates it; some CPU kernels add up unaligned data in another
+    """Return `batch` with every tensor aligned as torch allocates it: some CPU kernels sum unaligned data in another
     order."""
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 
 
 def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
-    """Reallocate tensors that are not aligned as torch allocates them, such as weights in a memory-mapped file."""
+    """Reallocate tensors whose alignment is not torch's, such as weights in a memory-mapped file."""
     for tensor in tensors:
-        # through .data, so that the parameter stays the same object for optimizers and hooks
+        # via .data, so that the parameter stays the same object for optimizers and hooks
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()

@@ -1,4 +1,4 @@
-"""Signals in a DataLoader's worker processes."""
+"""Signal handling in a DataLoader's worker processes."""
 
 import functools
 import os
@@ -14,11 +14,11 @@ WorkerInit = Callable[[int], None] | None
 
 
 class WorkerSetup:
-    """A worker_init_fn that ignores signals the trainer handles, and then calls `then`.
+    """A worker_init_fn that ignores signals handled by the trainer, and then calls `then`.
 
-    Ctrl-C and a scheduler's SIGTERM reach every process of a job. A worker that died of them would take down the last
-    step, which the trainer still has to finish and save. While the trainer does not handle signals (or is gone), they
-    end a worker as usual.
+    Ctrl-C and a scheduler's SIGTERM reach every process of a job. If they ended a worker, the last step, which the
+    trainer still has to finish and save, would fail. While the trainer does not handle signals, or once it has exited,
+    they end a worker as usual.
     """
 
     def __init__(self, then: WorkerInit) -> None:
@@ -29,31 +29,31 @@ class WorkerSetup:
         """Set up the worker."""
         self.trainer = os.getppid()
         for number in END_SIGNALS:
-            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._on_signal)
         answer_dumps()
         if self.then is not None:
             self.then(worker_id)
 
     def _on_signal(self, number: int, _: object) -> None:
-        # another parent: the trainer has ended, and this worker with it, though it cannot have heard of it
+        # with another parent, the trainer has exited, so this worker has no more work
         if not self.attends.value or os.getppid() != self.trainer:
-            signal.signal(number, signal.SIG_DFL)  # nobody else handles it: end as by default
+            signal.signal(number, signal.SIG_DFL)  # the trainer doesn't handle it: take the default action
             os.kill(os.getpid(), number)
 
 
 @functools.cache
 def _attends() -> Any:
-    """Return the flag, shared with forked loader workers, that tells whether this process handles signals."""
+    """Return the flag, shared with forked loader workers, for whether this process handles signals."""
     from multiprocessing.sharedctypes import RawValue
 
-    # without a lock, as it is read in a signal handler, which could wait for itself
+    # without a lock: a signal handler reads it, and could deadlock
     return RawValue("b", 0)
 
 
 @contextmanager
 def signals_attended() -> Iterator[None]:
-    """Let loader workers ignore signals while this context is active."""
+    """Make loader workers ignore signals in this context."""
     _attends().value = 1
     try:
         yield
@@ -63,7 +63,7 @@ def signals_attended() -> Iterator[None]:
 
 @contextmanager
 def prepared_workers(loader: Any) -> Iterator[None]:
-    """Install WorkerSetup on the loader while its workers are started within this context."""
+    """Install WorkerSetup on the loader in this context, for workers that start in it."""
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         yield
         return
