@@ -93,7 +93,7 @@ def unchanged():
         yield
     finally:
         logging.getLogger("legato").removeHandler(handler)
-    assert not [message for message in said if "with other settings" in message]
+    assert not [message for message in said if "with settings that differ" in message]
 
 
 class Memory(Logger):

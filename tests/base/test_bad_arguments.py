@@ -148,7 +148,7 @@ class Shorter(Tiny):
     ],
 )
 def test_a_checkpoint_of_another_model(trainer, saved, task, message):
-    with pytest.raises(CheckpointError, match=f"of another model than {task.__name__}: {message}"):
+    with pytest.raises(CheckpointError, match=f"does not fit the model of {task.__name__}: {message}"):
         trainer(max_epochs=2).fit(task(), make_loader(), ckpt_path=saved)
     with pytest.raises(CheckpointError, match=message):
         task.load_from_checkpoint(saved)
@@ -161,7 +161,7 @@ def test_a_task_may_be_content_with_part_of_a_checkpoint(saved):
 
 def test_a_run_keeps_its_replicas(trainer, saved):
     task = Tiny()
-    with pytest.raises(ConfigError, match="replicas=2, but the run began with 1 replicas"):
+    with pytest.raises(ConfigError, match="replicas=2, but the run started with 1 replicas"):
         trainer(max_epochs=2, replicas=2).fit(task, make_loader(), resume="auto")
     assert task.seen == []
     assert saved.is_dir()
@@ -181,8 +181,8 @@ class Scheduled(Tiny):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (NoOptimizer, "1 optimizers, the task now has 0"),
-        (Scheduled, "0 learning rate schedulers, the task now has 1"),
+        (NoOptimizer, "1 optimizers, but the task now has 0"),
+        (Scheduled, "0 learning rate schedulers, but the task now has 1"),
     ],
 )
 def test_other_optimizers_than_in_the_checkpoint(trainer, saved, task, message):
@@ -221,13 +221,16 @@ def test_a_live_object_is_named_and_handed_over(thing, trainer, tmp_path, caplog
     made.fit(task, make_loader())
     made.save_checkpoint(tmp_path / "one")
     made.save_checkpoint(tmp_path / "two")
-    told = [message for message in caplog.messages if "checkpoints do not hold" in message]
+    told = [message for message in caplog.messages if "Checkpoints do not hold" in message]
     assert len(told) == 1
     assert "Keeps.load_from_checkpoint(path, thing=...)" in told[0]
     assert task.hparams.thing is thing
     again = Keeps.load_from_checkpoint(tmp_path / "one", thing=5)
     assert again.hparams.thing == 5
-    with pytest.raises(CheckpointError, match=r"not hold, as they are code: thing.*load_from_checkpoint\(path, thing"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not hold these hyperparameters of .*, because they are code: thing.*load_from_checkpoint\(path, thing",
+    ):
         Keeps.load_from_checkpoint(tmp_path / "two")
 
 

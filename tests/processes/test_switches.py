@@ -103,7 +103,7 @@ CHOSEN = ("deterministic_algorithms", "cudnn_benchmark", "threads")
 def test_bitwise_refuses_a_resume_under_another_switch(tmp_path, name):
     fit(tmp_path, max_epochs=1)
     write_switches({name: others()[name]})
-    with pytest.raises(ConfigError, match=f"cannot go on with the same bits here:.*{name}: "):
+    with pytest.raises(ConfigError, match=f"would not keep the same bits:.*{name}: "):
         fit(tmp_path, max_epochs=2)
 
 
@@ -112,7 +112,7 @@ def test_bitwise_refuses_a_resume_under_another_variable(tmp_path, monkeypatch, 
     fit(tmp_path, max_epochs=1)
     monkeypatch.setenv(name, "COMPATIBLE")
     assert name in NUMERIC_VARIABLES
-    with pytest.raises(ConfigError, match=f"cannot go on with the same bits here: {name}: None -> COMPATIBLE"):
+    with pytest.raises(ConfigError, match=f"would not keep the same bits: {name}: None -> COMPATIBLE"):
         fit(tmp_path, max_epochs=2)
 
 
@@ -126,9 +126,9 @@ def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, ca
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     make_trainer(tmp_path, max_epochs=2, threads=2, **options).fit(Tiny(), make_loader(), resume="auto")
     told = caplog.text + capfd.readouterr().err
-    as_set = "As set now: mkldnn: True -> False, CUBLAS_WORKSPACE_CONFIG: None -> :16:8, NCCL_MAX_NCHANNELS: None -> 4."
+    as_set = "New values: mkldnn: True -> False, CUBLAS_WORKSPACE_CONFIG: None -> :16:8, NCCL_MAX_NCHANNELS: None -> 4."
     assert as_set in told
-    assert "Last bits may differ from here on, by threads: 1 -> 2." in told
+    assert "From here on, last bits may differ: threads: 1 -> 2." in told
     trainer = make_trainer(tmp_path / "exact", max_epochs=1, reproducible="bitwise", **options)
     trainer.fit(Tiny(), make_loader(), resume="auto")
     start = json.loads((Path(trainer.run_dir) / "environment.json").read_text())["starts"][0]
@@ -136,7 +136,7 @@ def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, ca
     assert values == {"mkldnn": False, "NCCL_MAX_NCHANNELS": "4", "threads": 1, "NCCL_ALGO": None}
     torch.backends.mkldnn.enabled = True
     monkeypatch.delenv("NCCL_MAX_NCHANNELS")
-    with pytest.raises(ConfigError, match=r"same bits here: mkldnn: False -> True, NCCL_MAX_NCHANNELS: 4 -> None\."):
+    with pytest.raises(ConfigError, match=r"the same bits: mkldnn: False -> True, NCCL_MAX_NCHANNELS: 4 -> None\."):
         make_trainer(tmp_path / "exact", max_epochs=2, reproducible="bitwise", **options).fit(
             Tiny(), make_loader(), resume="auto"
         )

@@ -269,7 +269,7 @@ def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_p
     with pytest.raises(CheckpointError) as caught:
         made.fit(task, make_loader(), resume=tmp_path / "first")
     assert task.seen == []
-    assert f"optimizer is {was.__name__}, the task now returns {now.__name__}" in str(caught.value)
+    assert f"optimizer is {was.__name__}, but the task now returns {now.__name__}" in str(caught.value)
     assert "configure_optimizers" in str(caught.value)
 
 
@@ -310,9 +310,9 @@ def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_pa
     first.save_checkpoint(tmp_path / "first")
     caplog.clear()
     trainer(max_epochs=2).fit(Rated(scheduler, **now), make_loader(), resume=tmp_path / "first")
-    told = [message for message in caplog.messages if "with other settings" in message]
+    told = [message for message in caplog.messages if "with settings that differ" in message]
     assert len(told) == (said is not None)
-    assert said is None or f"As saved, and not as set now: {said}" in told[0]
+    assert said is None or f"Values from the checkpoint: {said}" in told[0]
 
 
 class Counts(torch.nn.Linear):

@@ -58,12 +58,17 @@ def test_the_same_data_is_not_told_and_other_data_is_refused_within_an_epoch(tmp
     run(tmp_path, loader(Rows(), workers), max_steps=2)
     run(tmp_path, loader(Rows(), workers), max_steps=3)
     assert "other settings" not in caplog.text
-    with pytest.raises(ConfigError, match=r"in the middle of epoch 0 .*: samples of the dataset: these -> others"):
+    with pytest.raises(
+        ConfigError, match=r"in the middle of epoch 0 .*: samples of the dataset: saved ones -> different ones"
+    ):
         run(tmp_path, loader(Rows(shift=1.0), workers))
     run(tmp_path, loader(Rows(), workers), max_steps=STEPS)
     caplog.clear()
     run(tmp_path, loader(Rows(shift=1.0), workers))
-    assert "In the samples of a step, as set now: samples of the dataset: these -> others." in caplog.text
+    assert (
+        "New values that change the samples of a step: samples of the dataset: saved ones -> different ones."
+        in caplog.text
+    )
 
 
 def test_two_processes_tell_the_same(tmp_path, caplog):
@@ -71,15 +76,15 @@ def test_two_processes_tell_the_same(tmp_path, caplog):
     run(tmp_path, loader(Rows()), replicas=2, max_steps=1)
     run(tmp_path, loader(Rows()), max_steps=2, **options)
     assert "other settings" not in caplog.text
-    with pytest.raises(ConfigError, match="samples of the dataset: these -> others"):
+    with pytest.raises(ConfigError, match="samples of the dataset: saved ones -> different ones"):
         run(tmp_path, loader(Rows(shift=1.0)), **options)
-    with pytest.raises(ConfigError, match="samples of the dataset: these -> others"):
+    with pytest.raises(ConfigError, match="samples of the dataset: saved ones -> different ones"):
         run_workers(lambda: run(tmp_path, loader(Rows(shift=1.0))), 1, threads=1)
 
 
 def test_bitwise_goes_on_with_the_same_data_alone(tmp_path):
     run(tmp_path, loader(Rows()), max_steps=STEPS, reproducible="bitwise")
-    with pytest.raises(ConfigError, match="bitwise cannot go on with the same bits here: samples of the dataset"):
+    with pytest.raises(ConfigError, match="bitwise would not keep the same bits: samples of the dataset"):
         run(tmp_path, loader(Rows(shift=1.0)), reproducible="bitwise")
     run(tmp_path, loader(Rows()), reproducible="bitwise")
 
@@ -150,7 +155,7 @@ def test_each_of_combined_loaders_is_compared(tmp_path):
         trainer.fit(Both(), both(shift), resume="auto")
 
     fit(0.0, max_steps=2)
-    with pytest.raises(ConfigError, match="samples of the dataset of b: these -> others"):
+    with pytest.raises(ConfigError, match="samples of the dataset of b: saved ones -> different ones"):
         fit(1.0)
     fit(0.0)
 

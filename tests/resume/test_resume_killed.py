@@ -94,7 +94,7 @@ def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undi
     assert scalars(trainer.run_dir) == undisturbed["scalars"]
     assert trainer.run_dir.name == ("version_0" if has_checkpoint else "version_1")
     assert not any((tmp_path / "runs").glob("*/*/checkpoints/step-*"))
-    with pytest.raises(ConfigError, match="own' has checkpoints of another run"):
+    with pytest.raises(ConfigError, match="own' holds checkpoints of another run"):
         fit(tmp_path / "others", **own)
 
 
@@ -238,11 +238,11 @@ def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, 
     fit(tmp_path, max_steps=2)
     with caplog.at_level(logging.INFO, logger="legato"):
         fit(tmp_path, max_steps=3)
-        assert "keeps them" not in caplog.text
+        assert "replicas, which take turns" not in caplog.text
         trainer, _ = fit(tmp_path, max_steps=4, replicas=None)
     assert trainer.state.replicas == 2
-    (said,) = [message for message in caplog.messages if "keeps them" in message]
-    assert said.startswith("The run began with 2 replicas and keeps them: they take turns on 1 process, so a step has")
+    (said,) = [message for message in caplog.messages if "replicas, which take turns" in message]
+    assert said.startswith("The run keeps its 2 replicas, which take turns on 1 process, so each step has")
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_run_keeps_its_seed_and_says_so(tmp_path, caplog):
     fit(tmp_path / "again", max_steps=2)
     with caplog.at_level(logging.INFO, logger="legato"):
         trainer, again = fit(tmp_path / "again", max_steps=4, seed=12)
-    assert "keeps the seed that it began with, 11; seed=12 is ignored" in caplog.text
+    assert "keeps its original seed, 11; seed=12 is ignored" in caplog.text
     assert trainer.state.seed == 11
     assert torch.equal(everything(trainer, again), everything(expected, task))
 
@@ -259,7 +259,7 @@ def test_a_run_keeps_its_seed_and_says_so(tmp_path, caplog):
 @pytest.mark.slow
 def test_what_a_run_keeps_cannot_be_changed(tmp_path):
     fit(tmp_path, max_steps=2)
-    with pytest.raises(ConfigError, match="the run began with 2 replicas"):
+    with pytest.raises(ConfigError, match="the run started with 2 replicas"):
         fit(tmp_path, replicas=3)
     with pytest.raises(ConfigError, match="at most 2 processes"):
         run_workers(lambda: fit(tmp_path, strategy="ddp", devices=3, replicas=None), 3)

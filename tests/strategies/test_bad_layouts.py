@@ -62,7 +62,7 @@ def named(name, **options):
     return {"strategy": {"name": name, **options}}
 
 
-ANOTHER = "The checkpoint is of another model than"
+ANOTHER = "The checkpoint does not fit the model of"
 CASES = {
     "a mesh of three": (Net, named("mesh", shard=3), "data 1 x shard 3 x tensor 1 x pipeline 1 = 3"),
     "a mesh of four": (Net, named("mesh", data=2, tensor=2), "= 4"),

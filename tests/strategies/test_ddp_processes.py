@@ -265,5 +265,5 @@ def test_the_caller_may_save_what_the_workers_left(tmp_path):
             made.save_checkpoint(tmp_path / "whole")
             assert reading.read_checkpoint(tmp_path / "whole")["global_step"] == made.global_step
         else:
-            with pytest.raises(TaskError, match="no complete checkpoint of its last step"):
+            with pytest.raises(TaskError, match="no complete checkpoint of the last step"):
                 made.save_checkpoint(tmp_path / "whole-2")

@@ -370,7 +370,7 @@ def read_another_model(path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_named(two):
-    assert "another model than GPT: it lacks blocks.0" in two["another model"]
+    assert "the model of GPT: it lacks blocks.0" in two["another model"]
 
 
 # --- plans and blocks -------------------------------------------------------------------------------------------------

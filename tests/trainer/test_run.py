@@ -90,7 +90,7 @@ class SetUp(Validated):
         self.note("configure_optimizers")
         assert self.trainer.num_training_batches == 1
         self.trainer.save_checkpoint(self.trainer.default_root_dir / "early.weights", weights_only=True)
-        with pytest.raises(TaskError, match="while the run is set up"):
+        with pytest.raises(TaskError, match="called during set-up"):
             self.trainer.save_checkpoint(self.trainer.default_root_dir / "early")
         return super().configure_optimizers()
 

@@ -69,7 +69,7 @@ def test_a_run_saves_and_goes_on_there(bucket: str, tmp_path: Path) -> None:
     assert_same_bits(resumed, whole)
     assert_same_bits(Tiny.load_from_checkpoint(f"{place}/step-00000008"), whole)
 
-    with pytest.raises(ConfigError, match=f"{place}' has checkpoints of another run, which would be overwritten"):
+    with pytest.raises(ConfigError, match=f"{place}' holds checkpoints of another run, which this run would overwrite"):
         fit(tmp_path / "fourth", place, 2)
     with pytest.raises(CheckpointError, match=f"There is no complete checkpoint at {bucket}/nothing"):
         fit(tmp_path / "fifth", f"{bucket}/other", 2, resume=f"{bucket}/nothing")

@@ -1,1 +1,1 @@
-"""What a run puts into a checkpoint, and takes from one."""
+"""Saves the state of a run to checkpoints and restores it."""

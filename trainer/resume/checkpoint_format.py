@@ -1,4 +1,4 @@
-"""CheckpointFormat: how a run's checkpoints are stored. The one seam for another file format."""
+"""CheckpointFormat: how a run's checkpoints are stored. It is the only interface for another file format."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,38 +15,38 @@ from ..processes.ranks import Ranks
 class CheckpointFormat(Protocol):
     """Stores checkpoints in another format than Legato's directories: `Trainer(checkpoint_format=MyFormat())`.
 
-    `contents` is a dict of plain containers, numbers, strings and tensors on any device; what `write` was given, `read`
-    must return for a resume to be exact. Where the strategy shards states, a tensor of it is a DTensor of which each
-    rank has a part. A format is pickled when a run starts processes of its own.
+    `contents` is a dict of plain containers, numbers, strings and tensors on any device; a resume is exact only if
+    `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors of which
+    each rank holds a shard. Legato pickles the format when it starts the processes of a run.
     """
 
     def name(self, step: int) -> str:
-        """Return the name of the checkpoint of a step that nobody named; an absolute path puts it elsewhere."""
+        """Return the default name of a step's checkpoint, or an absolute path outside of the run directory."""
         ...
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
-        """Write a checkpoint, completely or not at all, in place of an older one of this name.
+        """Write a checkpoint completely or not at all; an existing checkpoint of this name is replaced.
 
         Args:
             path: the checkpoint to write; its folder may be missing.
             contents: the state of the run.
-            ranks: those that call this together: all where states are sharded, else rank 0 alone.
-            run: the id of the run, which `remove` is given later.
+            ranks: the ranks that call this together: all ranks if states are sharded, otherwise only rank 0.
+            run: the id of the run, which `remove` receives later.
 
         Raises CheckpointError, on every rank, if a value cannot be stored or writing fails.
         """
         ...
 
     def read(self, path: Path, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Return the contents of a checkpoint, tensors on the host; every one of `ranks` calls it.
+        """Return the contents of a checkpoint with tensors in host memory; every rank in `ranks` calls this.
 
         Args:
-            path: the checkpoint, which was verified by nobody yet.
+            path: the checkpoint, not yet verified.
             ranks: the processes of the run.
             names: names in the task's state dict, for files of other programs that add a prefix.
-            in_parts: keys under which a rank needs only its own slices of sharded tensors; whole ones will do.
+            in_parts: keys under which a rank needs only its slices of sharded tensors; full tensors are fine too.
 
-        Raises CheckpointError, on every rank, for a checkpoint that is damaged.
+        Raises CheckpointError, on every rank, if the checkpoint is damaged.
         """
         ...
 
@@ -56,9 +56,9 @@ class CheckpointFormat(Protocol):
 
 
 class DirectoryFormat:
-    """Legato's own format: a directory for each checkpoint, verified by sums, sharded, without pickle."""
+    """Legato's format: each checkpoint is a directory with checksums, sharded if states are, without pickle."""
 
-    # Calls only: what a checkpoint is lies in checkpoints/, which knows no run and no trainer.
+    # only calls: checkpoints/ implements the format and knows no run or trainer
 
     def name(self, step: int) -> str:
         """Return `step-00001200`."""
@@ -67,16 +67,16 @@ class DirectoryFormat:
     def write(
         self, path: Location, contents: Mapping[str, Any], ranks: Ranks, run: str, frozen: Collection[str] = ()
     ) -> None:
-        """Write the shards of each of `ranks`, and the manifest last; `frozen`: see `commit.write`."""
+        """Write the shards of each rank and then the manifest; `frozen`: see `commit.write`."""
         commit.write(path, contents, ranks=ranks, run=run, frozen=frozen)
 
     def read(self, path: Location, ranks: Ranks, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
+        """Verify and read a directory, or read another program's file, such as a state dict from `torch.save`."""
         if not storage.is_file(path):
             return read_checkpoint(path, in_parts, ranks)
         with storage.local_file(path) as file:
             return read_contents(file, names)
 
     def remove(self, path: Location, run: str) -> None:
-        """Delete the directory, if this run's id is in its manifest."""
+        """Delete the directory if its manifest has this run's id."""
         storage.remove(path, run)

@@ -1,12 +1,13 @@
-"""Fingerprint of a run: its settings besides config text, data and seed, stored in each checkpoint as a flat dict.
+"""Fingerprint of a run: its effective settings, stored in each checkpoint as a flat dict.
 
-    samples.*                    which samples make up a step
+    samples.*                    settings that decide which samples make up a step
     training.*, schedulers.0.*   other settings that change the training
-    optimizers.0.groups.1.lr     settings of parameter groups, which are restored from the checkpoint
-    numerics.*                   what changes the last bits of a result
-    data.content                 the first batch that this run has read, to be read again
+    optimizers.0.groups.1.lr     settings of parameter groups, which a resume restores from the checkpoint
+    numerics.*                   settings and versions that change the last bits of a result
+    data.content                 the first batch that this run has read; a resume reads it again
 
-A resume compares the checkpoint's with its own (`compare`); a name that only one of them has counts as equal.
+A resume compares the checkpoint's fingerprint with the current one (`compare`). A name that only one of them has counts
+as equal.
 """
 
 import os
@@ -30,27 +31,27 @@ if TYPE_CHECKING:
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
-"""Keys of a new scheduler's state that follow from the optimizer's learning rate, which is compared by itself."""
+"""Keys of a scheduler's state that follow from the optimizer's learning rate, which is compared separately."""
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers", "tensor_shards"}
-"""Names below `numerics` that may differ between machines and layouts, and change last bits only."""
+"""Names below `numerics` that may differ between machines and layouts and change only last bits."""
 NOT_REFUSED = {"legato", "python", "numpy"}
-"""Names below `numerics` that compute no step: the samples that they make are compared by their content."""
+"""Names below `numerics` that do not affect the computation of a step; their samples are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The setting of samples that may change within an epoch, and under bitwise: all other samples keep their step."""
+"""The only setting of samples that may change within an epoch, also under bitwise: other samples keep their step."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
-"""What tells that the data is another."""
+"""Prefixes of changes which show that the run has other data."""
 FILES = 256
-"""How many of a dataset's files are looked at, at most."""
+"""Maximum number of a dataset's files that are examined."""
 MISSING = object()
 
 
 class SettingChange(NamedTuple):
-    """Setting that differs from the checkpoint's."""
+    """Setting that differs from the checkpoint."""
 
     name: str
     was: Any
@@ -67,31 +68,31 @@ class Changes:
     samples: list[SettingChange] = field(default_factory=list)
     """Settings that decide which samples make up a step."""
     changed: list[SettingChange] = field(default_factory=list)
-    """Other settings that change the training; the current value counts."""
+    """Other settings that change the training; the current value is used."""
     restored: list[SettingChange] = field(default_factory=list)
-    """Settings restored from the checkpoint, though they are set to other values now."""
+    """Settings restored from the checkpoint in spite of another current value."""
     rounding: list[SettingChange] = field(default_factory=list)
-    """Differences that may change last bits, where these are not promised."""
+    """Differences that may change last bits, in a run that does not promise them."""
     end_epoch: bool = False
-    """Whether the rest of the epoch is skipped, as its steps would have other samples."""
+    """Whether the rest of the epoch is skipped because its steps would have other samples."""
 
 
 def below(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the names that they have in a section of a fingerprint."""
+    """Return `values` with the section's prefix added to their names."""
     return {f"{section}.{name}": value for name, value in values.items()}
 
 
 def section_of(fingerprint: Mapping[str, Any] | None, section: str) -> dict[str, Any]:
-    """Return a section of a fingerprint, under the names within it."""
+    """Return a section of a fingerprint, without the section's prefix."""
     start = f"{section}."
     return {name.removeprefix(start): value for name, value in (fingerprint or {}).items() if name.startswith(start)}
 
 
-# --- taking it --------------------------------------------------------------------------------------------------------
+# --- computing --------------------------------------------------------------------------------------------------------
 def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
-    """Return the fingerprint of a run whose optimizers were just made, without its samples and numerics."""
-    limit = trainer.gradient_clip_val or None  # 0 clips nothing, as None does
-    found: dict[str, Any] = {
+    """Return the fingerprint of a run whose optimizers are new, without its samples and numerics."""
+    limit = trainer.gradient_clip_val or None  # 0 turns clipping off, as None does
+    fingerprint: dict[str, Any] = {
         "training.reproducible": trainer.reproducible,
         "training.gradient_clip_val": limit,
         "training.gradient_clip_algorithm": None if limit is None else trainer.gradient_clip_algorithm,
@@ -103,25 +104,26 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
         f"training.{LEFT_OUT_SAMPLES}": sorted(trainer.leave_out_samples or ()),
     }
     for index, optimizer in enumerate(optimization.optimizers):
-        found[f"optimizers.{index}.class"] = kernels.class_of(optimizer)
+        fingerprint[f"optimizers.{index}.class"] = kernels.class_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group)
-            settings.pop("initial_lr", None)  # a scheduler sets it to lr: one change of the config is told once
-            found |= below(f"optimizers.{index}.groups.{number}", settings)
+            settings.pop("initial_lr", None)  # a scheduler sets it to lr: report one change of the config once
+            fingerprint |= below(f"optimizers.{index}.groups.{number}", settings)
     for index, config in enumerate(optimization.schedulers):
-        own = {"class": type(config.scheduler).__name__, "interval": config.interval, "frequency": config.frequency}
+        plan = {"class": type(config.scheduler).__name__, "interval": config.interval, "frequency": config.frequency}
         state = _plain_or_missing(config.scheduler.state_dict())
-        found |= below(f"schedulers.{index}", own | dict(_flat(state, "state")) if isinstance(state, dict) else own)
-    return found
+        plan |= dict(_flat(state, "state")) if isinstance(state, dict) else {}
+        fingerprint |= below(f"schedulers.{index}", plan)
+    return fingerprint
 
 
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
-    """Return the settings that decide which samples make up a step, as far as the training loader has them.
+    """Return the settings that decide which samples make up a step, as far as the training loader shows them.
 
-    rounds: batches that each replica has in an epoch, if that is known.
-    dealt_out: whether samples are dealt out to the processes, rather than that each brings its own share.
+    `rounds`: batches of each replica in an epoch, None if unknown. `dealt_out`: True if Legato shards the samples
+    across processes, False if each process's loader yields its own share.
     """
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "limit_train_batches": trainer.limit_train_batches,
         "overfit_batches": trainer.overfit_batches,
@@ -129,26 +131,26 @@ def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt
         ROUNDS: rounds,
     }
     if not isinstance(loader, CombinedLoader):
-        return found | _describe_loader(loader, dealt_out)
-    found |= {"loaders": len(loader.names), "mode": loader.mode}
-    for name, part in zip(loader.names, loaders_in(loader), strict=False):
-        found |= below(name, _describe_loader(part, dealt_out))
-    return found
+        return settings | _describe_loader(loader, dealt_out)
+    settings |= {"loaders": len(loader.names), "mode": loader.mode}
+    for name, inner in zip(loader.names, loaders_in(loader), strict=False):
+        settings |= below(name, _describe_loader(inner, dealt_out))
+    return settings
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return a loader's settings that decide its samples; without the length if it may be one process's share."""
+    """Return the settings of a loader that decide its samples; no length if the loader may yield only a share."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)
     order: Any = None
     if sampler is not None and samples is not None:
-        # exactly torch's class: one derived from it may group samples in its own way
-        own_batches = type(batch_sampler) is not torch.utils.data.BatchSampler and batch_sampler is not None
-        chosen = batch_sampler if own_batches else sampler
-        order = None if own_batches else is_plain_shuffle(sampler, samples)
+        # exactly torch's class, because a subclass may group samples differently
+        is_custom = type(batch_sampler) is not torch.utils.data.BatchSampler and batch_sampler is not None
+        chosen = batch_sampler if is_custom else sampler
+        order = None if is_custom else is_plain_shuffle(sampler, samples)
         order = type(chosen).__name__ if order is None else order
-    # each worker of a stream reads a part of it, and they take turns: their number decides which samples come together
+    # workers of a stream read shares of it and take turns, so their number decides which samples form a batch
     workers = {"num_workers": loader.num_workers} if isinstance(dataset, IterableDataset) else {}
     return {
         "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
@@ -161,7 +163,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
 
 
 def describe_files(dataset: Any) -> str | None:
-    """Return the number of files that a dataset lists in an attribute, with a hash of names and sizes of some."""
+    """Return the number of files that an attribute of a dataset lists, with a hash of some names and sizes."""
     while getattr(dataset, "dataset", None) is not None:  # a Subset
         dataset = dataset.dataset
     for listed in getattr(dataset, "__dict__", {}).values():
@@ -181,15 +183,15 @@ def _path_of(item: Any) -> str:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of an optimizer's parameter group, except those that choose a kernel."""
+    """Return the plain settings of an optimizer's parameter group, without those that choose a kernel."""
     values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in a scheduler's state by dotted names; a scheduler within it has names of its own."""
+    """Yield the settings in a scheduler's state with dotted names, also those of schedulers within it."""
     inner = dict(enumerate(value)) if isinstance(value, list) else value
-    # milestones are a dict of numbers, and one setting
+    # milestones are a dict with numbers as keys, and count as a single setting
     has_names = isinstance(value, dict) and value and not any(str(key).isdigit() for key in value)
     if not has_names and not (isinstance(inner, dict) and any(isinstance(item, dict) for item in inner.values())):
         yield name, value
@@ -200,7 +202,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain_or_missing(value: Any) -> Any:
-    """Return numbers, text and containers of those; MISSING for anything else."""
+    """Return a number, text, or a container of these as plain values; MISSING for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be a tensor
         return value.item()
     if isinstance(value, PLAIN):
@@ -215,41 +217,42 @@ def _plain_or_missing(value: Any) -> Any:
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
-def compare(saved: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Collection[int], every_bit: bool) -> Changes:
-    """Return the differences between a checkpoint's fingerprint and a run's.
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: Collection[int], exact: bool) -> Changes:
+    """Return the differences between a checkpoint's fingerprint and the current run's.
 
-    rescheduled: optimizers whose learning rates follow a new schedule from here on.
-    every_bit: whether numerics count that depend on the machine.
+    `rescheduled`: optimizers whose learning rates follow a new schedule after the resume. `exact`: True if
+    machine-dependent numerics count as changed settings.
     """
-    found = Changes()
-    for name, now in own.items():
+    changes = Changes()
+    for name, now in current.items():
         if name not in saved or saved[name] == now:
             continue
         section, _, rest = name.partition(".")
         if section in ("optimizers", "schedulers"):
-            kept = section == "optimizers" and not follows_schedule(name, rescheduled)
-            (found.restored if kept else found.changed).append(SettingChange(name, saved[name], now))
+            is_restored = section == "optimizers" and not follows_schedule(name, rescheduled)
+            (changes.restored if is_restored else changes.changed).append(SettingChange(name, saved[name], now))
         elif section == "samples":
-            found.samples.append(SettingChange(rest, saved[name], now))
-        elif section == "numerics" and rest in (NOT_REFUSED if every_bit else NOT_REFUSED | LAYOUT):
-            found.rounding.append(SettingChange(rest, saved[name], now))
+            changes.samples.append(SettingChange(rest, saved[name], now))
+        elif section == "numerics" and rest in (NOT_REFUSED if exact else NOT_REFUSED | LAYOUT):
+            changes.rounding.append(SettingChange(rest, saved[name], now))
         else:
-            found.changed.append(SettingChange(rest, saved[name], now))
-    # a limit that leaves as many batches as before changes nothing, and other changes explain another number of batches
-    names = {change.name for change in found.samples}
-    explained = {"limit_train_batches"} if ROUNDS not in names and own.get(f"samples.{ROUNDS}") is not None else set()
+            changes.changed.append(SettingChange(rest, saved[name], now))
+    # A limit that keeps the number of batches changes nothing, and other changes explain a new number of batches.
+    # Neither is reported.
+    names, rounds = {change.name for change in changes.samples}, current.get(f"samples.{ROUNDS}")
+    explained = {"limit_train_batches"} if ROUNDS not in names and rounds is not None else set()
     explained |= {ROUNDS} if names - {ROUNDS} else set()
-    found.samples = [change for change in found.samples if change.name not in explained]
-    return found
+    changes.samples = [change for change in changes.samples if change.name not in explained]
+    return changes
 
 
 def is_elsewhere(saved: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's run went on a machine where the same samples may have other last bits."""
+    """Return whether the checkpoint comes from a machine on which the same samples may have other last bits."""
     now = {"torch": str(torch.__version__), "numpy": np.__version__, **processor()}
     return any(saved.get(f"numerics.{name}") != value for name, value in now.items())
 
 
 def follows_schedule(name: str, rescheduled: Collection[int]) -> bool:
-    """Return whether a name is of a parameter group's setting that a new schedule decides."""
+    """Return whether a new schedule decides this setting of a parameter group."""
     section, index, *_, setting = name.split(".")
     return section == "optimizers" and int(index) in rescheduled and setting in SCHEDULED

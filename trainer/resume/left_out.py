@@ -1,4 +1,4 @@
-"""Hyperparameters that checkpoints leave out, as they are code; a checkpoint names them."""
+"""Hyperparameters that checkpoints leave out because they are code; a checkpoint stores their names."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 LEFT_OUT = "hyper_parameters_left_out"
-"""Key of the names of hyperparameters that a checkpoint does not hold."""
+"""Key in a checkpoint: the names of hyperparameters that it does not hold."""
 BUILT = "hyper_parameters_built"
-"""Key of the names of hyperparameters of which a checkpoint holds the config that they were built from."""
+"""Key in a checkpoint: the names of hyperparameters that it holds as the configs that build them."""
 
 
 def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
-    """Return the hyperparameters that a checkpoint can hold, and the names of the others."""
+    """Return the hyperparameters that a checkpoint can hold, and the names of the rest."""
     plain = plain_hyperparameters(owner)
     values = {}
     for name, value in plain.items():
-        # the writer itself decides, so that no list of storable types can differ from it
+        # the encoder decides: a separate list of storable types could differ from it
         with suppress(CheckpointError):
-            flatten({name: value})  # which raises for what no checkpoint holds
+            flatten({name: value})
             values[name] = value
     return values, [name for name in plain if name not in values]
 
 
 def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapping[str, Any]) -> None:
-    """Warn, once for a task or data module, of its hyperparameters that a checkpoint does not hold.
+    """Warn, once per task or data module, about hyperparameters that the checkpoint does not hold.
 
-    owners: these objects, by the prefix of their keys in the contents.
+    `owners`: prefix of the keys in the contents -> task or data module.
     """
     for prefix, owner in owners.items():
         names = contents.get(prefix + LEFT_OUT)
@@ -45,7 +45,7 @@ def tell_left_out(owners: Mapping[str, "Hyperparameters | None"], contents: Mapp
 
 
 def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a hyperparameter that a checkpoint leaves out is not `replaced`."""
+    """Raise CheckpointError if `replaced` lacks a hyperparameter that the checkpoint leaves out."""
     names = [name for name in left_out if name not in replaced]
     if names:
         raise CheckpointError(_advice(kind, names))
@@ -53,7 +53,7 @@ def require_hyperparameters(kind: type, left_out: Sequence[str], replaced: Mappi
 
 def _advice(kind: type, names: Sequence[str]) -> str:
     return (
-        f"Hyperparameters of {kind.__name__} that checkpoints do not hold, as they are code: {', '.join(names)}. Hand "
-        f"them over when you load one: {kind.__name__}.load_from_checkpoint(path, "
+        f"Checkpoints do not hold these hyperparameters of {kind.__name__}, because they are code: {', '.join(names)}. "
+        f"Pass them when you load a checkpoint: {kind.__name__}.load_from_checkpoint(path, "
         f"{', '.join(f'{name}=...' for name in names)})."
     )

@@ -1,4 +1,4 @@
-"""Tasks and data modules built from a checkpoint: `load_from_checkpoint`."""
+"""Builds tasks and data modules from a checkpoint: `load_from_checkpoint`."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 MapLocation = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Device of the weights. Callables, which torch.load would call for each storage, are ignored: the host has all."""
+"""Device of the weights. Callables, which torch.load calls for each storage, are ignored: weights stay on the host."""
 
 
 def rebuild_task(
@@ -38,13 +38,13 @@ def rebuild_task(
 ) -> TaskType:
     """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`.
 
-    source: the checkpoint, or its contents.
+    `source`: the checkpoint or its contents.
     """
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
-    task.configure_model()  # a model made there has its weights only from here on
+    task.configure_model()  # a task may make its model here
     if not isinstance(source, Mapping) and is_file(source):
-        # only now: whether "module." is a wrapper of DDP's or a name of the task's own only the task can tell
+        # only now: the task's parameter names tell whether "module." is DDP's prefix or the task's attribute
         saved["state_dict"] = plain_names(source, saved["state_dict"], task.state_dict().keys())
     else:
         saved["state_dict"] = averaged_weights(saved)
@@ -61,10 +61,10 @@ def rebuild_data_module(
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
     saved = dict(source) if isinstance(source, Mapping) else reading.read(source)
-    made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
+    data_module = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
     if saved.get("datamodule"):
-        made.load_state_dict(saved["datamodule"])
-    return made
+        data_module.load_state_dict(saved["datamodule"])
+    return data_module
 
 
 def _build_from_checkpoint(
@@ -74,32 +74,32 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with hyperparameters: the checkpoint's, updated with the file's, and with `replaced`.
+    """Call `kind` with the checkpoint's hyperparameters, updated by the file's and then by `replaced`.
 
     Raises CheckpointError if an argument is missing.
     """
-    known = inspect.signature(kind).parameters
-    # a file's hyperparameters may be more than __init__ takes, as Lightning's are
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    parameters = inspect.signature(kind).parameters
+    # Lightning's files may hold more hyperparameters than __init__ takes
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
     for name in saved.get(prefix + BUILT) or ():
         if name not in replaced and name in values:
             values[name] = rebuild_targets(values[name], kind, name)
     require_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or (), replaced)
-    # save_hyperparameters("config") keeps what a single argument has held
-    together: str | None = saved.get(f"{prefix}hparams_name")
-    if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
-        values |= {name: value for name, value in replaced.items() if name not in known}
-        replaced = {name: value for name, value in replaced.items() if name in known}
-        arguments: dict[str, Any] = {together: values}
+    # save_hyperparameters("config") stores the items of a single argument
+    single: str | None = saved.get(f"{prefix}hparams_name")
+    if single is not None and single in parameters and parameters[single].kind is not inspect.Parameter.VAR_KEYWORD:
+        values |= {name: value for name, value in replaced.items() if name not in parameters}
+        replaced = {name: value for name, value in replaced.items() if name in parameters}
+        arguments: dict[str, Any] = {single: values}
     else:
-        arguments = {name: value for name, value in values.items() if takes_any or name in known}
+        arguments = {name: value for name, value in values.items() if takes_any or name in parameters}
     try:
         return kind(**{name: _as_attributes(value) for name, value in arguments.items()} | dict(replaced))
     except TypeError as error:
         raise CheckpointError(
             f"{kind.__name__} cannot be built from the checkpoint's hyperparameters {sorted(values)}: {error}. "
-            f"Call save_hyperparameters() in __init__, or hand over what is missing as keyword arguments."
+            f"Call save_hyperparameters() in __init__, or pass the missing values as keyword arguments."
         ) from error
 
 
@@ -115,7 +115,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 
 def _as_attributes(value: Any) -> Any:
-    """Convert nested mappings to dicts whose keys can also be read as attributes, as some originals' could."""
+    """Convert nested mappings to dicts whose keys are also attributes, which some original mappings allowed."""
     if isinstance(value, dict):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):
@@ -124,14 +124,15 @@ def _as_attributes(value: Any) -> Any:
 
 
 def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Mapping[str, Any] | None:
-    """Return the state of the callback with whose averages a run is evaluated; `but`: keys of states left out."""
-    states = [one for key, one in contents.get("callbacks", {}).items() if key not in but and isinstance(one, Mapping)]
-    # the averages of StochasticWeightAveraging, whose state has more, are evaluated when training is over
-    return next((one for one in states if one.get("averages") and "rates_before" not in one), None)
+    """Return the state of the callback whose averages evaluation uses; `but`: callback keys to ignore."""
+    saved = contents.get("callbacks", {})
+    states = [saved[key] for key in saved if key not in but and isinstance(saved[key], Mapping)]
+    # StochasticWeightAveraging, whose state has "rates_before", evaluates its averages only after training
+    return next((state for state in states if state.get("averages") and "rates_before" not in state), None)
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return the weights by which a checkpoint was evaluated: the averages where it holds any."""
+    """Return the weights with which the run was evaluated: the averages if the checkpoint holds any."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights

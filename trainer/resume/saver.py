@@ -1,4 +1,4 @@
-"""Saver: the only writer of a trainer's checkpoints."""
+"""Saver: writes and removes all checkpoints of a trainer."""
 
 import errno
 import logging
@@ -45,14 +45,14 @@ UNWRITABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""Errors of the system for a folder that is not writable."""
+"""System errors that mean that a folder is not writable."""
 
 
 class Saver:
     """Writes, cleans up and removes the checkpoints of a trainer's runs, one operation at a time.
 
-    A background save is finished before anything else begins: two at once would delete each other's files and, with
-    sharded states, use one process group from two threads.
+    A background save finishes before any other operation starts: two operations at once would delete each other's files
+    and, with sharded states, use one process group from two threads.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
@@ -60,40 +60,40 @@ class Saver:
         self.format: CheckpointFormat = trainer.checkpoint_format or DirectoryFormat()
         self.writer = Writer()
         self.run_id = ""
-        """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
+        """Id of the run, stored in the manifest of each checkpoint; a resume keeps it."""
         self.locks: dict[Location, RunLock | ObjectLock] = {}
         """Locks of the folders that this process may write to."""
         self._run_dir: os.stat_result | None = None
-        """Stat of the run directory at the start of the run."""
+        """`stat` of the run directory at the start of the run."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the writer, and locks of this machine, when the trainer is sent to another process."""
+        """Drop the writer and this machine's locks when the trainer is sent to another process."""
         locks = {place: lock for place, lock in self.locks.items() if isinstance(lock, RemoteLock | ObjectLock)}
         return {**vars(self), "writer": Writer(), "locks": locks, "_run_dir": None}
 
-    # --- the right to write -----------------------------------------------------------------------------------------
+    # --- locks ------------------------------------------------------------------------------------------------------
     def hold(self, folder: Location, stage: str, patient: bool = False) -> None:
-        """Lock a folder until `release`; raises ConfigError if another run holds it."""
-        # one lock for a folder, through whatever link it was named
+        """Lock a folder until `release`; raises ConfigError if another run has locked it."""
+        # a folder has one lock, whatever link names it
         folder = folder.resolve()
         if folder not in self.locks:
             lock = lock_of(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
-            if stage == "fit":  # which may have died in a save; from now on nobody else writes here
+            if stage == "fit":  # an earlier fit may have died in a save; with the lock nobody else writes here
                 place = folder if isinstance(folder, Address) else location_of(folder)
                 for checkpoints in (place, place / CHECKPOINTS):
                     folder_at(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
-        """Remember which folder the run directory is, by which a later one of its name is told from it."""
+        """Remember the identity of the run directory, to detect another folder with its name later."""
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Location, patient: bool = False) -> None:
-        """Lock a folder of checkpoints on rank 0; every rank calls it.
+        """Lock a folder of checkpoints on rank 0; every rank calls this.
 
-        `patient`: rank 0 is another process than before. Raises ConfigError, on every rank, if another run holds the
-        folder, or if a new run would overwrite another's checkpoints there.
+        `patient`: rank 0 is now another process. Raises ConfigError, on every rank, if another run has locked the
+        folder, or if a new run would overwrite another run's checkpoints in it.
         """
 
         def hold() -> None:
@@ -104,8 +104,8 @@ class Saver:
                 raise ConfigError(str(error)) from error
             if is_new and any(not find.is_checkpoint_of(self.run_id, path) for path in find.checkpoints_in(folder)):
                 raise ConfigError(
-                    f"Checkpoint: dirpath {str(folder)!r} has checkpoints of another run, which would be overwritten. "
-                    f"Resume from one, choose another folder, or omit dirpath to use the run directory."
+                    f"Checkpoint: dirpath {str(folder)!r} holds checkpoints of another run, which this run would "
+                    f"overwrite. Resume from one, choose another folder, or omit dirpath to use the run directory."
                 )
 
         is_new = self.trainer.global_step == 0 and not patient and restart_count() == 0
@@ -114,14 +114,14 @@ class Saver:
         self.trainer.strategy.collectives.from_first(hold)
 
     def release(self, *folders: Location) -> None:
-        """Release these folders, by default all."""
-        for folder in [one.resolve() for one in folders] or list(self.locks):
+        """Release the locks of these folders, by default of all folders."""
+        for folder in [folder.resolve() for folder in folders] or list(self.locks):
             if folder in self.locks:
                 self.locks.pop(folder).release()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn OSErrors in this context into an error that names the run directory, if that is not writable."""
+        """Replace an OSError in this context by an error that names the run directory, if that is not writable."""
         self.require_run_dir()
         try:
             yield
@@ -138,16 +138,17 @@ class Saver:
         if folder is None or self._run_dir is None:
             return
         with suppress(OSError):
-            # not whether it exists: another run may have made a folder of this name since
+            # compare identities, because another run may have made a new folder with this name
             if os.path.samestat(folder.stat(), self._run_dir):
                 return
         raise run_directory_gone(folder)
 
     # --- saving -----------------------------------------------------------------------------------------------------
     def require_storable(self) -> None:
-        """Raise CheckpointError for a state that no checkpoint holds, before training is spent on it.
+        """Raise CheckpointError before training if a checkpoint cannot hold the run's state; every rank calls this.
 
-        Every rank calls it. What on_save_checkpoint adds is seen by a save alone: a hook may need what training sets.
+        Additions of on_save_checkpoint are checked only in a save, because a hook may need attributes that training
+        sets.
         """
         run, trainer, savers = self.trainer.current_run, self.trainer, self.trainer.checkpoint_callbacks
         if not isinstance(self.format, DirectoryFormat) or not savers or trainer.fast_dev_run:
@@ -157,28 +158,28 @@ class Saver:
             return
         flatten(training_states(trainer))
         for callback in trainer.callbacks:
-            with suppress(AttributeError):  # of what a user's callback sets while it trains
+            with suppress(AttributeError):  # a user's callback may set its attributes during training
                 flatten({"callbacks": {callback.state_key: callback.state_dict()}})
 
     def save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None = False) -> None:
-        """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
+        """Write a checkpoint of the current state, after a logging point that is due; every rank calls this.
 
-        share_frozen: see `Checkpoint`; another one is whole, as it may lie anywhere.
+        `share_frozen`: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
 
-        Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
-        then.
+        Raises CheckpointError if the save fails. If the previous background save failed, a plain save is written first
+        and then raises that error.
         """
-        self._for_format(path)  # before the background writer takes it
+        self._for_format(path)  # check the path before the background writer gets it
         trainer = self.trainer
         with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
             if trainer.strategy.task is None:
                 self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
-            # First the point of this step, then its checkpoint: a run killed in between would lose the point, or log it
-            # twice.
+            # The point of this step is logged before its checkpoint is saved: if the run is killed in between, a resume
+            # loses no point and logs none twice.
             if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
-            # on all ranks: a resume from weights that are NaN could only go on with NaN
+            # on all ranks: a checkpoint with NaN weights is useless for a resume
             require_finite(trainer)
             trainer.current_run.require_same_weights()
             trainer.current_run.metrics.share()
@@ -189,11 +190,13 @@ class Saver:
 
     def _save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None) -> None:
         trainer, run = self.trainer, self.trainer.current_run
-        found = contents(trainer, weights_only)
+        saved = contents(trainer, weights_only)
         if trainer.is_global_zero:
-            if isinstance(self.format, DirectoryFormat):  # another one may hold them
-                tell_left_out({"": run.task, "datamodule_": run.datamodule}, found)
-            with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
+            if isinstance(self.format, DirectoryFormat):  # another format may hold them
+                tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
+            with (
+                self.writing()
+            ):  # a resume counts these points as logged, so they must be on disk before the checkpoint
                 for logger in trainer.loggers:
                     logger.save()
                 self._store_config()
@@ -202,12 +205,12 @@ class Saver:
                     lock.mirror.upload()
         if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
             is_shared = type(self.format) is DirectoryFormat and share_frozen is not False
-            frozen = frozen_weights(run.task, found["state_dict"], share_frozen) if is_shared else set()
-            self._write(path, found, asynchronous, frozen)
+            frozen = frozen_weights(run.task, saved["state_dict"], share_frozen) if is_shared else set()
+            self._write(path, saved, asynchronous, frozen)
             log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
 
     def _store_config(self) -> None:
-        """Store the config of a start that goes on with a run, now that there are weights which it has trained."""
+        """Store the config of a resumed start once it has trained a step."""
         trainer, run = self.trainer, self.trainer.current_run
         text, source = trainer.config_text, run.source
         if text is None or trainer.run_dir is None or run.stage != "fit" or not run.resumes_same_run or source is None:
@@ -218,20 +221,20 @@ class Saver:
             run.run_file.store_config(trainer.run_dir, config_of(text, trainer.explicit_config))
 
     def save_after_error(self, path: Location, weights_only: bool = False) -> bool:
-        """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.
+        """Write a checkpoint of the last finished step from a hook `on_exception`; return whether it was written.
 
-        A step, or a validation, under way is dropped: a resume repeats it. With several processes nothing is written,
-        since the others may be gone or elsewhere.
+        A step or validation in progress is dropped, and a resume repeats it. With several processes nothing is written,
+        because other processes may have failed or be in another step.
         """
         trainer, run = self.trainer, self.trainer.current_run
         if run.stage != "fit" or not run.is_complete or not trainer.global_step:
             return False
         if trainer.world_size > 1:
-            log.warning("%s was not saved after the error: that takes all processes, and some may have failed.", path)
+            log.warning("%s was not saved after the error: a save needs all processes, and some may have failed.", path)
             return False
         run.preemption.leave_evaluation()
-        # in the middle of a step: its gradients and logged values are dropped, since a resume repeats it from its first
-        # batch
+        # In the middle of a step its gradients and logged values are dropped, because a resume repeats the step from
+        # its first batch.
         if run.metrics.step == trainer.global_step:
             run.strategy.abandon_step()
             run.metrics.rewind(trainer.global_step)
@@ -242,35 +245,35 @@ class Saver:
             return False
         return True
 
-    def _write(self, path: Location, found: dict[str, Any], asynchronous: bool, frozen: Collection[str] = ()) -> None:
+    def _write(self, path: Location, saved: dict[str, Any], asynchronous: bool, frozen: Collection[str] = ()) -> None:
         ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
-        # a process that stood still for long on a shared file system may have lost its folder to a run on another
-        # machine
+        # If this process stood still for long on a shared file system, a run on another machine may have taken its
+        # folder.
         for lock in self.locks.values():
             lock.check()
-        # the background writer copies and writes directories: another format is written at once
+        # the background writer writes only directories; another format is written in the foreground
         if asynchronous and type(self.format) is DirectoryFormat:
-            # waits for the save before, and raises its error
-            self.writer.save(path, found, ranks=ranks, run=self.run_id, frozen=frozen)
+            # waits for the previous save and raises its error
+            self.writer.save(path, saved, ranks=ranks, run=self.run_id, frozen=frozen)
             return
-        # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
-        # it
+        # `join`, not `wait`, which raises: this save may be the last chance (after SIGTERM), so an earlier error is
+        # raised only after it.
         self.writer.join()
         try:
-            options = {"frozen": frozen} if frozen else {}  # which another format does not take
-            self.format.write(self._for_format(path), found, ranks, self.run_id, **options)
+            options = {"frozen": frozen} if frozen else {}  # other formats do not take this argument
+            self.format.write(self._for_format(path), saved, ranks, self.run_id, **options)
         except CheckpointError as error:
             try:
                 self.writer.check()
             except CheckpointError as earlier:
-                raise CheckpointError(f"{error} The save before it had failed too. {earlier}") from error
+                raise CheckpointError(f"{error} The previous save failed too. {earlier}") from error
             raise
         self.writer.check()
 
     def _for_format(self, path: Location) -> Any:
-        """Return the path as the format takes it; raises ConfigError where another format than ours gets an address."""
+        """Return the path in the form that the format takes; raises ConfigError for an address in another format."""
         if not isinstance(self.format, DirectoryFormat):
             require_local(path, "The checkpoint")
         return path
@@ -285,14 +288,14 @@ class Saver:
         return {path.name: find.checkpoint_step(path) for path in paths}
 
     def read_index(self, folder: Location) -> CheckpointIndex | None:
-        """Return the index of a folder of checkpoints; None where there is none, or one of another program."""
+        """Return the index of a folder of checkpoints; None if it is missing or another program wrote it."""
         return folder_at(folder).read_index()
 
     def write_index(self, folder: Location, index: CheckpointIndex) -> None:
-        """Write the index of a folder of checkpoints; every rank may call it, rank 0 acts."""
+        """Write the index of a folder of checkpoints on rank 0; any rank may call this."""
         if not self.trainer.is_global_zero:
             return
-        # no end of the run here, on one rank: the next save, on all, fails for the same reason and says so
+        # do not fail here on one rank: the next save fails for the same reason on all ranks
         try:
             self.require_run_dir()
             folder_at(folder).make()
@@ -304,24 +307,24 @@ class Saver:
 
     # --- removing ---------------------------------------------------------------------------------------------------
     def remove(self, path: Location) -> None:
-        """Delete a checkpoint of this run; every rank may call it, rank 0 acts.
+        """Delete a checkpoint of this run on rank 0; any rank may call this.
 
-        Raises CheckpointError if a save before it failed, and if there is no checkpoint of this run.
+        Raises CheckpointError if an earlier save failed, or if the path is not a checkpoint of this run.
         """
         if self.trainer.is_global_zero:
             self.writer.wait()
             self.format.remove(self._for_format(path), self.run_id)
 
     def discard(self, path: Location) -> None:
-        """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
+        """Delete a checkpoint that is not kept; warn if somebody has deleted, moved or changed it."""
         if self.trainer.is_global_zero:
             self.writer.wait()
             try:
                 self.format.remove(self._for_format(path), self.run_id)
             except CheckpointError as error:
-                log.warning("%s The run continues, and leaves it as it is.", error)
+                log.warning("%s The run continues and leaves it unchanged.", error)
 
 
 def new_identity() -> str:
-    """Return an id that no other run has."""
+    """Return a new, unique id of a run."""
     return uuid.uuid4().hex

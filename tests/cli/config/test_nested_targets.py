@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_the_config_of_parts_and_rebuilds_them(
     devices: int, config_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     task, checkpoint = fitted(f"trainer.devices={devices}", "trainer.strategy=auto")
-    assert "as they are code" not in caplog.text
+    assert "because they are code" not in caplog.text
     # in a process that has never seen the config
     script = f"""
 import torch, models
