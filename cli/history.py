@@ -52,7 +52,7 @@ class ConfigHistory(StudiedRun):
 
         Raises ConfigError where the run was resumed with another config between them.
         """
-        record, near, config = self.before(first), self.near(first), self.config_of(first)
+        record, config = self.before(first), self.config_of(first)
         begun = record.step if record else 0
         for changed in (int(start.get("step", 0)) for _, start in self.starts):
             if begun < changed < last and self._deciding(changed) != self._deciding(changed + 1):
@@ -63,11 +63,6 @@ class ConfigHistory(StudiedRun):
         trainer = dict(config.values["trainer"])
         # sync_batchnorm takes a process for each replica; all else is the same on one
         settings = {} if trainer["sync_batchnorm"] else on_processes(processes, trainer)
-        # the sums of some kernels depend on it, and this machine may have other cores
-        if trainer["threads"] is None and near is not None:
-            settings["threads"] = near.threads
-        # of the run's own replicas, which a checkpoint knows, or else its first start
-        settings["replicas"] = None if record else int(self.start_of(first)[1]["replicas"])
         # who sets a key for the replay wants it, also where it changes bits
         overridden = {key[1:2] for key, origin in config.origins.items() if origin.startswith("override")}
         trainer |= {name: value for name, value in settings.items() if (name,) not in overridden}

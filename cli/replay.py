@@ -13,7 +13,7 @@ from ..callbacks.callback import Callback
 from ..lab.history import StudiedRun
 from ..lab.operations import Operations, read_operations
 from ..lab.origin import differences
-from ..lab.replay_steps import Replayed, new_directory, replay_steps
+from ..lab.replay_steps import Replayed, check_steps, new_directory, replay_steps
 from ..lab.sample_lookup import SampleLookup, shown_samples
 from ..lab.study import history_of
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
@@ -30,8 +30,7 @@ def run_replay(options: Namespace) -> None:
     if "step" not in values:
         raise ConfigError("legato replay takes a run directory and a step: RUN step=1234, or RUN step=1000 until=2000.")
     first, last = int(values["step"]), int(values.get("until", values["step"]))
-    if not 1 <= first <= last:
-        raise ConfigError(f"Steps count from 1, and the last one is not before the first; got {first} to {last}.")
+    check_steps(first, last)
     replica = int(values["replica"]) if "replica" in values else None
     save = checkpoint_path(values["save"], last) if "save" in values else None
     history = history_of(options.run, overrides)

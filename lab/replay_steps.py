@@ -151,6 +151,12 @@ def relative_difference(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
 
 
+def check_steps(first: int, last: int) -> None:
+    """Raise ConfigError unless these are the numbers of a first and a last step."""
+    if not (isinstance(first, int) and isinstance(last, int) and 1 <= first <= last):
+        raise ConfigError(f"Steps count from 1, and the last is not before the first; got {first!r} to {last!r}.")
+
+
 def replay_steps(
     history: RunHistory,
     made: Sequence[Any],
@@ -168,8 +174,11 @@ def replay_steps(
     """
     trainer, task, *data = made
     first, last = steps
-    source = history.before(first)
-    # the default is the number of processes, which is another one here
+    source, near = history.before(first), history.near(first)
+    # the sums of some kernels depend on it, and this machine may have other cores
+    if trainer.threads is None and near is not None:
+        trainer.threads = near.threads
+    # the default is the number of processes, which may differ here
     if source is None and trainer.replicas is None:
         trainer.replicas = int(history.start_of(first)[1]["replicas"])
     begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"

@@ -48,13 +48,7 @@ class ScriptHistory(StudiedRun):
         return UnstartedScript(self._make(step), self.start_of(step)[1])
 
     def _make(self, step: int, processes: int = 1) -> list[Any]:
-        made = run_to_fit(self.start_of(step)[1], self.settings, processes)
-        trainer = made[0]
-        near = self.near(step)
-        # the sums of some kernels depend on it, and this machine may have other cores
-        if trainer.threads is None and near is not None:
-            trainer.threads = near.threads
-        return made
+        return run_to_fit(self.start_of(step)[1], self.settings, processes)
 
 
 class UnstartedScript:

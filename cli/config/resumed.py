@@ -32,25 +32,17 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     With `resume=auto` the overrides among the arguments are laid on the config of the run that goes on. Each key of the
     given files that says something else is named in a warning. Raises ConfigError where they name another task.
     """
-    problem, overrides = None, overrides_among(arguments)
-    try:
-        given = load_config(arguments, before_imports)
-    except ConfigError as error:
-        # of an entry that only the run has: then the files alone are no config
-        entries = [word for word in overrides if word.startswith(("callbacks.", "loggers."))]
-        # a misspelt key of any other run is told before anything is imported
-        if not entries or "resume=auto" not in arguments:
-            raise
-        problem, given = error, load_config([word for word in arguments if word not in entries], before_imports)
+    overrides = overrides_among(arguments)
+    # overrides of entries that only the run has: the files alone may be no config with them
+    entries = [word for word in overrides if word.startswith(("callbacks.", "loggers.")) and "resume=auto" in arguments]
+    given = load_config([word for word in arguments if word not in entries], before_imports)
     where = given.values["run"]
     run = given.directory
     if given.values["resume"] == "auto" and run is None:
         run = newest_to_resume(to_location(where["root"]), where["name"])
     # nothing to resume yet, or the run of a script: then this config is the one
     if given.values["resume"] != "auto" or run is None or not (run / CONFIG).is_file():
-        if problem is not None:
-            raise problem
-        return given
+        return load_config(arguments) if entries else given
     stored = load_config([str(run / CONFIG), *overrides])
     _require_same_task(run, given, stored)
     replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)

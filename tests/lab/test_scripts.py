@@ -11,7 +11,7 @@ import pytest
 from forked import completed, run_module, run_program
 from replayed_folder import RUN, json_lines, legato, make_folder, tree
 
-from legato.base.errors import ConfigError
+from legato.base.errors import ConfigError, DataError
 from legato.lab.study import history_of
 
 pytestmark = pytest.mark.slow
@@ -231,7 +231,7 @@ def study(*paths: str) -> None:
         verification = lg.lab.verify(run, 1, seed=2, out=f"{path}.proof")
         assert verification.is_proven
         assert {file.name for file in Path(f"{path}.proof").iterdir()} == {"certificate.json", "certificate.txt"}
-        for wrong in (0, 99, "7"):
-            with pytest.raises(ConfigError):
+        for wrong, error in ((0, ConfigError), ("7", ConfigError), (99, DataError)):
+            with pytest.raises(error):
                 lg.lab.replay(run, wrong)
     assert before == (Path.cwd(), sys.argv, sys.path, sys.modules["__main__"])
