@@ -209,20 +209,31 @@ def replay_steps(
 
 
 def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Trainer for processes of this machine that compute what those of the run have computed.
+    """Return the arguments of Trainer with which processes of this machine compute what those of the run computed.
 
-    Several are those that the run had, or of ddp where it had one.
+    Several processes keep the run's strategy; if that is one of a single process, they take ddp.
     """
     name, options = read_strategy(trainer)
-    pieces = name == "ddp_model_parallel" and options.get("micro_batches", 1) != 1
     devices = options.get("devices_per_replica", 2) if name == "ddp_model_parallel" else 1
-    settings = {"devices": processes, "num_nodes": 1, "cluster": "off"}
+    settings = {"devices": processes * devices, "num_nodes": 1, "cluster": "off"}
     if processes > 1:
         alone = name in ("single", "auto", "data_parallel")
-        return {**settings, "devices": processes * devices, **({"strategy": "ddp"} if alone else {})}
-    # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
-    strategy: Any = {"name": name, **options} if pieces else "single"
-    return {**settings, "devices": devices if pieces else 1, "strategy": strategy}
+        return {**settings, **({"strategy": "ddp"} if alone else {})}
+    # pieces of a batch, or of a layer, have other bits than the whole: one process cuts it as those of the run did
+    if name == "data_parallel":
+        return {**settings, "devices": trainer["devices"]}
+    if options.get("tensor_shards"):
+        axes = dict.fromkeys({"data", "shard", "tensor"} & options.keys(), 1)
+        return {**settings, "strategy": {"name": name, **options, **axes}}
+    if options.get("micro_batches", 1) != 1:
+        return {**settings, "strategy": {"name": name, **options}}
+    return {**settings, "devices": 1, "strategy": "single"}
+
+
+def processes_of(trainer: Any) -> int:
+    """Return the number of processes that train, without the servers of ddp_rpc."""
+    devices = trainer.device_list
+    return int(min(trainer.strategy.local_processes(devices), len(devices)) * trainer.num_nodes)
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:
@@ -236,12 +247,14 @@ def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = {start.get("processes") or 0 for start in starts}
-    after = trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes
+    after = processes_of(trainer)
     # bitwise promises the same bits on any number of processes, order only the same samples
     if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
     if "off" in reproducible:
         return False, "reproducible: off, whose random numbers depend on the processes"
+    if trainer.strategy.elastic:
+        return False, "an elastic run, whose processes may have changed, and reproducible: order"
     if before == {after} and (after == 1 or {start.get("strategy") for start in starts} == {trainer.strategy.name}):
         return True, "the run had one process, too" if after == 1 else f"the run had {after} processes, too"
     counts = " and ".join(map(str, sorted(before)))

@@ -30,7 +30,7 @@ from ..trainer.runs.run_file import identity_of
 from .bits import leaves
 from .history import CheckpointRecord, StudiedRun
 from .origin import differences, listed
-from .replay_steps import Make, Replayed, read_lines, replay_steps
+from .replay_steps import Make, Replayed, processes_of, read_lines, replay_steps
 from .watchers import SaveAs
 
 VERIFIED = ".verified-"
@@ -42,6 +42,10 @@ OF_CALLBACKS = ("callbacks.", "callback_metrics.", "metrics.")
 CHANGED_DATA = (
     "Code, versions and settings match the record, and a second computation gave the same values, so the data has "
     "changed. `legato samples RUN step=N --show` prints that of the first step that differs."
+)
+OTHER_PROCESSES = (
+    "These processes are not the run's: under tensor and pipeline, for example, dropout draws other masks on them. "
+    "Verify on as many as the run had (devices=N)."
 )
 NOT_DETERMINISTIC = "These steps do not repeat their own bits here: an operation is not deterministic."
 
@@ -109,9 +113,11 @@ class Verification:
         for source, target in zip([None, *records], records, strict=False):
             first, start = (source.step if source else 0) + 1, history.start_of(target.step)[1]
             try:
+                several, before = processes or processes_for(start), start.get("processes")
                 if start.get("reproducible") == "off":
                     raise ConfigError("reproducible: off draws random numbers that cannot be drawn again.")
-                several = processes or processes_for(start)
+                if start.get("strategy") == "mesh" and several not in (1, before):
+                    raise ConfigError(f"Its mesh has {before} processes: take as many (devices={before}), or 1.")
                 make = history.make(first, target.step, several)
                 self.segments.append(Segment(source, target, make, several))
             except ConfigError as error:
@@ -154,6 +160,8 @@ class Verification:
                 segment.causes.append("All logged values are the same: the checkpoint itself may have been replaced.")
             elif in_log and not in_checkpoint and replayed.to_the_bit:
                 segment.causes = ["metrics.jsonl was changed: the recomputed checkpoint is the same."]
+            elif segment.differences and not replayed.to_the_bit:
+                segment.causes.append(OTHER_PROCESSES)
             elif segment.differences and not segment.causes:
                 repeated = self._replay(segment, folder / f"2{REPLAY}")[0]
                 is_same = points_in(replayed.directory) == points_in(repeated.directory)
@@ -175,7 +183,7 @@ class Verification:
         """Return a replay of a segment, and the contents of its checkpoint."""
         folder.mkdir()
         made, checkpoint = segment.make(), folder / "checkpoint"
-        segment.processes = made[0].strategy.local_processes(made[0].device_list) * made[0].num_nodes
+        segment.processes = processes_of(made[0])
         watchers = [SaveAs(segment.target.state, checkpoint)]
         replayed = replay_steps(self.history, made, segment.steps, folder, watchers, every_step=False)
         return replayed, read_checkpoint(checkpoint)
@@ -246,7 +254,7 @@ def processes_for(start: Mapping[str, Any]) -> int:
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
     if start.get("reproducible") == "bitwise":
-        return 1 if before > 1 else min(2, replicas, here)
+        return 1 if before > 1 or start.get("strategy") == "mesh" else min(2, replicas, here)
     return before if before <= here and start.get("nodes", 1) == 1 else 1
 
 

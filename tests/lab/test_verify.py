@@ -226,7 +226,7 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
     assert "reproducible: off draws random numbers" in legato("verify", str(run), fails=True).stderr
     run = trained(name="third")
     (run / ".lock").write_text("held")
-    assert "is being written to" in legato("verify", str(run), fails=True).stderr
+    assert "is still being written" in legato("verify", str(run), fails=True).stderr
     (run / ".lock").unlink()
     for words, said in (
         (("segments=0",), "expected a number of segments"),
@@ -237,3 +237,96 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
         done = legato("verify", str(run), *words, fails=True)
         assert said in done.stderr
         assert done.returncode == 2
+
+
+BLOCKS = """
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, stream):
+        return stream + self.outer(torch.tanh(self.inner(stream)))
+
+
+class Net(lg.Task):
+    def __init__(self, remote: bool = False, dies: bool = False):
+        super().__init__()
+        self.remote, self.dies = remote, dies
+        if not remote:
+            self.first = Block()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def remote_modules(self):
+        return {"first": Block} if self.remote else {}
+
+    def configure_blocks(self):
+        return [self.first, *self.blocks]
+
+    def tensor_plan(self):
+        return {"blocks.*.inner": "column", "blocks.*.outer": "row"}
+
+    def forward(self, stream):
+        for block in self.configure_blocks():
+            stream = block(stream)
+        return stream
+
+    def training_step(self, batch, batch_idx):
+        if self.dies and self.global_step == 4 and self.global_rank == 1 and not os.path.exists("died"):
+            open("died", "w").close()
+            os._exit(1)
+        loss = (self(batch[0]) - 1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        data = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(data), 4, shuffle=True)
+"""
+STRATEGIES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "fsdp": ("{name: fsdp, shard_blocks: 40}", (), "2 processes: 9"),
+    "fsdp, bitwise": ("{name: fsdp, shard_blocks: 40}", ("trainer.reproducible=bitwise",), "1 process: 9"),
+    "tensor_shards": (
+        "{name: mesh, tensor: 2, tensor_shards: 2}",
+        ("trainer.reproducible=bitwise", "trainer.replicas=1"),
+        "1 process: 9",
+    ),
+    "pipeline": ("{name: mesh, pipeline: 2}", ("trainer.replicas=1",), "2 processes: 9"),
+    "ddp_model_parallel": (
+        "{name: ddp_model_parallel, devices_per_replica: 2, micro_batches: 2}",
+        ("trainer.devices=4", "trainer.reproducible=bitwise"),
+        "1 process: 9",
+    ),
+    "data_parallel": ("data_parallel", ("trainer.replicas=1",), "1 process: 9"),
+    "ddp_rpc": ("ddp_rpc", ("task.remote=true",), "2 processes: 9"),
+    "elastic": ("{name: ddp, elastic: true}", ("task.dies=true",), "equal up to rounding"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_of_each_strategy_is_proven(name: str) -> None:
+    """On one process, or on as many as it had; the elastic run has lost one."""
+    strategy, options, expected = STRATEGIES[name]
+    Path("blocks.py").write_text(BLOCKS)
+    Path("points.yaml").write_text(CONFIG.replace("points.Net", "blocks.Net").replace("_steps: 4", "_steps: 3"))
+    run = trained("trainer.max_epochs=1", "trainer.devices=2", f"trainer.strategy={strategy}", *options)
+    assert (name == "elastic") == Path("died").exists()
+    text, _ = verified(run, "segments=1")
+    assert expected in text
+    if name == "tensor_shards":
+        assert "equal to the bit" in legato("replay", str(run), "step=2").stdout
+        refused = legato("verify", str(run), "devices=3", fails=True)
+        assert "Its mesh has 2 processes: take as many (devices=2), or 1." in refused.stderr
+        assert refused.returncode == 2

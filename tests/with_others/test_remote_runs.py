@@ -147,7 +147,7 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     assert not files.exists(f"{root}/digits/version_0/.lock")
 
 
-def test_a_run_is_evaluated_and_replayed_elsewhere(root: str) -> None:
+def test_a_run_is_evaluated_replayed_and_verified_elsewhere(root: str) -> None:
     trained = fit(root, "first")
     assert trained.returncode == 0, trained.stderr
     run = f"{root}/digits/version_0"
@@ -164,7 +164,8 @@ def test_a_run_is_evaluated_and_replayed_elsewhere(root: str) -> None:
     replayed = command("replay", run, "step=5")
     assert f"Replayed steps 4 to 5 of {run}, from the checkpoint of step 3" in replayed
     assert "are equal to the bit" in replayed
-    assert not store().glob(f"{root}/*replay*")
+    assert "logged values and all" in command("verify", run, "segments=1")
+    assert not store().glob(f"{root}/*replay*") + store().glob(f"{root}/*verified*")
 
 
 def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
