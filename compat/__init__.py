@@ -1,1 +1,1 @@
-"""Rooms for programs that were written for other trainers; the rest of Legato knows nothing of them."""
+"""Compatibility with programs that were written for other trainers. No other package of Legato imports it."""

@@ -1,8 +1,8 @@
-"""Lightning's public module tree on Legato: in a program written for it, put `legato.compat.` before `lightning`.
+"""Lightning's public module tree on Legato: in the imports of a program, put `legato.compat.` before `lightning`.
 
-`pytorch_lightning` is `legato.compat.lightning.pytorch`. The packages `pytorch` and `fabric` re-export what the modules
-beside them implement. `install()`, or the command `legato lightning train.py`, lets
-`import lightning` mean this package.
+`pytorch_lightning` is `legato.compat.lightning.pytorch`. The packages `pytorch` and `fabric` re-export the
+implementations in the modules beside them. `install()`, or the command `legato lightning train.py`, makes
+`import lightning` import this package.
 """
 
 from importlib import import_module
@@ -23,7 +23,7 @@ __version__ = "2.6.6"
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: `legato lightning` imports this package before it is known whether the script needs torch
+    # lazy: `legato lightning` imports this package before it knows whether the script needs torch
     if name in ("pytorch", "fabric"):
         return import_module(f".{name}", __name__)
     if name in __all__:

@@ -1,4 +1,4 @@
-"""`python -m legato.compat.lightning train.py [arguments]`: the same as `legato lightning train.py [arguments]`."""
+"""`python -m legato.compat.lightning train.py [arguments]`: same as `legato lightning train.py [arguments]`."""
 
 import sys
 

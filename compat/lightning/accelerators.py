@@ -1,4 +1,4 @@
-"""Accelerators: kinds of devices, as classes that Lightning's programs name or ask."""
+"""Accelerators: device types as classes, which programs for Lightning pass and query."""
 
 from functools import partial
 from inspect import getmembers, isclass
@@ -13,52 +13,52 @@ from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
-    """A kind of device, which is the word for it, so that `trainer.accelerator` is both."""
+    """A device type. It is also the string that names it, so `trainer.accelerator` can be used as either."""
 
     kind = ""
-    """The word for it in `Trainer(accelerator=)`."""
+    """The device type, as passed to `Trainer(accelerator=)`."""
 
     def __new__(cls) -> "Accelerator":
-        """Make the word. A subclass of CPUAccelerator, CUDAAccelerator or MPSAccelerator means the same as that."""
+        """Create the string, which subclasses of CPUAccelerator, CUDAAccelerator and MPSAccelerator inherit."""
         return super().__new__(cls, cls.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the class alone."""
+        """Pickle only the class."""
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current one. Raises ConfigError if it is of another kind."""
+        """Make a device the current device. Raises ConfigError for a device of another type."""
         if device.type != self.kind:
             raise ConfigError(f"{type(self).__name__}: expected a {self.kind} device, got {device}.")
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
     def setup(self, trainer: Any) -> None:
-        """Called before a run."""
+        """Run before each run of the trainer. Does nothing by default."""
 
     def teardown(self) -> None:
-        """Let go of cached memory."""
+        """Release cached memory."""
         if self.kind == "cuda" and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's figures of a device's memory; none of a CPU."""
+        """Return torch's memory statistics of a CUDA device; empty for other types."""
         return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod
     def parse_devices(cls, devices: Any) -> Any:
-        """Return the count of devices, or a list of their indices."""
+        """Return the number of CPU devices, or the list of device indices."""
         found = find_devices(cls.kind, read_devices(devices))
         return len(found) if cls.kind == "cpu" else [device.index or 0 for device in found]
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
-        """Return the devices of a count, or of a list of indices."""
+        """Return the devices for a number or a list of indices."""
         return find_devices(cls.kind, read_devices(devices))
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """Return how many devices "auto" means."""
+        """Return the number of devices that "auto" selects."""
         return len(find_devices(cls.kind, "auto")) if cls.is_available() else 0
 
     @classmethod
@@ -68,7 +68,7 @@ class Accelerator(str):
 
     @classmethod
     def name(cls) -> str:
-        """Return the word for it."""
+        """Return the device type."""
         return cls.kind
 
 
@@ -96,7 +96,7 @@ class MPSAccelerator(Accelerator):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether there is one."""
+        """Return whether there is an MPS device."""
         return torch.backends.mps.is_available()
 
 
@@ -104,28 +104,28 @@ KINDS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 
 
 class Registry(dict[str, Any]):
-    """What programs register under a word: a class, or a function that makes an object of it."""
+    """A registry of classes, or of functions that create objects, by name."""
 
     def register(
         self, name: str, made: Any = None, description: str = "", override: bool = False, **init_params: Any
     ) -> Any:
-        """Keep a class under a word, with arguments; without a class return a decorator.
+        """Register a class and its arguments under a name. Without a class, return a decorator.
 
-        Raises ValueError for a word that is taken, without `override`.
+        Raises ValueError if the name is taken and `override` is False.
         """
         if name in self and not override:
-            raise ValueError(f"{name!r} is registered already: say override=True to replace it.")
+            raise ValueError(f"{name!r} is already registered. To replace it, pass override=True.")
         if made is None:
             return partial(self.register, name, description=description, override=override, **init_params)
         self[name] = partial(made, **init_params)
         return made
 
     def remove(self, name: str) -> None:
-        """Forget a word."""
+        """Remove a name."""
         del self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an object of the class behind a word. Raises KeyError for an unknown one."""
+        """Create and return the object registered under a name. Raises KeyError for an unknown name."""
         return self[name]() if name in self or default is None else default
 
 
@@ -133,21 +133,21 @@ AcceleratorRegistry = Registry({**KINDS, "gpu": CUDAAccelerator})
 
 
 def read_devices(devices: Any) -> Any:
-    """Return Trainer's `devices` as Legato takes it: texts such as "0,1" are lists of indices."""
+    """Convert Trainer's `devices` to Legato's form: strings such as "0,1" become lists of indices."""
     if isinstance(devices, str) and "," in devices:
         return [int(index) for index in devices.split(",") if index.strip()]
     return list(devices) if isinstance(devices, (tuple, set, range)) else devices
 
 
 class AcceleratorConnector:
-    """Devices that a Trainer's arguments mean, under the private names that packages read: no other part of it."""
+    """The devices that a Trainer's arguments select, under the private names that packages read. Nothing else of it."""
 
     strategy: Any = None
-    """The trainer's strategy, where this is a trainer's."""
+    """The trainer's strategy, if the connector belongs to a trainer."""
     cluster_environment: Any = None
-    """The place of this process, where this is a trainer's."""
+    """The place of this process, if the connector belongs to a trainer."""
     use_distributed_sampler = True
-    """Whether samples are dealt out to the processes."""
+    """Whether Legato shards samples across processes."""
 
     def __init__(self, accelerator: Any = "auto", devices: Any = "auto", num_nodes: int = 1, **_: Any) -> None:
         word = accelerator.kind if isinstance(accelerator, Accelerator) else accelerator
@@ -160,15 +160,17 @@ class AcceleratorConnector:
         if self._devices_flag == "auto":
             self._devices_flag = [device.index or 0 for device in self._parallel_devices]
 
-    def _choose_strategy(self) -> Any:  # private in Lightning; packages put their own in its place, for their devices
-        raise UnsupportedError("Trainer chooses its strategy itself: give it one, Trainer(strategy='ddp').")
+    def _choose_strategy(self) -> Any:  # private in Lightning; packages override it for their devices
+        raise UnsupportedError("Trainer chooses its strategy. To select one, pass it: Trainer(strategy='ddp').")
 
-    def _check_and_init_precision(self) -> Any:  # the same
-        raise UnsupportedError("Trainer makes its precision itself: give it a word, Trainer(precision='bf16-mixed').")
+    def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
+        raise UnsupportedError(
+            "Trainer creates its precision. To select one, pass its name: Trainer(precision='bf16-mixed')."
+        )
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
-    """Let each subclass in a module that overrides this method of `parent` register itself by it."""
+    """Call `method` on each subclass of `parent` in a module that overrides it, to let the subclass register itself."""
     for _, found in getmembers(module, isclass):
         if issubclass(found, parent) and getattr(found, method, None) is not getattr(parent, method, None):
             getattr(found, method)(registry)

@@ -1,10 +1,10 @@
-"""Private names of Lightning's that programs read and set, as properties over what Legato has."""
+"""Properties that map private attributes of Lightning, which programs read and set, to attributes of Legato."""
 
 from typing import Any
 
 
 def alias(path: str) -> Any:
-    """Return a property that reads and sets an attribute by another name, also one of a part: "folder.name"."""
+    """Return a property that reads and sets another attribute; a dotted path names an attribute of a member."""
     *owners, name = path.split(".")
 
     def owner_of(given: Any) -> Any:

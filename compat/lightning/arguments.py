@@ -1,4 +1,4 @@
-"""Lightning's arguments of Trainer as those of Legato's."""
+"""Conversion of Lightning's Trainer arguments to Legato's."""
 
 import os
 import sys
@@ -27,12 +27,12 @@ AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
 AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
 AnyProfiler = Profiler | str
 AnyStrategy = str | Strategy | StrategyOfLegato
-"""Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
+"""Unions in the order in which jsonargparse resolves a bare name, such as `class_path: EarlyStopping`."""
 
 NEVER_LOG = sys.maxsize
-"""Steps between two logging points where there are to be none."""
+"""Number of steps between two logging points that disables logging."""
 COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
-"""Arguments that are counts, and may be written as 1e5."""
+"""Arguments that are counts and accept floats such as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
 """Arguments that Legato's Trainer does not have."""
 LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
@@ -44,7 +44,7 @@ DEFAULTS = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
     **dict.fromkeys(LIMITS, 1.0),
 }
-"""Values that None stands for."""
+"""Values that replace None."""
 BAREBONES: dict[str, Any] = {
     "enable_checkpointing": False,
     "logger": False,
@@ -57,10 +57,10 @@ BAREBONES: dict[str, Any] = {
 
 
 def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Legato's Trainer for those of Lightning's; a default logger is the value True.
+    """Convert Lightning's Trainer arguments to Legato's. `logger` is True for the default logger.
 
-    Raises ValueError, TypeError or ConfigError where Lightning raises, and UnsupportedError for what
-    Legato does without.
+    Raises ValueError, TypeError or ConfigError as Lightning does, and UnsupportedError for features that Legato does
+    not have.
     """
     _check(given)
     tell_ambiguous(given)
@@ -68,21 +68,21 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if given["barebones"]:
         _check_barebones(given)
         found |= BAREBONES
-    # first: a strategy object may bring accelerator, devices and plugins of its own
+    # first, because a strategy object may come with an accelerator, devices and plugins
     found["strategy"] = read_strategy(given["strategy"])
     found |= getattr(found["strategy"], "given", {})
     found |= {"requeue": is_requeued_by_default(), **read_plugins(given["plugins"])}
     found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
     if given["val_check_interval"] is None and found["check_val_every_n_epoch"] is None:
-        found["check_val_every_n_epoch"] = 1  # an epoch's batches, counted over epochs: at the end of each
+        found["check_val_every_n_epoch"] = 1  # validate at the end of each epoch
     for name in (*LIMITS, *COUNTS, "val_check_interval"):
         value = found[name]
         is_count = isinstance(value, float) and value.is_integer() and (value > 1 or name in COUNTS)
         if is_count or isinstance(value, bool):
-            found[name] = int(value)  # 10.0 is a count, and True is 1
+            found[name] = int(value)  # 10.0 becomes 10, and True becomes 1
     if isinstance(found["val_check_interval"], float) and found["val_check_interval"] == 0.0:
-        found["val_check_interval"] = 1  # no share of an epoch is less than a batch
-    # Lightning writes below the current folder, Legato below runs/
+        found["val_check_interval"] = 1  # the smallest interval is one batch
+    # Lightning writes to the current folder, Legato to runs/
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
@@ -96,17 +96,17 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clip_algorithm": str(given["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
         "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
-        # the folder of runs without a logger that has one
+        # the folder name for runs whose loggers write no files
         "run_name": "lightning_logs",
-        # as Lightning's sampler repeats samples, and steps may gather from all ranks
+        # Lightning's sampler repeats samples, and training steps may gather from all ranks
         "use_distributed_sampler": "even" if given["use_distributed_sampler"] else False,
-        # Lightning trains on with a loss that is not finite
+        # Lightning continues after a non-finite loss
         "nan": "ignore",
     }
 
 
 def callbacks_of_packages() -> list[Callback]:
-    """Return the callbacks that installed packages want in every Trainer, by the entry points that Lightning reads."""
+    """Return the callbacks that installed packages add to every Trainer through Lightning's entry points."""
     found: list[Callback] = []
     for point in entry_points(group="lightning.pytorch.callbacks_factory"):
         made = point.load()()
@@ -115,7 +115,7 @@ def callbacks_of_packages() -> list[Callback]:
 
 
 def tell_ambiguous(given: Mapping[str, Any]) -> None:
-    """Log what a limit of 1 or of 1.0 means: one batch, or all."""
+    """Log the meaning of a limit of 1 (one batch) or 1.0 (all batches)."""
     for name in (*LIMITS, "val_check_interval"):
         value = given[name]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1:
@@ -139,50 +139,55 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
     if isinstance(given["val_check_interval"], float) and given["check_val_every_n_epoch"] is None:
         raise ConfigError(
-            "`val_check_interval` should be an integer when `check_val_every_n_epoch=None`: a count of batches, or a "
-            f"time; got {given['val_check_interval']}."
+            "`val_check_interval` should be an integer when `check_val_every_n_epoch=None`: expected a number of "
+            f"batches or a time, got {given['val_check_interval']}."
         )
     if given["model_registry"] is not None:
-        raise UnsupportedError("Trainer(model_registry=...): upload a checkpoint in Callback.after_save_checkpoint.")
+        raise UnsupportedError(
+            "Trainer(model_registry=...) is not supported. Upload checkpoints in Callback.after_save_checkpoint."
+        )
     if given["fast_dev_run"] is not False and (isinstance(given["fast_dev_run"], float) or given["fast_dev_run"] < 0):
-        raise ConfigError(f"fast_dev_run={given['fast_dev_run']!r}: expected True, False or a count.")
+        raise ConfigError(f"fast_dev_run={given['fast_dev_run']!r}: expected True, False or a number of batches.")
 
 
 def _check_barebones(given: Mapping[str, Any]) -> None:
     unwanted = {**dict.fromkeys(BAREBONES), "fast_dev_run": False, "detect_anomaly": False, "profiler": None}
     for name in unwanted:
         if given[name] not in (None, False, 0):
-            raise ValueError(f"Trainer(barebones=True, {name}={given[name]!r}): barebones leaves that out; choose one.")
+            raise ValueError(
+                f"Trainer(barebones=True, {name}={given[name]!r}): barebones disables {name}. Remove one of the two "
+                "arguments."
+            )
 
 
 def _accelerator(wanted: Any) -> Any:
-    """Return the word for the kind of devices. Raises ConfigError for an unknown one."""
-    # an Accelerator object is the word for its kind
+    """Return the device type. Raises ConfigError for an unknown one."""
+    # an Accelerator object is a string that names its device type
     word = wanted.lower() if isinstance(wanted, str) else wanted
     if word in ("tpu", "xla", "hpu", "ipu"):
         raise UnsupportedError(f"Trainer(accelerator={wanted!r}): {XLA}")
     if word not in ("auto", "gpu", *KINDS):
-        raise ConfigError(f"Trainer(accelerator={wanted!r}): there are auto, gpu, {', '.join(KINDS)}. {XLA}")
+        raise ConfigError(f"Trainer(accelerator={wanted!r}): expected one of auto, gpu, {', '.join(KINDS)}. {XLA}")
     return str(word)
 
 
 def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
-    """Return Lightning's word for a precision; `argument`: what `precision=` was, if `wanted` is a plugin's."""
+    """Return Lightning's name of a precision. `argument` is the value of `precision=`, if `wanted` is a plugin's."""
     if str(argument) in ("16", "16-mixed") and find_devices(accelerator, "auto")[0].type == "cpu":
-        # most kernels of float16 for the CPU are far slower than those of float32
-        rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU: taking 'bf16-mixed', as Lightning does.")
+        # most float16 kernels for the CPU are much slower than float32 kernels
+        rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU uses 'bf16-mixed', as in Lightning.")
         return "bf16-mixed"
     if isinstance(wanted, Precision):
         return wanted.precision
     if str(wanted).startswith("transformer-engine"):
         raise UnsupportedError(
-            "precision='transformer-engine': call transformer_engine's layers and fp8_autocast in the module, and say "
-            "precision='bf16-true'."
+            "precision='transformer-engine' is not supported. Use transformer_engine's layers and fp8_autocast in the "
+            "module, and pass precision='bf16-true'."
         )
     return word_of(wanted)
 
 
 def set_benchmark(benchmark: bool | None, deterministic: Any) -> None:
-    """Let cuDNN look for the fastest kernels, or not."""
+    """Enable or disable cuDNN's search for the fastest kernels."""
     if benchmark is not None or deterministic:
         torch.backends.cudnn.benchmark = bool(benchmark)

@@ -1,4 +1,4 @@
-"""TrainerAttributes: what a program reads of a Trainer, under Lightning's names and with its answers."""
+"""TrainerAttributes: the attributes of a Trainer that programs read, with Lightning's names and values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 
 
 class Values(dict[str, Any]):
-    """Values by name, which are a plain dict in copies and in other processes."""
+    """A dict of values by name. Copies and other processes get a plain dict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
 class LoggedMetrics(Values):
-    """Values that loggers are given, as tensors.
+    """The values passed to loggers, as tensors.
 
-    Those that are not agreed on, since rank 0 alone logs them, are shown in `callback_metrics` on this rank.
+    Values that only rank 0 logs, on which the ranks do not agree, are shown in `callback_metrics` on this rank.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.owner = trainer  # not `trainer`, by which the Tuner knows parts of a trainer that it copies
+        self.owner = trainer  # not `trainer`, which the Tuner looks for in parts of a trainer
         self.of_rank_0: set[str] = set()
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take new values."""
-        # Legato has published all other values before it publishes those of loggers
+        """Replace the values."""
+        # Legato publishes logged values last
         self.of_rank_0 |= values.keys() - self.owner.agreed_metrics.keys() - self.owner._own_values.keys()
         super().update({name: torch.as_tensor(value) for name, value in values.items()})
         self.owner.take_own({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
 
 
 class MetricsOfProcess(Values):
-    """The agreed values, and in place of some newer ones of this process; what a program puts here is agreed."""
+    """The agreed values, some replaced by newer ones of this process. Values that a program sets count as agreed."""
 
     def __init__(self, agreed: dict[str, Any], own: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **own})
@@ -69,33 +69,33 @@ class MetricsOfProcess(Values):
         self.agreed[name] = value
 
     def update(self, *values: Any, **named: Any) -> None:
-        """Put values here."""
+        """Set values."""
         for name, value in dict(*values, **named).items():
             self[name] = value
 
 
 class TrainerAttributes(OwnParts, Trainer):
-    """Attributes that answer before, during and after a run as Lightning's do."""
+    """Attributes that have Lightning's values before, during and after a run."""
 
     epoch_is_cut = False
-    """Whether training has ended within an epoch, which Lightning counts."""
+    """Whether training stopped in the middle of an epoch; Lightning counts that epoch."""
     in_epoch = False
-    """Whether an epoch of training is under way."""
-    _model_registry = None  # private in Lightning, as the next two are, and read by programs
+    """Whether a training epoch is running."""
+    _model_registry = None  # private in Lightning, as are the next two; programs read them
     _detect_anomaly = alias("detect_anomaly")
     logged_ahead = 0
-    """Steps by which loggers' x-axis is ahead of the steps done."""
+    """Number of steps by which the x-axis of loggers is ahead of the completed steps."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
-    """Values of callback_metrics that only this process has, each with the agreed one of then, by name."""
+    """Values of callback_metrics that only this process has, by name, each with the agreed value that it replaces."""
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
-    """Optimizers and schedulers of the newest fit."""
+    """Optimizers and schedulers of the latest fit."""
     _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
-    """The newest run's optimization, and what the module gets of its optimizers."""
+    """The optimization of the latest run, and the optimizers that its module gets."""
     predictions: list[Any]
-    """Result of the newest predict."""
+    """The result of the latest predict."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the optimizers of the newest fit, which other processes do not need."""
+        """Leave out the optimizers of the latest fit, which other processes do not need."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "_handles")}
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -111,34 +111,34 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last call ended by an exception."""
+        """Whether the last call ended with an exception."""
         return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation, the sanity check or a test is under way."""
+        """Whether a validation, a sanity check or a test is running."""
         return self.state.stage is not None and self.state.stage.evaluating
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run was told to end."""
+        """Whether the run was asked to end."""
         return self.run is not None and bool(self.run.preemption.signal)
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that is under way, from 0; after a run the number of those begun."""
-        # Lightning counts an epoch that was stopped within; Legato does not, as a resume goes on in it
+        """The index of the current epoch, from 0; after a run, the number of epochs started."""
+        # Lightning counts an epoch that stopped in the middle; Legato does not, because a resume continues it
         return self.state.epoch + self.epoch_is_cut
 
     @property
     def global_step(self) -> int:
-        """Steps of optimizers: in manual optimization the calls of their `step`."""
-        # in manual optimization Legato counts batches, and Lightning calls of optimizers
+        """Number of optimizer steps; in manual optimization, the number of calls of `step`."""
+        # in manual optimization, Legato counts batches and Lightning counts calls of `step`
         manual = self.run is not None and not self.run.task.automatic_optimization
         return self.state.optimizer_steps if manual else self.state.global_step
 
     def batches_done(self) -> tuple[int, int, bool]:
-        """Return how many batches are done, in this epoch and in the run, and whether another one is under way."""
+        """Return the number of completed batches in this epoch and in the run, and whether another batch is running."""
         state, run = self.state, self.run
         inside = run is not None and run.loop.open and run.metrics.step == state.global_step
         more = max(0, run.metrics.batches_of_step - 1) if inside and run is not None else 0
@@ -149,7 +149,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether a step is counted, and its last batch is not: in on_train_batch_end, and in validations of a fit."""
+        """Whether a step is counted while its last batch is not: in on_train_batch_end, and in validations of a fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False
@@ -158,12 +158,12 @@ class TrainerAttributes(OwnParts, Trainer):
         return in_hooks or run.loop.doing == "validation"
 
     def evaluation_batches_done(self, doing: str) -> int:
-        """Return how many batches of an evaluation are done."""
+        """Return the number of completed batches of an evaluation."""
         return 0 if self.run is None else self.run.metrics.batches.get(doing, 0)
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the epoch's last batch is under way, or done."""
+        """Whether the last batch of the epoch is running or completed."""
         if self.run is None:
             return False
         return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
@@ -171,7 +171,7 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def lightning_module(self) -> "LightningModule":
-        """The module of the run; None before one."""
+        """The module of the run; None before a run."""
         found: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
         return found
 
@@ -179,7 +179,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def datamodule(self) -> Any:
-        """The data module of the run, or one that was set; None without."""
+        """The data module of the run, or the one that was set; None without one."""
         own = None if self.run is None else self.run.datamodule
         return self.__dict__.get("_datamodule") if own is None else own
 
@@ -189,8 +189,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def optimizers(self) -> "list[Optimizer]":
-        """The optimizers of the run, which may be set within one, or of the newest fit."""
-        # those of the newest fit stay readable in a later test, whose run has none
+        """The optimizers of the run, which may be set during the run, or of the latest fit."""
+        # the optimizers of the latest fit stay readable in a later test, whose run has none
         own = [] if self.run is None else super().optimizers
         return own or list(self.fitted[0])
 
@@ -200,25 +200,25 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run, or of the newest fit."""
+        """The schedulers of the run, or of the latest fit."""
         own = [] if self.run is None else super().lr_scheduler_configs
         return list(own or self.fitted[1])
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers of the run as the module gets them, or of the newest fit."""
+        """The optimizers of the run as the module gets them, or of the latest fit."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(one) for one in self.fitted[0]]
         optimization = self.current_run.optimization
-        # the same ones at each call: programs put functions of their own into them
+        # the same objects at each call, because programs set functions on them
         if self._handles[0] is not optimization or [one.optimizer for one in self._handles[1]] != optimizers:
             self._handles = optimization, [LightningOptimizer(one, optimization) for one in optimizers]
         return list(self._handles[1])
 
     @property
     def loggers(self) -> list[Logger]:
-        """Every logger."""
+        """All loggers."""
         found: list[Logger] = self.__dict__.get("_loggers", [])
         return found
 
@@ -242,7 +242,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or its save_dir where it writes no files; the root without one."""
+        """The folder of the first logger, or its save_dir if it writes no files; the root folder without a logger."""
         if not self.loggers:
             return str(self.default_root_dir)
         first = self.loggers[0]
@@ -251,9 +251,9 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def ckpt_path(self) -> str | Path | None:
-        """The checkpoint that the run began from, or one that was set for the next run."""
+        """The checkpoint from which the run started, or the one that was set for the next run."""
         own: str | Path | None = self.__dict__.get("_ckpt_path")
-        source = getattr(self.run, "source", None)  # which a call has once its processes have met
+        source = getattr(self.run, "source", None)  # a call knows its checkpoint after its processes have met
         return str(source) if own is None and source is not None else own
 
     @ckpt_path.setter
@@ -263,20 +263,20 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- values -----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The newest value of each name, up to the newest batch; until the next logging point of this process."""
+        """The latest value of each name, of this process alone until the next logging point."""
         agreed = self.newest_agreed()
-        # each publish makes new tensors, so that an own value is the newest one while the agreed tensor is the same
+        # each publication creates new tensors: while the agreed tensor is the same, the local value is newer
         own = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
         return MetricsOfProcess(agreed, own) if own else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that every rank has, for decisions that all ranks take; on one process up to the newest."""
+        """Return the values that all ranks have, for joint decisions. With one process, they are up to date."""
         self._read_newest()
         return self.agreed_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The newest value of each name that loggers are given, up to the newest batch."""
+        """The latest value of each name passed to loggers, up to the latest batch."""
         self._read_newest()
         found: dict[str, Any] = self.__dict__["_logged_metrics"]
         return found
@@ -287,7 +287,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The newest value of each name that progress bars show, up to the newest batch."""
+        """The latest value of each name shown in progress bars, up to the latest batch."""
         self._read_newest()
         found: dict[str, float] = self.__dict__["_progress_bar_metrics"]
         return found
@@ -297,7 +297,7 @@ class TrainerAttributes(OwnParts, Trainer):
         self.__dict__["_progress_bar_metrics"] = value
 
     def take_own(self, values: "dict[str, float]") -> None:
-        """Show values in `callback_metrics` that other processes, where there are any, do not have."""
+        """Show values in `callback_metrics` that other processes, if any, do not have."""
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         if self.world_size == 1:
             self.agreed_metrics.update(tensors)
@@ -305,7 +305,7 @@ class TrainerAttributes(OwnParts, Trainer):
             self._own_values.update({name: (one, self.agreed_metrics.get(name)) for name, one in tensors.items()})
 
     def _read_newest(self) -> None:
-        """Read what this process has logged since the last look, but for what the steps of an evaluation have."""
+        """Read the values that this process has logged since the last call, except those of evaluation steps."""
         run = self.run
         if run is None or run.metrics.shares or run.metrics.series is None:
             return
@@ -315,7 +315,7 @@ class TrainerAttributes(OwnParts, Trainer):
         metrics.flush()
         values, of_step = [], metrics.in_step
         for series in (metrics.series or {}).values():
-            # a value of a step before the newest point is there already, over all ranks
+            # a value from before the latest logging point is already published, over all ranks
             sums = (series.step if series.step_at >= self.state.logged_at else {}) if of_step else series.sums
             if sums and series.in_step is of_step and not (series.synced and metrics.processes > 1):
                 values.append((series, total(series.kind, sums)))
@@ -330,52 +330,50 @@ class TrainerAttributes(OwnParts, Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
-        """Return the loaders of one kind as they were given; those in a CombinedLoader without it."""
+        """Return the loaders of a kind as the program passed them; those in a CombinedLoader without it."""
         found = None if self.run is None else self.run.data.loaders.get(word)
         if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
-            source = self.run.datamodule or self.run.task  # after workers, whose loaders ended with them
-            given = self.run.request_loaders.get(
-                word
-            )  # held against None: one of a stream has no length, and so no truth value
+            source = self.run.datamodule or self.run.task  # the loaders ended with their worker processes
+            given = self.run.request_loaders.get(word)  # `is not None`, because loaders of streams have no truth value
             found = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if given is None else given
         return found.iterables if isinstance(found, CombinedLoader) else found
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader; None before there is one."""
+        """The training loader; None before it exists."""
         return self._loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders; None before there are any."""
+        """The validation loaders; None before they exist."""
         return self._loaders("validation")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders; None before there are any."""
+        """The test loaders; None before they exist."""
         return self._loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders; None before there are any."""
+        """The prediction loaders; None before they exist."""
         return self._loaders("predict")
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches of an epoch; infinity where that is not known, as before a run."""
+        """Number of batches in an epoch; infinity if it is unknown, as before a run."""
         return float("inf") if self.run is None else super().num_training_batches
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader in the sanity check."""
-        # the limit counts batches of all replicas, Lightning's those of each
+        """Number of batches of each validation loader in the sanity check."""
+        # Legato's limit counts the batches of all replicas, Lightning's those of each replica
         most = self.num_sanity_val_steps
         rounds = most if most == float("inf") else -(-most // self.state.replicas)
         return [min(rounds, count) for count in self.num_val_batches]
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """After how many batches validation runs; None before a run, and where it runs by time."""
+        """Number of batches between validations; None before a run, and if validation runs by time."""
         if self.run is None or self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
@@ -383,7 +381,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether fit validates; before there are loaders, whether it is given any, or a method makes them."""
+        """Whether fit validates. Before the loaders exist: whether they were passed, or a method creates them."""
         run, task = self.run, self.lightning_module
         if run is None or not self.limit_val_batches:
             return False
@@ -395,8 +393,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Steps of the whole run; asks for the training loader where that was not done yet, as in `setup`."""
-        # asked in configure_optimizers, before a run without an end has any number
+        """Number of steps in the whole run. Requests the training loader if it does not exist yet, as in `setup`."""
+        # in configure_optimizers, before a run without an end has a number of steps
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         run = self.run
@@ -411,8 +409,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def world_size(self) -> int:
-        """The number of processes, also before they are there."""
-        # before the processes are started the strategy's own place is that of one
+        """The number of processes, also before they start."""
+        # before the processes start, the strategy's place is that of a single process
         known = self.strategy.place.world_size
         if known > 1 or self.running:
             return known
@@ -429,7 +427,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of this machine's devices."""
+        """The device indices on this machine."""
         return [device.index or index for index, device in enumerate(self.device_list)]
 
     @property
@@ -438,25 +436,25 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision, with the scaler of the run."""
+        """The precision, with the gradient scaler of the run."""
         found = Precision()
         found.precision, found.scaler = str(self.precision), self.strategy.precision.scaler
         return found
 
     scaler = alias("strategy.precision.scaler")
-    """The scaler of float16's gradients, or None."""
+    """The gradient scaler for float16, or None."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """The arguments of a DistributedSampler; None with one process."""
-        # a DistributedSampler of one replica would still reshuffle a loader
+        # a DistributedSampler with one replica would still reshuffle a loader
         if self.world_size == 1:
             return None
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def early_stopping_callbacks(self) -> "list[Callback]":
-        """Every EarlyStopping callback."""
+        """All EarlyStopping callbacks."""
         from ...callbacks.early_stopping import EarlyStopping
 
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]

@@ -1,9 +1,9 @@
-"""Checkpoints as Lightning writes them: a file of plain containers and tensors, which `torch.load` opens.
+"""Checkpoints in Lightning's format: a file of plain containers and tensors, which `torch.load` reads.
 
-The file has Lightning's keys. What an exact resume of Legato needs besides them (replicas, positions in the data, sums
-of the epoch, fingerprint) lies under one more key, `legato`, which Lightning ignores. Values that are code, such as a
-module among the hyperparameters, lie in their places, each as a pickle within the file's: `torch.load` reads them with
-weights_only=False, and `read` leaves them out, unless this process has written them.
+The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
+data, sums of the epoch, fingerprint) is stored under the key `legato`, which Lightning ignores. Values that are code,
+such as a module among the hyperparameters, are stored in place as nested pickles: `torch.load` reads them with
+weights_only=False, and `read` leaves them out unless this process has written them.
 """
 
 import hashlib
@@ -35,15 +35,15 @@ log = logging.getLogger("legato")
 
 KEY = "legato"
 LEFT_OUT, BUILT = "hyper_parameters_left_out", "hyper_parameters_built"
-"""Keys of a checkpoint's contents: names of hyperparameters that are code, and of those that a config has made."""
+"""Keys of a checkpoint's contents: names of hyperparameters that are code, and of those built from a config."""
 OF_LEGATO = {
     *("state", "run_id", "fingerprint", "optimizer_names", "metrics", "callback_metrics", "data", "versions", "config"),
 }
-"""Keys of a checkpoint's contents that lie under KEY; all others are Lightning's, or the program's."""
+"""Keys of a checkpoint's contents stored under KEY; all others belong to Lightning or the program."""
 written: set[str] = set()
 """SHA-256 sums of the pickles that this process has written."""
 load_pickle: Any = torch.UntypedStorage(0).__reduce__()[0]
-"""The function by which torch's pickles read a pickle within."""
+"""The function by which torch's pickles read a nested pickle."""
 
 
 class Code:
@@ -53,7 +53,7 @@ class Code:
         self.pickled = pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be the value again where a file is read with weights_only=False."""
+        """Return the value itself if a file is read with weights_only=False."""
         return load_pickle, (self.pickled,)
 
 
@@ -62,9 +62,9 @@ def _plain_classes() -> list[Any]:
     """Return the classes, besides those that torch allows, whose objects hold values and run no code when read."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
-    # a pickle within is not read
+    # a nested pickle is not read
     classes.append((Code, f"{load_pickle.__module__}.{load_pickle.__qualname__}"))
-    # the functions that pickles of arrays and of their scalars call
+    # the functions that pickles of arrays and array scalars call
     classes += [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     with suppress(ImportError):
         from omegaconf import DictConfig, ListConfig, base, nodes
@@ -75,8 +75,8 @@ def _plain_classes() -> list[Any]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    """Return a value, or Code for what `torch.load` would refuse. Raises any error of a class that is pickled."""
-    # torch alone knows what its reader refuses, and says so of a file only
+    """Return a value, or Code if `torch.load` would refuse it. Raises any error that pickling raises."""
+    # only torch knows which values its reader refuses, and it checks only files
     buffer = BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -87,36 +87,36 @@ def _wrapped(name: str, value: Any) -> Any:
 
 
 def _is_nested(key: str, value: Any) -> bool:
-    """Return whether a program's own values lie side by side under a key of a file."""
+    """Return whether the value of a key of a file is a dict of the program's values."""
     return isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
 
 
 def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, Any]:
-    """Return the contents of a file with Code for what `torch.load` would refuse."""
+    """Return the contents of a file, with Code in place of values that `torch.load` would refuse."""
     wrapped = {}
     for key, value in values.items():
         try:
             wrapped[key] = _wrap_code(value, False) if is_outer and _is_nested(key, value) else _wrapped(key, value)
-        except Exception as error:  # whatever a class of the program's raises when it is pickled
-            log.warning("The checkpoint does not hold %s, which cannot be pickled: %s", key, error)
+        except Exception as error:  # any error that a class of the program raises when it is pickled
+            log.warning("The checkpoint does not contain %s, which cannot be pickled: %s", key, error)
     return wrapped
 
 
 # --- between the contents of a run's checkpoint and those of a file ---------------------------------------------------
 def is_omegaconf(value: Any) -> bool:
-    """Return whether a value is a config of OmegaConf's."""
+    """Return whether a value is a config of OmegaConf."""
     return type(value).__module__.startswith("omegaconf.")
 
 
 def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, Any]:
-    """Return the contents of a checkpoint as Lightning's file has them, with Legato's part under KEY."""
+    """Convert the contents of a checkpoint to Lightning's format, with Legato's state under KEY."""
     of_legato = {key: contents[key] for key in OF_LEGATO if key in contents}
     saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
     if "optimizer_states" in saved:
         states = saved["optimizer_states"]
         pairs = [(state, *numbered("optimizer", state, None)) for state in states]
-        # by numbers in Lightning's part of the file; the names, where there are any, in Legato's
+        # Lightning's part of the file numbers the parameters; Legato's part has their names, if any
         of_legato["optimizer_names"] = [
             [group["params"] for group in state["param_groups"]] if groups else None for state, _, groups in pairs
         ]
@@ -139,7 +139,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
 
 
 def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of a run's checkpoint from those of a file of Legato's or Lightning's, for a run."""
+    """Convert a file of Legato or Lightning to the contents of a run's checkpoint."""
     if KEY in saved:
         contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
         if "state" in contents:
@@ -156,7 +156,7 @@ def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, A
 
 
 def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the states of callbacks that average weights the averages, which Lightning stores apart from them."""
+    """Add the averages, which Lightning stores separately, to the states of callbacks that average weights."""
     states = dict(saved.get("callbacks") or {})
     for key, state in states.items() if TRAINED in saved else ():
         if isinstance(state, dict) and "latest_update_step" in state:
@@ -168,9 +168,9 @@ def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contents with hyperparameters as the program has them: code, and containers of OmegaConf.
+    """Return contents with hyperparameters in the program's form: code, and containers of OmegaConf.
 
-    What a hook has changed stays as it is. `owners`: the module and data module, by the prefix of their keys.
+    Values that a hook has changed are kept. `owners`: the module and data module, by the prefix of their keys.
     """
     contents = dict(contents)
     for prefix, owner in owners.items():
@@ -192,41 +192,41 @@ def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any])
 
 # --- files ------------------------------------------------------------------------------------------------------------
 def write(path: Path, saved: dict[str, Any]) -> None:
-    """Write a file, completely or not at all. Raises CheckpointError if that fails."""
-    # the file takes its name when it is complete: a reader never sees half of it
+    """Write a file, completely or not at all. Raises CheckpointError on failure."""
+    # the file is renamed when it is complete, so a reader never sees half of it
     with whole_file(path) as partial, torch.serialization.safe_globals(_plain_classes()):
         try:
             torch.save(saved, partial)
             has_code = bool(torch.serialization.get_unsafe_globals_in_checkpoint(partial))
         except OSError:
             raise
-        except Exception:  # a value that cannot be pickled; or a full disk, which the next attempt meets too
+        except Exception:  # a value that cannot be pickled, or a full disk, which also fails the next attempt
             has_code = True
         if has_code:
             try:
                 torch.save(_wrap_code(saved), partial)
-            except RuntimeError as error:  # of torch's writer, on a full disk for one
+            except RuntimeError as error:  # raised by torch's writer, for example on a full disk
                 raise OSError(str(error)) from error
-        # synced before the rename, or a power cut leaves an empty file under the right name
+        # sync before the rename, or a power cut could leave an empty file under the final name
         descriptor = os.open(partial, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
 
 def write_module(path: Path, module: Any) -> None:
-    """Write a file with the weights of a module that no run has."""
+    """Write a file with the weights of a module that belongs to no run."""
     write(path, {"state_dict": module.state_dict(), LIGHTNING: FORMAT_VERSION})
 
 
 def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-    """Return what a file holds; with weights_only=False, which the program must say, code in it may run."""
+    """Read a file. With weights_only=False, which only the program can set, code in the file may run."""
     is_trusted = weights_only is False
     if isinstance(source, (str, Path)):
         _require_undamaged(Path(source))
     try:
         with torch.serialization.safe_globals(_plain_classes()):
             saved = torch.load(source, map_location=map_location, weights_only=True)
-    except Exception:  # of a file of Lightning's, or another's, with code in it
+    except Exception:  # a file of Lightning or another library that contains code
         if not is_trusted:
             raise
         if hasattr(source, "seek"):
@@ -236,13 +236,13 @@ def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = Non
 
 
 def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
-    """Read the pickles within that are trusted, or that this process has written; leave out all others, and say so."""
+    """Read nested pickles that are trusted or were written by this process; leave out all others with a warning."""
     places = [("", saved, key) for key in saved]
     places += [(key, values, name) for key, values in saved.items() if _is_nested(key, values) for name in values]
     others = []
     for key, holder, name in places:
         code = holder[name]
-        # what this process has written is as trustworthy as the process; a hash, as the file may be another by now
+        # a pickle from this process is as trustworthy as the process; its hash shows that the file is the same
         if isinstance(code, Code) and (is_trusted or hashlib.sha256(code.pickled).hexdigest() in written):
             holder[name] = torch.load(BytesIO(code.pickled), map_location="cpu", weights_only=False)
         elif isinstance(code, Code):
@@ -252,31 +252,34 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
             else:
                 others.append(f"{key}.{name}".lstrip("."))
     if others:
-        log.warning("The checkpoint holds code under %s, which is left out: say weights_only=False.", ", ".join(others))
+        log.warning(
+            "The checkpoint contains code under %s, which was left out. To load it, pass weights_only=False.",
+            ", ".join(others),
+        )
     return saved
 
 
 def _require_undamaged(path: Path) -> None:
-    """Raise CheckpointError for a file of which a part is damaged: torch reads it without a look at its sums."""
+    """Raise CheckpointError for a damaged file, whose checksums torch does not verify."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, FileNotFoundError, IsADirectoryError):
-        return  # of an old version of torch, or none of its files: torch says so
+        return  # a file of an old torch version, or of another program: torch reports it
     if damaged:
-        raise CheckpointError(f"{path} is damaged: {damaged} in it is not what was written.")
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match.")
 
 
 def run_of(path: Path) -> str | None:
-    """Return the id of the run that wrote a file, of which no tensor is read; None for any other file."""
-    # any file that cannot be read is none of this run, which then leaves it alone
+    """Return the id of the run that wrote a file, without reading its tensors; None for any other file."""
+    # a file that cannot be read does not belong to this run, which must not touch it
     with suppress(Exception), torch.serialization.safe_globals(_plain_classes()):
         return str(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY]["run_id"])
     return None
 
 
 def in_one_piece(value: Any, ranks: Any) -> Any:
-    """Return nested values with every sharded tensor in one piece, on rank 0; every one of `ranks` calls it."""
+    """Return nested values with all sharded tensors gathered on rank 0. Every rank in `ranks` calls it."""
     block = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if block is not None:
         parts = ranks.gather_objects((block.offset, block.block.cpu()))
@@ -291,23 +294,23 @@ def in_one_piece(value: Any, ranks: Any) -> Any:
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
 class LightningFile:
-    """Format of a run's checkpoints in Lightning compatibility mode: a file each, which Lightning opens."""
+    """Checkpoint format of runs in Lightning compatibility mode: single files that Lightning can load."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.states: tuple[Any, Mapping[str, Any]] | None = None
-        """States of data module and callbacks in the checkpoint that is evaluated, until they are loaded."""
+        """States of the data module and callbacks in the evaluated checkpoint, until they are loaded."""
         self.weights_only: bool | None = None
-        """What the program has said of the checkpoint to read."""
+        """The value of weights_only that the program passed for the checkpoint to read."""
 
     def name(self, step: int) -> str:
-        """Return the path of what a run saves when it is told to end, as in Lightning."""
+        """Return the path of the checkpoint that a run saves when it is asked to end, as in Lightning."""
         return os.path.join(os.path.abspath(self.trainer.default_root_dir), f"hpc_ckpt_{step}.ckpt")
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Any, run: str) -> None:
-        """Write a file on rank 0, which gets all shards."""
+        """Write a file on rank 0, which gathers all shards."""
         current = self.trainer.current_run
-        # Lightning knows no shards: rank 0 gathers them, tensor by tensor
+        # Lightning's format has no shards: rank 0 gathers them one tensor at a time
         gathered = in_one_piece(dict(contents), ranks)
 
         def write_all() -> None:
@@ -317,9 +320,9 @@ class LightningFile:
         ranks.from_first(write_all)
 
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Return the contents of a checkpoint: Legato's, Lightning's, or the weights of another program's file.
+        """Read a checkpoint of Legato or Lightning, or the weights in a file of another program.
 
-        The weights are the averages, where there are some, unless a callback of this run goes on with them.
+        The weights are the averages, if there are any, unless a callback of this run continues with them.
         """
         contents = self._read(path, ranks, names, in_parts)
         run = self.trainer.current_run
@@ -330,7 +333,7 @@ class LightningFile:
         return contents
 
     def load_states(self) -> None:
-        """Give data module and callbacks their states of the checkpoint that is evaluated, as Lightning does; once."""
+        """Load the states of the data module and callbacks from the evaluated checkpoint, once, as Lightning does."""
         data, callbacks = self.states or (None, {})
         self.states = None
         if data and self.trainer.datamodule is not None:
@@ -341,12 +344,14 @@ class LightningFile:
 
     def _read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         if path.is_dir():
-            raise CheckpointError(f"{path} is a checkpoint of Legato's own Trainer: legato convert {path} FILE.ckpt")
+            raise CheckpointError(
+                f"{path} is a checkpoint of Legato's Trainer. Convert it: legato convert {path} FILE.ckpt"
+            )
         try:
             saved = read(path, weights_only=self.weights_only)
         except CheckpointError:
             raise
-        except Exception:  # a file of another program: its reader says what is wrong with it
+        except Exception:  # a file of another program, whose reader reports the error
             saved = None
         if not isinstance(saved, dict) or "state_dict" not in saved:
             return read_contents(path, names)
@@ -355,7 +360,7 @@ class LightningFile:
         return contents
 
     def remove(self, path: Path, run: str) -> None:
-        """Delete a file that this run wrote. Raises CheckpointError for any other."""
+        """Delete a file that this run wrote. Raises CheckpointError for any other file."""
         if run_of(path) != run:
             reason = "another run wrote it" if path.exists() else "it is not there"
             raise CheckpointError(f"{path} is not removed: {reason}.")

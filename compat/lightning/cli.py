@@ -1,4 +1,4 @@
-"""LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse."""
+"""LightningCLI: a command line for a module, a data module and a trainer, based on jsonargparse."""
 
 import re
 import sys
@@ -32,11 +32,11 @@ require_jsonargparse()
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # noqa: E402
 
 CLASS_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
-"""The path of a class of this package, in a config that is written."""
+"""The import path that this package's classes have in a written config."""
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """ReduceLROnPlateau that knows which metric it goes by."""
+    """ReduceLROnPlateau with the name of its monitored metric."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -72,13 +72,13 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     ) -> list[str]:
         """Add the arguments of a trainer, module, data module or callback class; return their names.
 
-        Raises MisconfigurationException for another class.
+        Raises MisconfigurationException for any other class.
         """
         kind = lightning_class if isinstance(lightning_class, type) else class_of(lightning_class)
         if not issubclass(kind, (Trainer, LightningModule, LightningDataModule, CallbackOfLegato)):
             raise MisconfigurationException(
-                f"Cannot add arguments from: {lightning_class}. Give a Trainer, LightningModule, LightningDataModule "
-                f"or Callback class, or a function that returns one of these."
+                f"Cannot add arguments from: {lightning_class}. Expected a Trainer, LightningModule, "
+                "LightningDataModule or Callback class, or a function that returns one of these."
             )
         if issubclass(kind, CallbackOfLegato):
             self.callback_keys.append(nested_key)
@@ -107,7 +107,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return a config as text, in which classes of this package have Lightning's paths where these mean it."""
+        """Return a config as text, in which public classes of this package have Lightning's paths."""
         text: str = super().dump(*args, **kwargs)
         stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
         return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
@@ -121,7 +121,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
 
 
 def lightnings_path(path: str) -> str:
-    """Return the shortest path below `lightning` of a public class of this package; any other path as it is."""
+    """Return the shortest path below `lightning` of a public class of this package; leave any other path unchanged."""
     module, _, name = path.rpartition(".")
     value = getattr(sys.modules.get(module), name, None)
     for package in sorted(package for package in sys.modules if f"{package}.".startswith(f"{ROOT}.pytorch.")):
@@ -133,7 +133,7 @@ def lightnings_path(path: str) -> str:
 class SaveConfigCallback(Callback):
     """Writes the config of a LightningCLI to the log directory when a run begins.
 
-    Raises RuntimeError if there is one already, unless `overwrite`.
+    Raises RuntimeError if the file exists, unless `overwrite` is set.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class SaveConfigCallback(Callback):
         self.overwrite, self.multifile, self.save_to_log_dir = overwrite, multifile, save_to_log_dir
         self.already_saved = False
         if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
-            raise ValueError("`save_to_log_dir=False` only makes sense for a subclass that has a `save_config`.")
+            raise ValueError("`save_to_log_dir=False` only makes sense for a subclass that overrides `save_config`.")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Write the config, on rank 0 and once."""
+        """Write the config once, on rank 0."""
         if self.already_saved:
             return
         folder = trainer.log_dir
@@ -171,11 +171,11 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Overridden by subclasses that save the config elsewhere; called on rank 0."""
+        """Save the config elsewhere. Subclasses override it; rank 0 calls it."""
 
 
 class LightningCLI:
-    """Parses the command line, makes module, data module and trainer, and runs the trainer's method that it names."""
+    """Parses the command line, creates module, data module and trainer, and runs the named method of the trainer."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -221,7 +221,7 @@ class LightningCLI:
 
     # --- the parser -------------------------------------------------------------------------------------------------
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser that takes `--config`, and that begins what it writes by Lightning's version."""
+        """Return a parser with the option `--config`, which writes Lightning's version at the start of a config."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."
@@ -231,7 +231,7 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Make the parser, and with subcommands one for each."""
+        """Create the parser; with subcommands, one for each."""
         self.parser = self._parsers[None] = self.init_parser(**main_kwargs)
         if not add_subcommands:
             self._add_arguments(self.parser)
@@ -248,7 +248,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the subcommands with the arguments that the command line does not take."""
+        """Return the subcommands, with the arguments that the command line does not accept."""
         loaders = {"model", "dataloaders", "datamodule"}
         fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
@@ -265,7 +265,7 @@ class LightningCLI:
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--seed_everything`."""
-        about = "Seed all random number generators before anything is made; True chooses a seed."
+        about = "Seed all random number generators before creating objects; True chooses a seed."
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=about)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -279,11 +279,11 @@ class LightningCLI:
         parser.add_lightning_class_args(data, "data", subclass_mode=self.subclass_mode_data, required=needed)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Overridden by subclasses that add or link arguments."""
+        """Add or link arguments. Subclasses override it."""
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Link the arguments of optimizers and schedulers to where `link_to` says."""
+        """Link the arguments of optimizers and schedulers to the keys that `link_to` names."""
         for key, (kinds, target) in {**parser.optimizer_keys, **parser.scheduler_keys}.items():
             if target != "AUTOMATIC" and isinstance(kinds, tuple):
                 parser.link_arguments(key, target)
@@ -291,16 +291,16 @@ class LightningCLI:
                 parser.link_arguments(key, target, compute_fn=partial(_spec_of, kinds))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the command line, a list of words, or a dict, into `config`."""
+        """Parse the command line, a list of words or a dict into `config`."""
         if args is not None and len(sys.argv) > 1:
-            rank_zero_warn(f"LightningCLI was given both args={args} and a command line, {sys.argv[1:]}; args count.")
+            rank_zero_warn(f"LightningCLI got both args={args} and a command line, {sys.argv[1:]}. It uses args.")
         values = isinstance(args, (dict, Namespace))
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Take the hyperparameters of the checkpoint that the command line names as defaults of the module's."""
+        """Use the hyperparameters of the checkpoint on the command line as defaults of the module."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
-        # "last" and "best" are words, which the trainer resolves once it is there
+        # "last" and "best" are names that the trainer resolves later
         if not path or not Path(path).exists():
             return
         saved = read_checkpoint(path).get("hyper_parameters") or {}
@@ -311,7 +311,7 @@ class LightningCLI:
             self.config = self.parser.parse_object({self.subcommand: {"model": values}}, self.config)
 
     def config_of(self, key: str) -> dict[str, Any]:
-        """Return the values of the command line for the module or the data module, as they are in a YAML file."""
+        """Return the values of the command line for the module or the data module, in YAML form."""
         text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False, format="yaml")
         values = self._get(yaml.safe_load(text), key) or {}
         if "class_path" not in values:
@@ -320,7 +320,7 @@ class LightningCLI:
         return {"_class_path": values["class_path"], **own}
 
     def _instantiators(self) -> list[tuple[Callable[..., Any], type, bool]]:
-        """Return what makes module and data module, so that their hyperparameters are those of the command line."""
+        """Return the functions that create module and data module with the hyperparameters of the command line."""
         if not self.load_from_checkpoint_support:
             return []
         wanted = (
@@ -338,20 +338,20 @@ class LightningCLI:
 
     # --- what is made -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """Overridden by subclasses that do something before anything is made."""
+        """Run before objects are created. Subclasses override it."""
 
     def instantiate_classes(self) -> None:
-        """Make module, data module and trainer."""
+        """Create module, data module and trainer."""
         self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators())
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._give_model_optimizers()
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Overridden by subclasses that do something when all is made."""
+        """Run after objects are created. Subclasses override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Return the trainer, with the callbacks of the command line and the one that saves the config."""
+        """Return the trainer, with the callbacks of the command line and the callback that saves the config."""
         config = {**self._get(self.config_init, "trainer", {}), **kwargs}
         parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
         own = self.trainer_defaults.get("callbacks", [])
@@ -368,7 +368,7 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what the module's configure_optimizers is to return; subclasses may override it."""
+        """Return the result of the module's configure_optimizers; subclasses may override it."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -377,7 +377,7 @@ class LightningCLI:
         return [optimizer], [lr_scheduler]
 
     def _give_model_optimizers(self) -> None:
-        """Let the module return the optimizer that the command line describes. Raises MisconfigurationException."""
+        """Let the module return the optimizer from the command line. Raises MisconfigurationException for several."""
         parser = self._parsers[self.subcommand]
         found = [
             {key: kinds for key, (kinds, target) in keys.items() if target == "AUTOMATIC"}
@@ -387,8 +387,8 @@ class LightningCLI:
             return
         if any(len(keys) > 1 for keys in found):
             raise MisconfigurationException(
-                f"There are several optimizers or schedulers: {[*found[0], *found[1]]}. Link each to an argument of "
-                f"the module (link_to=...) and return them in its configure_optimizers."
+                f"There are several optimizers or schedulers: {[*found[0], *found[1]]}. Link each of them to an "
+                "argument of the module (link_to=...) and return them from its configure_optimizers."
             )
         specs = [self._spec(key, kinds) for keys in found for key, kinds in keys.items()]
         if not specs[0]:
@@ -415,7 +415,7 @@ class LightningCLI:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def _run_subcommand(self, subcommand: str) -> None:
-        """Call the trainer's method, or one of this class with that name, between `before_` and `after_`."""
+        """Call the method of the trainer or of this class with that name, between `before_` and `after_`."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         given = self.config_init[subcommand]
@@ -433,13 +433,13 @@ class LightningCLI:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a class or a function takes an argument of this name."""
+    """Return whether a class or a function has an argument with this name."""
     parameters = signature(function).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def class_of(function: Callable[..., Any]) -> type:
-    """Return a class whose arguments are those of a function, and which is what that returns."""
+    """Return a class with the arguments of a function, which creates the function's result."""
     found: type = class_from_function(function)
     return found
 
@@ -447,7 +447,7 @@ def class_of(function: Callable[..., Any]) -> type:
 def _make(
     cli: LightningCLI, key: str, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
 ) -> Any:
-    """Make a module or data module whose `save_hyperparameters` saves what the command line said."""
+    """Create a module or data module whose `save_hyperparameters` saves the values of the command line."""
     values = cli.config_of(key)
     for target, value in applied_instantiation_links.items():
         first, *path = target.replace("init_args.", "").split(".")
@@ -466,7 +466,7 @@ def _spec_of(kind: type, values: Any) -> dict[str, Any]:
 
 
 def instantiate_class(args: Any, init: Any) -> Any:
-    """Return an object of `init["class_path"]`, made with `args` and `init["init_args"]`."""
+    """Create an object of `init["class_path"]` from `args` and `init["init_args"]`."""
     module, _, name = init["class_path"].rpartition(".")
     options = init.get("init_args") or {}
     options = options.as_dict() if hasattr(options, "as_dict") else options

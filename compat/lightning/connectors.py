@@ -1,4 +1,4 @@
-"""Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
+"""Connectors: a trainer's loaders, checkpoints and metrics under Lightning's private names, which programs read."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from .placeholders import inner_part_missing
 
 
 class Connector:
-    """Base of the connectors: of their parts there is what public programs use."""
+    """Base class of connectors, which have only the attributes that public programs use."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer
@@ -24,7 +24,7 @@ class Connector:
 
 
 class DataLoaderSource(Connector):
-    """The place that the loaders of one kind come from: a module, or a data module."""
+    """The source of the loaders of a kind: a module, or a data module."""
 
     def __init__(self, trainer: TrainerAttributes, word: str, name: str) -> None:
         super().__init__(trainer)
@@ -32,41 +32,41 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that were given, or else the data module or the module."""
+        """The loaders that were passed; otherwise the data module or the module."""
         given = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if given is None else given
 
     @property
     def owner(self) -> Any:
-        """The data module, or else the module."""
+        """The data module; otherwise the module."""
         return self.trainer.datamodule or self.trainer.lightning_module
 
     def is_module(self) -> bool:
-        """Return whether a method makes the loaders; else the program has given them."""
+        """Return whether a method creates the loaders, or the program has passed them."""
         return self.trainer.run is None or self.trainer.run.request_loaders.get(self.word) is None
 
     def is_defined(self) -> bool:
-        """Return whether there are loaders, or a method for them."""
+        """Return whether there are loaders, or a method that creates them."""
         return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
-        """Return the loaders: those of the run, those that were given, or what the method returns."""
+        """Return the loaders: those of the run, those that were passed, or the result of the method."""
         run = self.trainer.run
         known = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
-        # held against None: a loader of a stream has no length, and so no truth value
+        # compared with None, because a loader of a stream has no length and no truth value
         found = next((one for one in known if one is not None), None)
         return getattr(self.owner, self.name)() if found is None else found
 
 
 class CheckpointConnector(Connector):
-    """Contents of a checkpoint."""
+    """The contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what Lightning's file of this moment would hold, on rank 0; every rank calls it."""
+        """Return the contents of a Lightning checkpoint of the current state on rank 0. Every rank calls it."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "contents.ckpt")
             self.trainer.saver.save(path, bool(weights_only), False)
-            # what this process has just written may be code
+            # this process has just written any code in the file
             saved: dict[str, Any] = read(path, weights_only=False) if path.exists() else {}
         return saved
 
@@ -74,30 +74,30 @@ class CheckpointConnector(Connector):
 class LoggerConnector(Connector):
     """Logged values."""
 
-    # each with its private name, by which programs read it, too
+    # programs also read the private names
     callback_metrics = _callback_metrics = alias("trainer.callback_metrics")
     logged_metrics = _logged_metrics = alias("trainer.logged_metrics")
     progress_bar_metrics = _progress_bar_metrics = alias("trainer.progress_bar_metrics")
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The three, by the word for who reads them."""
+        """The three collections of metrics, by the name of the reader."""
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
     def reset_metrics(self) -> None:
-        """Forget all values."""
+        """Delete all values."""
         trainer = self.trainer
         trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether values are logged after the step that is under way."""
+        """Whether values are logged after the current step."""
         steps = self.trainer.state.global_step + 1
         return steps % (self.trainer.log_every_n_steps or 1) == 0 or bool(self.trainer.should_stop)
 
 
 class CallbackConnector(Connector):
-    """Order of callbacks, and those that a module brings."""
+    """Order of callbacks, and callbacks that a module adds."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))

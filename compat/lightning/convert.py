@@ -1,4 +1,4 @@
-"""`legato convert`: writes a checkpoint as a file that Lightning goes on from."""
+"""`legato convert`: write a checkpoint as a file from which Lightning can resume."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -16,24 +16,24 @@ def run_convert(arguments: Namespace) -> None:
     source, target = Path(arguments.source), Path(arguments.target)
     if source.is_file():
         raise CheckpointError(
-            f"{source} is a file. `legato lightning SCRIPT` goes on from one of Lightning's, and load_from_checkpoint "
-            f"reads its weights."
+            f"{source} is a file, not a checkpoint folder. `legato lightning SCRIPT` resumes from a Lightning "
+            "checkpoint, and load_from_checkpoint reads its weights."
         )
     epoch, step = convert_checkpoint(source, target)
     print(f"epoch {epoch}, step {step}  {target}")
 
 
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
-    """Write the checkpoint at `source`, or the newest complete one in it, as Lightning's file; return epoch and step.
+    """Convert a checkpoint, or the newest complete one in a folder, to Lightning's format; return epoch and step.
 
-    Raises CheckpointError if there is no checkpoint, and if `target` exists or has another suffix.
+    Raises CheckpointError if there is no checkpoint, or if `target` exists or has a wrong suffix.
     """
     storage.require_new(target)
     if target.suffix != SUFFIX:
-        raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
+        raise CheckpointError(f"{target}: the name of a Lightning checkpoint must end in {SUFFIX}.")
     contents = reading.read(source)
     state = contents.get("state")
     if state is not None and not setting(contents, "training.automatic_optimization", default=True):
-        contents["global_step"] = state["optimizer_steps"]  # as Lightning counts in manual optimization
+        contents["global_step"] = state["optimizer_steps"]  # Lightning counts optimizer steps in manual optimization
     write(target, to_file(contents))
     return int(contents["epoch"]), int(contents["global_step"])

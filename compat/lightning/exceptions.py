@@ -6,18 +6,18 @@ from typing import Any
 from ...base.errors import CheckpointError, LegatoError
 
 MisconfigurationException = LegatoError
-"""The base of Legato's errors, so that `except MisconfigurationException` catches each of them."""
+"""The base of Legato's errors: `except MisconfigurationException` catches all of them."""
 
 
 class SIGTERMException(SystemExit):
-    """The end of a process that was told to terminate."""
+    """Ends a process that received a termination signal."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is nothing at the path of a checkpoint."""
+    """The path of a checkpoint does not exist."""
 
 
 def require_checkpoint(path: Any) -> None:
-    """Raise CheckpointMissingError where a path of a checkpoint leads nowhere."""
+    """Raise CheckpointMissingError if the path of a checkpoint does not exist."""
     if not os.path.exists(path):
-        raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}: give the path of one that was saved.")
+        raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}. Pass the path of a saved checkpoint.")

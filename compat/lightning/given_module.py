@@ -1,4 +1,4 @@
-"""The module that a program gives a Trainer: what torch.compile has made of it, and hooks of Lightning 1."""
+"""The module that a program passes to a Trainer: results of torch.compile, and hooks of Lightning 1."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .utilities import given_to_compile
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the module in what torch.compile returned for it, with its forward and its steps compiled."""
+    """Return the module inside a result of torch.compile, with its forward and steps compiled."""
     module = given_to_compile(model)
     if not isinstance(module, Task):
         return model
@@ -23,14 +23,14 @@ HOOKS_OF_LIGHTNING_1 = {
     "validate": ("validation_epoch_end",),
     "test": ("test_epoch_end",),
 }
-"""Hooks that were given the outputs of all batches, and would not be called, by the method that would call them."""
+"""Hooks of Lightning 1 that receive the outputs of all batches, by the Trainer method that would have called them."""
 
 
 def refuse_old_hooks(method: str, module: Any) -> None:
-    """Raise NotImplementedError for a module with such a hook."""
+    """Raise NotImplementedError for a module with a hook of Lightning 1."""
     for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"{type(module).__name__}.{name} is a hook of Lightning 1, which Lightning 2 does not call: keep "
+                f"{type(module).__name__}.{name} is a hook of Lightning 1, which Lightning 2 does not call. Store "
                 f"outputs in an attribute of the module, and use them in {RENAMED[name]}."
             )

@@ -1,4 +1,4 @@
-"""What the modules of Lightning's tree share: the paths below them, names of inner parts, and placeholders."""
+"""Helpers for the modules of Lightning's tree: their paths, names of internals, and placeholders."""
 
 import operator
 import platform
@@ -15,12 +15,12 @@ from typing import Any
 from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
-"""Name of this package: the module `ROOT.pytorch.callbacks` stands for `lightning.pytorch.callbacks`."""
+"""The name of this package: the module `ROOT.pytorch.callbacks` replaces `lightning.pytorch.callbacks`."""
 VERSION = "2.6.6"
-"""The version of Lightning whose names these are."""
+"""The version of Lightning that defines these names."""
 VERSION_CONSTANT = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(?:_\d+)*)")
-"""Private constants that tell of a version, such as _TORCH_GREATER_EQUAL_2_1."""
-WAY_OUT = "It is a part of Lightning's inner workings, and Legato has other ones; use the public names."
+"""Private constants for versions, such as _TORCH_GREATER_EQUAL_2_1."""
+WAY_OUT = "It is internal to Lightning, and Legato has no equivalent. Use the public names."
 CONSTANTS = {"_IS_INTERACTIVE": hasattr(sys, "ps1"), "_IS_WINDOWS": sys.platform == "win32"}
 PASSED_ON = "pytorch", "pytorch.utilities"
 """Packages whose public names many modules of Lightning import, so that programs import them from there."""
@@ -28,10 +28,10 @@ HELPERS = {"alias_below", "inner_name", "placeholders"}
 
 
 def alias_below(package: str, paths: str) -> None:
-    """Enter a package in sys.modules under the paths of the modules that Lightning has below it.
+    """Register a package in sys.modules under the paths of Lightning's modules in that package.
 
-    The package has the names of all of them, and no two differ, so that one module stands for each. Also sets the
-    package's `__all__` to its public names.
+    The package defines the names of all of these modules without a conflict, so it can replace each of them. Also
+    sets the package's `__all__` to its public names.
     """
     module = sys.modules[package]
     names = [name for name, value in vars(module).items() if name[0] != "_" and not isinstance(value, ModuleType)]
@@ -43,11 +43,11 @@ def alias_below(package: str, paths: str) -> None:
 
 
 def inner_name(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: constants about versions and packages, common names, and placeholders.
+    """Return the `__getattr__` of a package: version and package constants, common names, and placeholders.
 
-    Private names become placeholders; so does every name below lightning.fabric, whose classes Legato does not have.
+    Private names become placeholders, as does every name below lightning.fabric, whose classes Legato does not have.
     """
-    # programs import many classes of Fabric for annotations alone
+    # programs import many classes of Fabric only for annotations
     any_name = package.startswith(f"{ROOT}.fabric")
 
     def get(name: str) -> Any:
@@ -68,7 +68,7 @@ def inner_name(package: str) -> Callable[[str], Any]:
             names = vars(import_module(f"{ROOT}.{home}"))
             if name in names.get("__all__", ()):
                 return names[name]
-        # Python and pickle ask for dunders, and a constant that is no class cannot stand for one
+        # Python and pickle request dunders, and a placeholder class cannot replace other constants
         if name.startswith("__") or name.isupper() or not (any_name or name.startswith("_")):
             raise AttributeError(f"module {package!r} has no public name {name!r}")
         return make_placeholder(package, name, WAY_OUT)
@@ -77,12 +77,12 @@ def inner_name(package: str) -> Callable[[str], Any]:
 
 
 def placeholders(package: str, names: str, way_out: str) -> list[Any]:
-    """Return a placeholder for each of a package's names; `way_out` is the sentence that its use raises."""
+    """Return placeholders for names of a package; using one raises an error with the sentence `way_out`."""
     return [make_placeholder(package, name, way_out) for name in names.split()]
 
 
 def _compare(package: str, relation: str, number: str) -> bool:
-    """Return whether a package's version, or Python's, stands in a relation to a number such as "2_1_0"."""
+    """Return whether the version of a package, or of Python, compares as stated to a number such as "2_1_0"."""
     try:
         installed = platform.python_version() if package == "PYTHON" else version(package.lower())
     except PackageNotFoundError:

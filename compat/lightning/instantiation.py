@@ -1,4 +1,4 @@
-"""Objects from the configs of a LightningCLI, by jsonargparse."""
+"""Objects from the configs of a LightningCLI, created by jsonargparse."""
 
 from typing import Any, TypeVar
 
@@ -6,19 +6,19 @@ ModuleType = TypeVar("ModuleType")
 
 
 def require_jsonargparse() -> None:
-    """Raise ModuleNotFoundError where jsonargparse is not installed, with what to do."""
+    """Raise ModuleNotFoundError with instructions if jsonargparse is not installed."""
     try:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "LightningCLI needs jsonargparse: pip install 'legato[lightning]'. Without it `legato fit CONFIG.yaml "
-            "task.lr=0.1 trainer.max_epochs=2` does the same with a config of Legato's (`_target_` for class_path).",
+            "LightningCLI needs jsonargparse: pip install 'legato[lightning]'. Without it, use a config of Legato "
+            "(`_target_` for class_path): `legato fit CONFIG.yaml task.lr=0.1 trainer.max_epochs=2`.",
             name="jsonargparse",
         ) from None
 
 
 def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
-    """Return an object of a class, or of the subclass that `config["_class_path"]` names, made from a config."""
+    """Create an object of a class, or of the subclass in `config["_class_path"]`, from a config."""
     require_jsonargparse()
     from jsonargparse import ArgumentParser
 

@@ -1,6 +1,6 @@
-"""Ranks of a script: its own command is started once more for each, as Lightning does, and this process is rank 0.
+"""Ranks of a script: as in Lightning, this process is rank 0, and starts the script again for each other rank.
 
-So what `fit` leaves on the module, the callbacks and the trainer is there afterwards, as in a run of one process.
+The attributes that `fit` leaves on the module, callbacks and trainer remain, as in a run on one process.
 """
 
 import atexit
@@ -16,48 +16,48 @@ from typing import Any
 from ...base.environment import get_variable, read_int, set_variable, unset_variable
 
 RANKS = "LEGATO_SCRIPT_RANKS"
-"""Variable with the number of ranks in processes that this module has started, or that have started others."""
+"""Variable with the number of ranks, set in processes that this module started and in those that started others."""
 SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
-"""Variable with the process id of rank 0, which a rank takes when it begins: its own children do not inherit it."""
+"""Variable with the process id of rank 0. Each rank removes it at its start, so its children do not inherit it."""
 SECONDS_TO_END = 30.0
-"""Time for the other ranks to end by themselves once one has failed: they report what they know."""
+"""Seconds that the other ranks have to end after one has failed, so that they can print their reports."""
 IN_WORKERS = ("spawn", "fork", "notebook")
-"""Parts of the names of strategies and start methods that run in Legato's workers, as they do not start the script."""
+"""Parts of the names of strategies and start methods that use Legato's workers and do not start the script again."""
 
 
 def starts_script(strategy: Any) -> bool:
-    """Return whether a strategy, Lightning's word or object, starts the script again rather than workers."""
+    """Return whether a strategy, a name or an object of Lightning, starts the script again instead of workers."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
     is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
     return is_script and not hasattr(sys, "ps1") and not any(part in name for part in IN_WORKERS)
 
 
 def is_started() -> bool:
-    """Return whether the ranks of this script run, so that variables of a launcher are those of this module."""
+    """Return whether the ranks of this script are running, so that launcher variables come from this module."""
     return get_variable(RANKS) is not None
 
 
 def shared_seed() -> int:
-    """Return a seed that all ranks of the script have, for one that seeds nothing itself."""
+    """Return a seed that all ranks of the script share, for scripts that set no seed."""
     return int(get_variable(SEED) or 0)
 
 
 def start_ranks(count: int, seed: int) -> None:
-    """Start ranks 1 to `count` - 1 by this process's own command, and let this process be rank 0."""
+    """Start ranks 1 to `count` - 1 with the command of this process, and make this process rank 0."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     shared |= {RANKS: str(count), SEED: str(seed), RANK_0: str(os.getpid()), "NODE_RANK": "0", "GROUP_RANK": "0"}
     children: list[subprocess.Popen[bytes]] = []
-    for rank in reversed(range(count)):  # last the variables of this process
+    for rank in reversed(range(count)):  # set the variables of this process last
         for name, value in {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
             set_variable(name, value)
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
     unset_variable(RANK_0)
-    # the ranks write files of theirs after fit, which a script that ends first would cut off
+    # the ranks may write files after fit; a script that ends first would interrupt them
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -66,28 +66,28 @@ _failed = threading.Event()
 
 
 def note_failure() -> None:
-    """Note that a run of this process has failed, so that at its exit the other ranks are not waited for long."""
+    """Record that a run of this process has failed, so that its exit waits only briefly for the other ranks."""
     _failed.set()
 
 
 def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
-    """End this process and the other ranks where one has failed, unless the run's own report comes first."""
+    """End this process and the other ranks if a rank has failed, unless the run prints its report first."""
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
-            # the run has a report of its own, which names the rank that failed first and is better than this one
+            # the run's report names the rank that failed first, and is better than this message
             time.sleep(SECONDS_TO_END)
             code = children[failed[0] - 1].returncode
             print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=sys.stderr, flush=True)
             _end(children)
-            # by a signal: the main thread may wait in a collective, where no exception reaches it
+            # by a signal, because the main thread may wait in a collective, where no exception reaches it
             os.kill(os.getpid(), signal.SIGTERM)
             return
         time.sleep(0.2)
 
 
 def _wait_for(children: "list[subprocess.Popen[bytes]]") -> None:
-    """Wait for the other ranks at the end of the script; where a run has failed, for a limited time."""
+    """Wait for the other ranks at the end of the script; after a failed run, only for a limited time."""
     ends = time.monotonic() + SECONDS_TO_END
     for child in children:
         try:
@@ -103,8 +103,8 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank some time after rank 0 was killed, with whose store the rendezvous goes."""
-    while os.getppid() == rank_0:  # an orphan gets another parent
+    """End this rank some time after rank 0 was killed, because rank 0 holds the store of the rendezvous."""
+    while os.getppid() == rank_0:  # the parent of an orphaned process changes
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)
     print("legato: rank 0 of the script has ended.", file=sys.stderr, flush=True)

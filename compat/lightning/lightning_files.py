@@ -1,4 +1,4 @@
-"""The progress of a run in Lightning's checkpoint files: read from those that Lightning wrote, and written to ours."""
+"""The progress of a run in Lightning's checkpoint files: read from Lightning's files, and written to Legato's."""
 
 import logging
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ log = logging.getLogger("legato")
 LIGHTNING = "pytorch-lightning_version"
 """Key that only Lightning's files have."""
 FORMAT_VERSION = "2.6.6"
-"""Version of Lightning whose format is written."""
+"""Version of Lightning whose format Legato writes."""
 SCALER = "MixedPrecision"
 """Key of the loss scale."""
 TRAINED, AVERAGING = "current_model_state", "averaging_state"
-"""Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
+"""Keys of Lightning's weight averaging, which stores averages as `state_dict` and training weights separately."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint of Legato's from those of Lightning's file, and log what is not in it.
+    """Convert a Lightning file to the contents of a Legato checkpoint, and log what is missing.
 
-    They keep Lightning's keys, as hooks of the program look at them.
+    The contents keep Lightning's keys, which hooks of the program may read.
     """
     contents = {**saved, "state_dict": saved.get(TRAINED, saved["state_dict"]), "callback_metrics": {}}
     contents["precision"] = saved.get(SCALER) or saved.get("native_amp_scaling_state") or {}
@@ -32,7 +32,7 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
     if run.stage != "fit":
         return contents
     progress = progress_of(saved, run.task.automatic_optimization, trainer.accumulate_grad_batches)
-    # Lightning's files do not say how many replicas there were: those of this start, as for a new run
+    # Lightning's files do not store the number of replicas: use that of this start, as for a new run
     replicas = trainer.replicas if trainer.replicas is not None else trainer.strategy.data_ranks.size
     contents["state"] = State(**{**progress, "replicas": replicas, "seed": trainer.seed}).to_dict()
     if trainer.is_global_zero:
@@ -43,26 +43,27 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
 def _tell(trainer: Any, path: Path, saved: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
     rounds, step, states = progress["epoch_rounds"], progress["global_step"], saved.get("callbacks") or {}
     place = f"epoch {progress['epoch']}" + (f" after {rounds} batches" if rounds else "")
-    lines = [f"{path} is a checkpoint of Lightning {saved[LIGHTNING]}. Going on at step {step} in {place}."]
+    lines = [f"{path} is a checkpoint of Lightning {saved[LIGHTNING]}. Resuming at step {step} in {place}."]
     known = {callback.state_key for callback in trainer.callbacks}
     left = sorted({key.partition("{")[0] for key, state in states.items() if state and key not in known})
     if left:
-        lines.append(f"Not taken over: the state of {', '.join(left)}, for which this run has no callback.")
+        lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
-        lines.append("Not in the file: the values logged in this epoch so far, so that its means are of the rest.")
+        lines.append(
+            "Not in the file: the values logged so far in this epoch. The means of this epoch cover only the rest."
+        )
     lines.append(
-        f"A loader that shuffles follows Legato's order from here on, which depends on seed={trainer.seed} and the "
-        f"epoch."
+        f"From here on, a loader that shuffles uses Legato's order, which depends on seed={trainer.seed} and the epoch."
     )
     log.info("%s", "\n".join(lines))
 
 
 def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> dict[str, Any]:
-    """Return the fields of `State` that Lightning's file tells.
+    """Return the fields of `State` that a Lightning file determines.
 
-    A checkpoint of the end of an epoch, whose schedulers have stepped, goes on with the next epoch. The batches of an
-    unfinished accumulation, whose gradients were not applied yet, are trained on again. Raises CheckpointError if the
-    file does not say how far the run was.
+    After a checkpoint at the end of an epoch, whose schedulers have stepped, the run continues with the next epoch. The
+    batches of an unfinished accumulation window, whose gradients were not applied, are trained again. Raises
+    CheckpointError if the file does not store the progress of its run.
     """
     try:
         fit = saved["loops"]["fit_loop"]
@@ -74,11 +75,11 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
         step = int(saved["global_step"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The checkpoint of Lightning {saved.get(LIGHTNING)} does not say how far its run was ({error}). If it is "
-            f"of an older version, convert it first: python -m lightning.pytorch.utilities.upgrade_checkpoint "
-            f"FILE. Its weights are read by load_from_checkpoint."
+            f"The checkpoint of Lightning {saved.get(LIGHTNING)} does not store the progress of its run ({error}). If "
+            "it comes from an older version, upgrade it first: python -m "
+            "lightning.pytorch.utilities.upgrade_checkpoint FILE. To load only its weights, use load_from_checkpoint."
         ) from None
-    # gradients of an unfinished window are in no file: its batches are trained on again
+    # no file stores the gradients of an unfinished window, so its batches are trained again
     left = 0 if is_last else done % accumulate
     within = begun and not is_last
     return {
@@ -102,18 +103,18 @@ def _seconds_of(saved: Mapping[str, Any]) -> float:
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 def setting(contents: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """Return a setting in the fingerprint of a run's checkpoint; the default where it is not known."""
+    """Return a setting from the fingerprint in a checkpoint, or the default if it is unknown."""
     return (contents.get("fingerprint") or {}).get(name, default)
 
 
 def is_at_end(contents: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint was saved between the last batch of an epoch and the end of it."""
+    """Return whether the checkpoint was saved between the last batch of an epoch and the end of that epoch."""
     rounds = setting(contents, "samples.batches of an epoch")
     return bool(rounds) and contents["state"]["epoch_rounds"] >= rounds
 
 
 def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the progress of a run as Lightning's loops keep it."""
+    """Return the progress of a run in the form of Lightning's loops."""
     state = contents["state"]
     ended = state["epoch_ended"] or is_at_end(contents)
     automatic = setting(contents, "training.automatic_optimization", default=True)
@@ -123,8 +124,8 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     done = state["epoch_rounds"] if within or ended else of_epoch
     steps = state["epoch_steps"] if within or ended else step // max(1, epoch)
     validated = state["validated_at"] == step or (not within and state["validated_at"] > 0)
-    # saved when a batch had ended, but for what follows it; after its validation all of it is done
-    # Lightning saves within on_train_batch_end, before it counts the batch as completed
+    # Lightning saves in on_train_batch_end, before it counts the batch as completed. After the batch's validation, all
+    # counts are complete.
     behind = int(within and not validated)
     made = state["optimizer_steps"]
     optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (made, made))
@@ -164,7 +165,7 @@ def _counts(count: int, *more: str) -> dict[str, int]:
 
 
 def _batches(total: int, current: int, behind: int, is_last: bool) -> dict[str, Any]:
-    """Return a progress of batches, of which `behind` are processed but not completed."""
+    """Return the progress of batches, `behind` of which are processed but not completed."""
     both = {}
     for name, count in (("total", total), ("current", current)):
         both[name] = {**_counts(count, "started", "processed"), "completed": count - behind}

@@ -31,20 +31,20 @@ WANDB_AVAILABLE = package_available("wandb")
 
 
 def folder_below(root: str | Path, logger: Any) -> str:
-    """Return the folder that Lightning names by a logger's save_dir (or `root`), name and version."""
+    """Return the folder that Lightning uses for a logger's save_dir (or `root`), name and version."""
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or root, str(logger.name), version)
 
 
 class WithoutFiles:
-    """A logger that writes no files to a folder of its own; its name and version name one for checkpoints."""
+    """A logger that writes no files. Its name and version determine the folder of checkpoints."""
 
     def make_version(self) -> None:
-        """Let `version` be known before the run begins."""
+        """Choose the version before the run begins."""
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
-    """Return metrics named `prefix-name`, or as they are with an empty prefix."""
+    """Return metrics renamed to `prefix-name`; unchanged for an empty prefix."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
@@ -52,22 +52,23 @@ def refuse_uploads(logger: str, log_model: object) -> None:
     """Raise UnsupportedError for an upload of checkpoints."""
     if log_model:
         raise UnsupportedError(
-            f"{logger}(log_model={log_model!r}): upload checkpoints by logger.experiment in Callback.on_fit_end, or in "
-            f"after_save_checkpoint of a subclass; trainer.checkpoint_callback.best_model_path names the best."
+            f"{logger}(log_model={log_model!r}) is not supported. Upload checkpoints with logger.experiment in "
+            "Callback.on_fit_end, or in after_save_checkpoint of a subclass; "
+            "trainer.checkpoint_callback.best_model_path is the path of the best one."
         )
 
 
 class PlacesPoints:
-    """A logger that takes points of the log as Lightning's Trainer hands them over."""
+    """A logger that receives points from Lightning's Trainer."""
 
     trainer_of_points: Any = None
-    """The trainer that is under way; None: another one."""
+    """The trainer that is running; None for another trainer."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point at the newest step, after `fit` at their count; or at a logged "step", without its epoch."""
+        """Write a point at the latest step; after `fit`, at the number of steps; or at a logged "step"."""
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
-        # Lightning lets a logged "step" be the x-axis, and leaves the epoch out then
+        # in Lightning, a logged "step" becomes the x-axis, and the epoch is left out
         if "step" in values:
             step = int(values.pop("step"))
             values.pop("epoch")
@@ -79,7 +80,7 @@ class PlacesPoints:
 
 
 class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
-    """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
+    """Base class of loggers as in lightning.fabric: a class may derive from this class and from Logger."""
 
     @property
     @abstractmethod
@@ -93,22 +94,22 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions; None if nothing is saved here."""
+        """The folder of all versions; None if the logger saves no files."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this version; None if nothing is saved here."""
+        """The folder of this version; None if the logger saves no files."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """The folder of all experiments; None if nothing is saved here."""
+        """The folder of all experiments; None if the logger saves no files."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """Text between the group and the name of a metric."""
+        """Separator between the group and the name of a metric."""
         return "/"
 
     @abstractmethod
@@ -120,17 +121,17 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
         """Record hyperparameters."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point of the log, and save it."""
+        """Write a point, and save."""
         super().log_point(values, step)
         self.save()
 
     def finalize(self, status: str) -> None:
-        """End the log: save it."""
+        """Save and close the logger."""
         self.save()
 
 
 class Logger(FabricLogger):
-    """Base class of loggers. Rank 0's `log_metrics`, `log_hyperparams`, `save` and `finalize` are called by a run."""
+    """Base class of loggers. A run calls `log_metrics`, `log_hyperparams`, `save` and `finalize` on rank 0."""
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -144,7 +145,7 @@ def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class DummyExperiment(NoExperiment):
-    """A no-op object, also where it is indexed."""
+    """Return the no-op object for any index."""
 
     def __getitem__(self, index: Any) -> "DummyExperiment":
         return self
@@ -154,7 +155,7 @@ class DummyExperiment(NoExperiment):
 
 
 class DummyLogger(Logger):
-    """A logger that writes nothing and takes every call."""
+    """A logger that writes nothing and accepts every call."""
 
     name = version = ""
 
@@ -179,10 +180,10 @@ class DummyLogger(Logger):
 
 
 class FolderOfLogger:
-    """The folder of a logger: `save_dir/name/version_N` or, with a version that is a text, `save_dir/name/version`.
+    """The folder of a logger: `save_dir/name/version_N`, or `save_dir/name/version` for a string version.
 
-    It is made of the logger's attributes, which subclasses override as properties. Without a version it is the next
-    free `version_N`, chosen when it is first asked for.
+    It uses the logger's attributes, which subclasses override as properties. If no version is set, the first access
+    chooses the next free `version_N`.
 
     Args:
         logger: the logger.
@@ -193,15 +194,17 @@ class FolderOfLogger:
         self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
     ) -> None:
         if "://" in str(save_dir):
-            raise ConfigError(f"A logger's save_dir is a folder of this machine, got {str(save_dir)!r}: mount it.")
+            raise ConfigError(
+                f"A logger's save_dir must be a local folder, got {str(save_dir)!r}. Mount the store as a folder."
+            )
         self.logger, self.kind = logger, kind
         self.save_dir, self.name, self._version = os.fspath(save_dir), name, version
-        self._start = os.getcwd()  # wherever the process goes later
+        self._start = os.getcwd()  # absolute, because the process may change its working directory
 
     @property
     def version(self) -> int | str:
-        """The version: the given one, or the next after the newest that there is, or what a subclass chooses."""
-        # late: a logger that is made and never used takes no number
+        """The version: the one that was set, the next free one, or the one that a subclass chooses."""
+        # on first access, so that an unused logger takes no number
         if self._version is None:
             self._version = self.logger._get_next_version()
         return self._version
@@ -221,24 +224,24 @@ class FolderOfLogger:
 
     @property
     def path(self) -> Path:
-        """The same, absolute; or what a subclass has as `log_dir`."""
+        """The folder of this version as an absolute path, or a subclass's `log_dir`."""
         own = type(self.logger).log_dir is not self.kind.log_dir
         return Path(self._start, self.logger.log_dir if own else self.log_dir)
 
     def choose(self, resume: bool) -> None:
-        """Choose the version if there is none: on a resume the newest, else the next free one."""
+        """Choose the version if none is set: the newest on a resume, otherwise the next free one."""
         if self._version is None and resume:
             self._version = max(self.versions(), default=0)
 
     def follow(self, directory: Path) -> None:
-        """Take the version of a folder that another process has chosen, if it is one of this logger's."""
-        # another version may have been taken since by a run beside this one
+        """Take the version from a folder that another process chose, if the folder belongs to this logger."""
+        # a concurrent run may have created another version since
         if self._version is None and directory.parent == self._root:
             number = directory.name.removeprefix("version_")
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name
 
     def versions(self) -> list[int]:
-        """Return the numbers of the versions that there are."""
+        """Return the numbers of the existing versions."""
         return [int(path.name[8:]) for path in self._root.glob("version_*") if path.name[8:].isdigit()]
 
     @property
@@ -247,13 +250,13 @@ class FolderOfLogger:
 
 
 class FolderParts(PlacesPoints, logger.Logger):
-    """Base class of loggers with a folder of their own, and the names by which programs read and set it."""
+    """Base class of loggers with their own folder, which programs read and set by these names."""
 
     own_folder: FolderOfLogger | None = None
-    """The logger's own folder; None: the run directory."""
+    """The folder of the logger; None: the run directory."""
     prefix: str
     sub_dir: str | None = None
-    # private in Lightning, and read and set by programs that subclass a logger
+    # private in Lightning; programs that subclass a logger read and set it
     _save_dir, _name, _version, _root_dir, _prefix = map(
         alias, ("own_folder.save_dir", "own_folder.name", "own_folder._version", "own_folder.root_dir", "prefix")
     )
@@ -286,14 +289,14 @@ class FolderParts(PlacesPoints, logger.Logger):
         return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start writing, to the logger's own folder if it has one."""
+        """Start writing, to the folder of the logger if it has one."""
         if self.own_folder is not None:
             self.own_folder.choose(resume_step is not None)
             run_dir = self.own_folder.path
         super().open(run_dir / (self.sub_dir or ""), resume_step)
 
     def follow(self, run_dir: Path) -> None:
-        """Learn where rank 0 writes."""
+        """Store the folder to which rank 0 writes."""
         if self.own_folder is not None:
             self.own_folder.follow(run_dir)
         else:
@@ -308,7 +311,7 @@ class FolderParts(PlacesPoints, logger.Logger):
 
 
 class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
-    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`; it opens when it is first used."""
+    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`, which it opens on first use."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
 
@@ -327,13 +330,13 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
         self._is_resumed = False
-        if save_dir is not None:  # else that of the run
+        if save_dir is not None:  # otherwise the folder of the run
             self.own_folder = FolderOfLogger(self, TensorBoardLogger, save_dir, name, version)
         self.hparams: dict[str, Any] = {}
 
     group_separator = "/"
 
-    # private in Lightning, and read by programs
+    # private in Lightning; programs read it
     _experiment, _kwargs, _sub_dir = alias("_writer"), alias("_writer_options"), alias("sub_dir")
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
@@ -343,13 +346,13 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
 
     @property
     def experiment(self) -> Any:
-        """Torch's SummaryWriter, opened when it is first asked for on rank 0."""
+        """torch's SummaryWriter, opened on first access on rank 0."""
         if self._writer is None and rank_zero_only.rank == 0 and self.own_folder is not None:
             self.open(self.own_folder.path, None)
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write scalars; the items of a dict as curves of one chart."""
+        """Write scalars; a dict becomes several curves in one chart."""
         if rank_zero_only.rank != 0:
             return
         _ = self.experiment
@@ -360,7 +363,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         super().log_metrics(with_prefix(self.prefix, scalars), step or 0)
 
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Record hyperparameters, and metrics to show beside them: a dict, or the value of `hp_metric`."""
+        """Record hyperparameters, and the metrics to show beside them: a dict, or the value of `hp_metric`."""
         found = as_dict(params)
         self.hparams.update(found)
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
@@ -371,13 +374,14 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         super().log_hyperparams(flat_params(sanitize_callables(found)), with_prefix(self.prefix, values or {}))
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
+        """Record the graph of a model by calling it in evaluation mode with its `example_input_array`."""
         given = getattr(model, "example_input_array", None) if input_array is None else input_array
         if self._writer is None or not self._log_graph:
             return
         if given is None:
             rank_zero_warn(
-                "TensorBoardLogger(log_graph=True): the module has no example_input_array, so there is no graph."
+                "TensorBoardLogger(log_graph=True): the module has no example_input_array, so no graph was written. "
+                "Set self.example_input_array."
             )
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -385,25 +389,26 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         model.eval()
         try:
             with torch.random.fork_rng(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
+                # torch 2.15 deprecates torch.jit.trace, but still uses it
+                warnings.filterwarnings("ignore", message="`torch.jit.trace")
                 self._writer.add_graph(model, move_data_to_device(given, device))
         finally:
             for module, mode in modes:
                 module.training = mode
 
     def save(self) -> None:
-        """Flush all events, and write `hparams.yaml` if there is none."""
+        """Flush all events, and write `hparams.yaml` if it does not exist."""
         super().save()
         folder = Path(self.log_dir or "")
         if self._writer is not None and not (folder / self.NAME_HPARAMS_FILE).exists():
             write_hyperparameters(folder, self.hparams)
 
     def finalize(self, status: str) -> None:
-        """End the log."""
+        """Close the logger."""
         if self._writer is not None:
             self.save()
         super().finalize(status)
-        self._writer = None  # what comes later opens the folder again
+        self._writer = None  # later calls open the folder again
 
 
 class ExperimentWriter:
@@ -426,7 +431,7 @@ class ExperimentWriter:
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """The hyperparameters recorded so far."""
+        """The recorded hyperparameters."""
         return self._writer.hparams
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
@@ -434,8 +439,8 @@ class ExperimentWriter:
         self._writer.log_hyperparams(params)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row; without a step its number."""
-        # not the method of Lightning's CSVLogger, which calls this one
+        """Write a row; without a step, at the number of rows."""
+        # Lightning's CSVLogger calls this method
         csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
         self._rows += 1
 
@@ -445,7 +450,7 @@ class ExperimentWriter:
 
 
 class CSVLogger(FolderParts, csv_file.CSVLogger):
-    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`; it opens when it is first used."""
+    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`, which it opens on first use."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -465,7 +470,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         self._has_written = False
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file; one that another run left under this version is kept beside it."""
+        """Open the file; keep the file of another run under this version beside it."""
         super().open(run_dir, resume_step)
         path, begins = self._path, resume_step is None and not self._has_written
         self._has_written = True
@@ -473,16 +478,16 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             kept = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
             path.rename(kept)
             self.columns = []
-            rank_zero_warn(f"{path.parent} has the metrics of another run, which are kept as {kept.name}.")
+            rank_zero_warn(f"{path.parent} contains the metrics of another run, which were renamed to {kept.name}.")
 
     def follow(self, run_dir: Path) -> None:
-        """Learn where rank 0 writes: in the process that started it, a later run goes on in that file."""
+        """Store the folder of rank 0, so that a later run of the parent process appends to this file."""
         super().follow(run_dir)
         self._has_written = True
 
     @property
     def experiment(self) -> Any:
-        """The writer, opened when it is first asked for on rank 0."""
+        """The writer, opened on first access on rank 0."""
         if rank_zero_only.rank != 0:
             return DummyExperiment()
         if self._path is None and self.own_folder is not None:
@@ -503,18 +508,18 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         super().log_hyperparams(as_dict(params))
 
     def save(self) -> None:
-        """Sync the file to disk; make the folder, also where nothing was logged yet."""
+        """Sync the file to disk, and create the folder even if nothing was logged."""
         if rank_zero_only.rank == 0 and self.log_dir is not None:
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
         super().save()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Do nothing: another process opens the folder itself."""
+        """Do nothing: another process opens the folder."""
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
 class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
-    """Writes to MLflow, by its own package."""
+    """Writes to MLflow with the mlflow package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -556,7 +561,7 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
     @property
     def log_dir(self) -> str | None:
-        """None: where the run's files are is MLflow's."""
+        """None: MLflow decides where the files of a run are."""
         return None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -571,13 +576,13 @@ class MLFlowLogger(PlacesPoints, WithoutFiles, mlflow.MLFlowLogger):
 
 
 LOG_OBJECTS = (
-    "tables, texts, sounds, videos and artifacts go by the package: logger.experiment.log({key: wandb.Table(...)}), "
-    "logger.experiment.use_artifact(...)."
+    "WandbLogger: for tables, texts, audio, videos and artifacts, use the wandb package: "
+    "logger.experiment.log({key: wandb.Table(...)}), logger.experiment.use_artifact(...)."
 )
 
 
 class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
-    """Writes to Weights & Biases, by its own package."""
+    """Writes to Weights & Biases with the wandb package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
 
@@ -601,7 +606,7 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
         refuse_uploads("WandbLogger", log_model)
         project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
         super().__init__(experiment=experiment, **kwargs)
-        # what the caller gives for wandb.init counts
+        # arguments of the caller for wandb.init take precedence
         mode = {"mode": "offline"} if offline else {}
         where = {
             "name": name,
@@ -629,21 +634,21 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
 
     @property
     def version(self) -> str | None:
-        """The id of the run; None before there is one, unless given."""
+        """The id of the run; None before the run exists, unless it was passed."""
         identity: str | None = self._init["id"]
         return identity
 
     @property
     def log_dir(self) -> str | None:
-        """None: where the run's files are is W&B's."""
+        """None: W&B decides where the files of a run are."""
         return None
 
     def make_version(self) -> None:
-        """Choose an id for the run, which begins later and perhaps in another process, if it has none yet."""
+        """Choose an id for the run if it has none. The run begins later, perhaps in another process."""
         import wandb
 
         if wandb.run is not None:
-            _ = self.experiment  # which goes on in that run
+            _ = self.experiment  # resumes that run
         self._init["id"] = self.version or get_variable("WANDB_RUN_ID") or secrets.token_hex(6)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -661,12 +666,12 @@ class WandbLogger(PlacesPoints, WithoutFiles, wandb.WandbLogger):
             super().log_hyperparams(sanitize_callables(as_dict(params)))
 
     def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Raise UnsupportedError for Lightning's arguments; the config, which a run logs as a text, is left out."""
+        """Raise UnsupportedError for Lightning's arguments; the config, which a run logs as text, is left out."""
         if kwargs or not isinstance(args[0], str):
             raise UnsupportedError(f"WandbLogger.log_text: {LOG_OBJECTS}")
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images; further arguments are lists with one value for each, such as `caption`."""
+        """Write images; further arguments, such as `caption`, are lists with a value for each image."""
         import wandb
 
         each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]
@@ -686,7 +691,7 @@ for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
 def scan_checkpoints(
     checkpoint_callback: Any, logged_model_time: Mapping[str, float]
 ) -> list[tuple[float, str, Any, str]]:
-    """Return time, path, score and kind of a callback's checkpoints that were written after those times."""
+    """Return time, path, score and kind of a callback's checkpoints that were written after the given times."""
     found = {
         checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
         checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
@@ -699,7 +704,7 @@ def scan_checkpoints(
 def folder_of_run(trainer: Any) -> Path | None:
     """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers.
 
-    Also None on ranks above 0, which rank 0 tells it.
+    Also None on ranks above 0, which receive the folder from rank 0.
     """
     place = find_place(trainer.cluster)
     if trainer.fast_dev_run or not trainer.loggers or (place is not None and place.rank > 0):
@@ -708,8 +713,8 @@ def folder_of_run(trainer: Any) -> Path | None:
     own = getattr(first, "log_dir", None)
     if own is None and isinstance(first, WithoutFiles):
         first.make_version()
-        own = folder_below(trainer.default_root_dir, first)  # where ModelCheckpoint writes then
-    if own is None:  # without a `run.json` it is no run directory of Legato's
+        own = folder_below(trainer.default_root_dir, first)  # ModelCheckpoint writes there in this case
+    if own is None:  # without a `run.json`, it is not a run directory of Legato
         folders = (Path(trainer.default_root_dir, trainer.run_name, f"version_{number}") for number in count())
         own = next(folder for folder in folders if not folder.exists())
         own.mkdir(parents=True)
@@ -718,7 +723,7 @@ def folder_of_run(trainer: Any) -> Path | None:
 
 @contextmanager
 def points_of(trainer: Any) -> Iterator[None]:
-    """Let the loggers place the points of a trainer's call, within the context."""
+    """Let the loggers choose the steps of a trainer's points within this context."""
     loggers = [one for one in trainer.loggers if isinstance(one, PlacesPoints)]
     for placing in loggers:
         placing.trainer_of_points = trainer
@@ -733,19 +738,19 @@ def points_of(trainer: Any) -> Iterator[None]:
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Return hyperparameters, a mapping or a namespace or None, as a dict."""
+    """Convert hyperparameters (a mapping, a namespace or None) to a dict."""
     if isinstance(params, Namespace):
         return dict(vars(params))
     return {} if params is None else {name: plain_containers(value) for name, value in params.items()}
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
-    """Return metrics with prefix and separator before their names, or as they are with an empty prefix."""
+    """Return metrics with prefix and separator before their names; unchanged for an empty prefix."""
     return with_prefix(prefix, metrics, separator)
 
 
 def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with the names of classes and functions in their place."""
+    """Return hyperparameters with classes and functions replaced by their names."""
     return {
         name: getattr(value, "__name__", str(value)) if callable(value) else value for name, value in params.items()
     }

@@ -1,4 +1,4 @@
-"""Loops: progress of a trainer under the names that programs read; they run nothing."""
+"""Loops: the progress of a trainer under the names that programs read. They run nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,21 +16,22 @@ from .states import RunningStage, TrainerFn
 
 
 class Counts:
-    """Base of counts, which are read from a run. Raises UnsupportedError where a program sets one."""
+    """Base class of counts that are read from a run. Raises UnsupportedError if a program sets a count."""
 
     def __init__(self, **counts: Any) -> None:
         vars(self).update(counts)
 
-    # refused, not ignored: a program that sets counts expects a run to go on from there
+    # an error, because a program that sets counts expects a run to continue from them
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsupportedError(
-            f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. A resume, fit(ckpt_path=...), "
-            f"sets them; fit_loop.max_epochs and fit_loop.epoch_loop._batches_that_stepped can be set."
+            f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. To resume, call "
+            "fit(ckpt_path=...), which sets them. You can set only fit_loop.max_epochs and "
+            "fit_loop.epoch_loop._batches_that_stepped."
         )
 
 
 class Tracker(Counts):
-    """Counts of one kind of thing: how many were made ready, started, processed and completed."""
+    """Counts of items that were ready, started, processed and completed."""
 
     ready: int
     completed: int
@@ -39,7 +40,7 @@ class Tracker(Counts):
 
 
 class Progress(Counts):
-    """Counts over the run, and since the epoch, or the call, began."""
+    """Counts over the run, and since the start of the epoch or the call."""
 
     total: Tracker
     current: Tracker
@@ -58,12 +59,12 @@ class OptimizerProgress(Counts):
 
     @property
     def optimizer(self) -> "OptimizerProgress":
-        """The same: there is one count for all optimizers."""
+        """This object: there is a single count for all optimizers."""
         return self
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps done."""
+        """The number of completed steps."""
         return self.step.total.completed
 
 
@@ -72,16 +73,16 @@ def _tracker(done: int, begun: bool, ending: bool = False) -> Tracker:
 
 
 CALLED_BY_LIGHTNING = ("run", "advance", "on_run_start", "on_advance_start", "on_advance_end", "on_run_end", "reset")
-"""Methods of a loop that a run of Lightning's calls, and one of Legato's does not."""
+"""Methods of a loop that a run calls in Lightning, but not in Legato."""
 
 
 class Loop(OwnParts):
-    """Base of the loops."""
+    """Base class of the loops."""
 
     restarting = is_resuming = False
 
     def __init__(self, trainer: TrainerAttributes) -> None:
-        refuse_overrides(self, CALLED_BY_LIGHTNING, "hooks of a callback or of the module change what a run does.")
+        refuse_overrides(self, CALLED_BY_LIGHTNING, "use hooks of a callback or of the module to change a run.")
         self.trainer = trainer
 
 
@@ -104,7 +105,7 @@ class FitLoop(Loop):
 
     @property
     def epoch_progress(self) -> Progress:
-        """Epochs done."""
+        """Completed epochs."""
         trainer, run, done, inside = self.trainer, self.trainer.run, self.trainer.current_epoch, self.trainer.in_epoch
         in_batch, some = run is not None and run.metrics.in_step, trainer.state.epoch_steps > 0
         begun, at_end = inside and (in_batch or some), inside and some and not in_batch and trainer.training
@@ -124,18 +125,18 @@ class FitLoop(Loop):
         return self.done or self.trainer.limit_train_batches == 0
 
     @property
-    def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning, and asked by programs for its loaders
+    def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning; programs read its loaders
         loader = None if self.trainer.run is None else self.trainer.run.data.loaders.get("train")
         return (
             loader if loader is None or isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
         )
 
     @property
-    def _data_source(self) -> DataLoaderSource:  # private in Lightning, and asked by programs for what has the loaders
+    def _data_source(self) -> DataLoaderSource:  # private in Lightning; programs read the source of the loaders
         return DataLoaderSource(self.trainer, "train", "train_dataloader")
 
     def setup_data(self) -> None:
-        """Do nothing: loaders are made when a run begins."""
+        """Do nothing: a run creates its loaders when it begins."""
 
 
 class TrainingEpochLoop(Loop):
@@ -151,29 +152,29 @@ class TrainingEpochLoop(Loop):
     )
 
     @property
-    def _batches_that_stepped(self) -> int:  # private in Lightning, and read and set by many programs
-        """Batches after which optimizers stepped: the x-axis of logs. Counted after the hooks of a batch's end."""
+    def _batches_that_stepped(self) -> int:  # private in Lightning; many programs read and set it
+        """Number of batches after which optimizers stepped: the x-axis of logs. Updated after on_train_batch_end."""
         return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, value: int) -> None:
         self.trainer.logged_ahead += value - self._batches_that_stepped
 
-    def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
+    def _should_accumulate(self) -> bool:  # private in Lightning; programs with their own steps call it
         accumulated = self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
         return not accumulated and not self.done_by_batches
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_should_check_val_fx":
             raise UnsupportedError(
-                "_should_check_val_fx cannot be replaced: Legato's schedule decides when a validation is due. Set "
+                "_should_check_val_fx cannot be replaced, because Legato's schedule decides when to validate. Set "
                 "val_check_interval and check_val_every_n_epoch, or call trainer.validate after fit."
             )
         super().__setattr__(name, value)
 
     @property
     def batch_progress(self) -> BatchProgress:
-        """Batches done."""
+        """Completed batches."""
         trainer = self.trainer
         in_epoch, of_run, begun = trainer.batches_done()
         ending = trainer.step_is_ending and trainer.training
@@ -182,22 +183,22 @@ class TrainingEpochLoop(Loop):
 
     @property
     def batch_idx(self) -> int:
-        """The index of the newest batch in its epoch."""
+        """The index of the latest batch in its epoch."""
         return self.batch_progress.current.ready - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """The index of the newest batch in the run."""
+        """The index of the latest batch in the run."""
         return self.batch_progress.total.ready - 1
 
     @property
     def done_by_batches(self) -> bool:
-        """Whether the epoch's last batch is under way, or done."""
+        """Whether the last batch of the epoch is running or completed."""
         return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
 
     @property
     def done(self) -> bool:
-        """Whether the epoch's batches are done, or a limit is reached."""
+        """Whether the batches of the epoch are completed, or a limit is reached."""
         return self.done_by_batches or FitLoop(self.trainer).done
 
 
@@ -206,18 +207,18 @@ class Optimizing(Loop):
 
     @property
     def optim_progress(self) -> OptimizerProgress:
-        """Steps done, as `optimizer_steps`."""
+        """Completed steps, as `optimizer_steps`."""
         return OptimizerProgress(step=self.optim_step_progress)
 
     @property
     def optim_step_progress(self) -> Progress:
-        """Steps done in manual optimization."""
+        """Completed steps in manual optimization."""
         steps = _tracker(self.trainer.global_step, begun=False)
         return Progress(total=steps, current=steps)
 
 
 class EvaluationLoop(Loop):
-    """Batches of a validation or a test; a subclass may show the results in its own way."""
+    """Batches of a validation or a test; a subclass may override how results are printed."""
 
     def __init__(
         self,
@@ -225,20 +226,20 @@ class EvaluationLoop(Loop):
         trainer_fn: TrainerFn,
         stage: RunningStage,
         verbose: bool = True,
-        inference_mode: bool = True,  # as the trainer has it
+        inference_mode: bool = True,  # the trainer's value is used
     ) -> None:
         super().__init__(trainer)
         self.stage, self.verbose = stage, verbose
         self.doing = "test" if stage is RunningStage.TESTING else "validation"
 
     @staticmethod
-    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:  # private in Lightning, and overridden
+    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:  # programs override it
         """Print the results of each loader."""
         print_results(results, stage)
 
     def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
-        """Run an evaluation and return its results, printed with `verbose`."""
-        # Lightning returns what loggers get, Legato every value
+        """Run an evaluation and return its results; print them if `verbose` is set."""
+        # Lightning returns the values passed to loggers, Legato returns every value
         results = logged_alone(run(), self.trainer.logged_metrics)
         if verbose and self.trainer.is_global_zero:
             shown = [{name: tensor(value) for name, value in one.items()} for one in results]
@@ -248,7 +249,7 @@ class EvaluationLoop(Loop):
     inference_mode = alias("trainer.inference_mode")
 
     @staticmethod
-    def _get_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:  # private in Lightning, and called by programs
+    def _get_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:  # private in Lightning; programs call it
         for name, value in data.items():
             if isinstance(value, Mapping):
                 yield from ((name, *inner) for inner in EvaluationLoop._get_keys(value))
@@ -256,7 +257,7 @@ class EvaluationLoop(Loop):
                 yield (name,)
 
     @staticmethod
-    def _find_value(data: Any, target: Sequence[str]) -> Any:  # private in Lightning, and called by programs
+    def _find_value(data: Any, target: Sequence[str]) -> Any:  # private in Lightning; programs call it
         for name in target:
             if name not in data:
                 return None
@@ -264,7 +265,7 @@ class EvaluationLoop(Loop):
         return data
 
     @property
-    def _data_source(self) -> DataLoaderSource:  # private in Lightning, and asked by programs for what has the loaders
+    def _data_source(self) -> DataLoaderSource:  # private in Lightning; programs read the source of the loaders
         method = "test_dataloader" if self.doing == "test" else "val_dataloader"
         return DataLoaderSource(self.trainer, self.doing, method)
 
@@ -280,7 +281,7 @@ class EvaluationLoop(Loop):
 
     @property
     def batch_progress(self) -> Progress:
-        """Batches done in the newest pass over the loaders."""
+        """Completed batches in the latest pass over the loaders."""
         done = self.trainer.evaluation_batches_done(self.doing)
         return Progress(total=_tracker(done, begun=False), current=_tracker(done, begun=False))
 
@@ -297,12 +298,12 @@ class PredictionLoop(Loop):
 
     @property
     def _going(self) -> Any:
-        """The state of a prediction that is under way."""
+        """The state of the running prediction."""
         run = self.trainer.run
         return run.loop if run is not None and run.loop.open and run.stage == "predict" else None
 
     @property
-    def _predictions(self) -> list[list[Any]]:  # private in Lightning, and read and emptied by programs
+    def _predictions(self) -> list[list[Any]]:  # private in Lightning; programs read and clear it
         kept = [] if self._going is None else self._going.outputs
         if not kept and self._writer is not None:
             written: list[list[Any]] = self._writer.kept_for_epoch()[0]
@@ -312,7 +313,10 @@ class PredictionLoop(Loop):
     @_predictions.setter
     def _predictions(self, value: list[list[Any]]) -> None:
         if any(value):
-            raise UnsupportedError("trainer.predict_loop._predictions can be emptied; return others in predict_step.")
+            raise UnsupportedError(
+                "trainer.predict_loop._predictions can only be cleared. To change predictions, return other values "
+                "from predict_step."
+            )
         if self._going is not None:
             self._going.outputs.clear()
 
@@ -323,18 +327,18 @@ class PredictionLoop(Loop):
 
     @property
     def current_batch_indices(self) -> Sequence[int]:
-        """The dataset indices of the newest batch; none for data without."""
+        """The dataset indices of the latest batch; empty for data without indices."""
         item = None if self._going is None else self._going.item
         return [] if item is None or item.indices is None else item.indices
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:
-        """The dataset indices of each batch so far, a list for each loader, where a callback writes predictions."""
+        """The dataset indices of each batch so far, as a list for each loader, if a callback writes predictions."""
         return [[] for _ in range(self.num_dataloaders)] if self._writer is None else self._writer.kept_for_epoch()[1]
 
     @property
     def batch_progress(self) -> Progress:
-        """Batches done."""
+        """Completed batches."""
         done = self.trainer.evaluation_batches_done("predict")
         return Progress(total=_tracker(done, begun=False), current=_tracker(done, begun=False))
 
@@ -349,7 +353,7 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """Predictions of this process so far; after a prediction its result. With several loaders a list each."""
+        """The predictions of this process so far, or the final result. With several loaders, a list for each."""
         if self._going is None:
             return self.trainer.predictions
         lists = self._predictions

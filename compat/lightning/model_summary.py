@@ -1,4 +1,4 @@
-"""A module's layers with their parameters, shapes and operations, as an object and as a table."""
+"""The layers of a module with parameters, shapes and operations, as an object and as a table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ NOT_APPLICABLE = "n/a"
 
 
 class LayerSummary:
-    """One layer: its type, parameters, and the shapes of its input and output once it was called."""
+    """A layer: its type, its parameters, and the shapes of its input and output after a call."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class LayerSummary:
         self.detach_hook()
 
     def detach_hook(self) -> None:
-        """Stop waiting for a call."""
+        """Remove the hook that waits for a call."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -57,9 +57,9 @@ class LayerSummary:
 
 
 class ModelSummary:
-    """The layers of a module down to `max_depth` (-1: all, 0: none); its text is a table.
+    """The layers of a module down to `max_depth` (-1: all, 0: none); its string is a table.
 
-    A module with `example_input_array` is called with it once, for shapes and operations.
+    If the module has `example_input_array`, it is called with it once, to record shapes and operations.
     """
 
     def __init__(self, model: Any, max_depth: int = 1) -> None:
@@ -101,7 +101,7 @@ class ModelSummary:
 
     @property
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules with their names: none, the children, or all below the module itself."""
+        """The modules with their names: none, the children, or all submodules."""
         if self.max_depth == 0:
             return []
         return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]
@@ -159,13 +159,13 @@ class ModelSummary:
 
     @property
     def model_size(self) -> float:
-        """The size of the parameters in MB, as they are."""
+        """The size of the parameters in MB, in their current dtypes."""
         size: int = sum(_count(one) * one.element_size() for one in self.model.parameters())
         return size * 1e-6
 
     @property
     def total_flops(self) -> int:
-        """The floating point operations of a call with the example; 0 without one."""
+        """The number of floating-point operations of a call with the example; 0 without an example."""
         return int(self._counter.get_total_flops())
 
     @property
@@ -175,7 +175,7 @@ class ModelSummary:
         return {name: dict(counts.get(f"{root}.{name}", {})) for name in self.layer_names}
 
     def columns(self) -> dict[str, list[str]]:
-        """Return the table's columns by their heads."""
+        """Return the columns of the table by header."""
         flops = [sum(counts.values()) for counts in self.flop_counts.values()]
         columns = {
             " ": [str(index) for index in range(len(self._layers))],
@@ -214,14 +214,14 @@ def parse_batch_shape(batch: Any) -> str | list[Any]:
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB as text."""
+    """Format a size in MB."""
     return f"{total_model_size:,.3f}"
 
 
 def get_human_readable_count(number: int) -> str:
-    """Return a count in thousands (K), millions (M), billions (B) or trillions (T), as in "1.2 K"."""
+    """Format a count in thousands (K), millions (M), billions (B) or trillions (T), such as "1.2 K"."""
     if number < 0:
-        raise AssertionError(f"A count is not negative, got {number}.")
+        raise AssertionError(f"Expected a count of at least 0, got {number}.")
     group = min(max(len(str(int(number))) - 1, 0) // 3, len(PARAMETER_NUM_UNITS) - 1)
     scaled = number / 1000**group
     shown = f"{int(scaled):,d}" if group == 0 or scaled >= 100 else f"{scaled:,.1f}"
@@ -236,7 +236,7 @@ def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
 def shown_totals(
     total_parameters: int, trainable_parameters: int, model_size: float, modes: dict[str, int], total_flops: int
 ) -> dict[str, str]:
-    """Return the lines below the table: what is counted, and the count."""
+    """Return the lines below the table, with their counts."""
     return {
         "Trainable params": get_human_readable_count(trainable_parameters),
         "Non-trainable params": get_human_readable_count(total_parameters - trainable_parameters),
@@ -249,9 +249,9 @@ def shown_totals(
 
 
 def format_summary(columns: Mapping[str, list[str]], totals: Mapping[str, str]) -> str:
-    """Return a table of columns by their heads, and the totals below it."""
+    """Format a table of columns by header, with totals below it."""
     widths = [max(map(len, (head, *column))) for head, column in columns.items()]
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * (sum(widths) + 3 * (len(widths) + 1))  # Lightning counts outer bars that it has not
+    rule = "-" * (sum(widths) + 3 * (len(widths) + 1))  # Lightning counts outer borders, which its table does not have
     return "\n".join([lines[0], rule, *lines[1:], rule, *(f"{value:<10}{name}" for name, value in totals.items())])

@@ -1,4 +1,4 @@
-"""LightningModule and LightningDataModule: Task and DataModule with all of Lightning's attributes."""
+"""LightningModule and LightningDataModule: Task and DataModule with all attributes of Lightning's classes."""
 
 import copy
 import inspect
@@ -38,7 +38,7 @@ DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
 class OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that an object refuses to call, since it would leave the object as it is."""
+    """A class method that raises an error if it is called on an instance, which it would not change."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
         found = super().__get__(instance, kind)
@@ -47,19 +47,19 @@ class OfClass(classmethod):  # type: ignore[type-arg]
 
         @wraps(found)
         def refuse(*arguments: Any, **options: Any) -> Any:
-            raise TypeError(f"{type(instance).__name__}.{found.__name__} makes a new object: call it on the class.")
+            raise TypeError(f"{type(instance).__name__}.{found.__name__} creates a new object. Call it on the class.")
 
         return refuse
 
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
-"""Function that hyperparameters from a LightningCLI name: it makes an object of them."""
+"""Function that creates an object, as the hyperparameters from a LightningCLI name it."""
 _given: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("hyperparameters of a LightningCLI", default=None)
 
 
 @contextmanager
 def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
-    """Let an object of this class that is made in the context save these hyperparameters."""
+    """Let an object of this class created in the context save these hyperparameters."""
     token = _given.set((kind, values))
     try:
         yield
@@ -68,7 +68,7 @@ def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
 
 
 class AttributeDict(hyperparameters.AttributeDict):
-    """A dict whose keys are attributes too, with one line for each where it is printed."""
+    """A dict whose keys are also attributes. Its string has a line for each key."""
 
     def __getattr__(self, key: str) -> Any:
         try:
@@ -85,7 +85,7 @@ class AttributeDict(hyperparameters.AttributeDict):
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a container and of those within it; all else, such as modules, is the same object."""
+    """Copy nested containers; other values, such as modules, stay the same objects."""
     if is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, dict):
@@ -96,25 +96,25 @@ def copied(value: Any) -> Any:
 
 
 def is_other(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameters differ; two tensors do unless they are one."""
+    """Return whether two hyperparameters differ; tensors differ unless they are the same object."""
     if type(first) is not type(second) or isinstance(first, torch.Tensor):
         return first is not second
     return bool(first != second)
 
 
 class InitialHyperparameters:
-    """Hyperparameters as they were saved first."""
+    """Hyperparameters as they were first saved."""
 
     _log_hyperparams = False
 
     @property
     def hparams(self) -> AttributeDict:
         """The saved hyperparameters; empty if none were saved."""
-        # in __dict__, as it is asked for before nn.Module.__init__ has run, too
+        # in __dict__, because it may be accessed before nn.Module.__init__ has run
         kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return kept
 
-    def _set_hparams(self, hp: Any) -> None:  # private in Lightning, and called by many programs
+    def _set_hparams(self, hp: Any) -> None:  # private in Lightning; many programs call it
         own: Any = self
         own.hparams.update(hp if isinstance(hp, Mapping) else vars(hp))
 
@@ -125,7 +125,7 @@ class InitialHyperparameters:
         if kind is not None and given is not None and isinstance(self, kind):
             named = [name for name in args if isinstance(name, str) and name in given]
             args = ({name: given[name] for name in named} if named else given,)
-        if is_omegaconf(self.__dict__.get("_hparams")):  # which is replaced, not updated
+        if is_omegaconf(self.__dict__.get("_hparams")):  # replaced, not updated
             del self.__dict__["_hparams"]
         caller = inspect.currentframe()
         own.save_hyperparameters(
@@ -137,12 +137,12 @@ class InitialHyperparameters:
         self.__dict__["_hparams_initial"] = copied(this.hparams)
 
     def logged_hyperparameters(self) -> dict[str, Any] | None:
-        """Return the hyperparameters as they were saved, also where that are none; None where none are to be logged.
+        """Return the hyperparameters in their saved form, even if empty; None if they are not to be logged.
 
-        Raises RuntimeError where module and data module have saved different values under one name.
+        Raises RuntimeError if module and data module have saved different values under the same name.
         """
         this: Any = self
-        is_wanted = getattr(this.trainer, "enable_autolog_hparams", True)  # which Legato's own Trainer lacks
+        is_wanted = getattr(this.trainer, "enable_autolog_hparams", True)  # not an attribute of Legato's Trainer
         if not self._log_hyperparams or not is_wanted:
             return None
         values = plain_containers({name: value for name, value in self.hparams_initial.items() if name[:1] != "_"})
@@ -153,13 +153,13 @@ class InitialHyperparameters:
             if differing:
                 raise RuntimeError(
                     f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
-                    f"LightningDataModule's hparams but have different values. Save them in one of the two "
-                    f"(save_hyperparameters(ignore=...)), or do not log those of one (logger=False)."
+                    "LightningDataModule's hparams but have different values. Save them in only one of the two "
+                    "(save_hyperparameters(ignore=...)), or do not log one of them (logger=False)."
                 )
         return values  # type: ignore[no-any-return]
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Forget hyperparameters by name."""
+        """Remove hyperparameters by name."""
         this: Any = self
         for name in ignore_list:
             this.hparams.pop(name, None)
@@ -167,7 +167,7 @@ class InitialHyperparameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyperparameters as they were saved; a copy, but for modules and other objects in them."""
+        """A copy of the hyperparameters in their saved form; modules and other objects are not copied."""
         found: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
         return found
 
@@ -184,27 +184,29 @@ class LightningModule(InitialHyperparameters, Task):
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Any:
-        """The trainer of the run; None while the module is exported. Raises RuntimeError without one."""
+        """The trainer of the run; None during an export of the module. Raises RuntimeError without a trainer."""
         return None if self.__dict__.get("_is_exported") else Task.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
         if trainer is not None:
-            rank_zero_only.rank = trainer.global_rank  # what runs on rank 0 only, from the first hook of a process on
+            rank_zero_only.rank = trainer.global_rank  # the rank for rank-0 functions, from the first hook of a process
         for module in self.children():
             if isinstance(module, LightningModule):
                 module.trainer = trainer
 
     @property
     def fabric(self) -> Any:
-        """None: a module is run by a Trainer."""
+        """None, because a Trainer runs the module."""
         return None
 
     @fabric.setter
     def fabric(self, fabric: Any) -> None:
         if fabric is not None:
-            raise UnsupportedError("LightningModule.fabric: Legato has no Fabric; run the module by a Trainer.")
+            raise UnsupportedError(
+                "LightningModule.fabric is not supported, because Legato has no Fabric. Run the module with a Trainer."
+            )
 
     @property
     def on_gpu(self) -> bool:
@@ -213,7 +215,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating point parameter, or the one that was set."""
+        """The dtype of the first floating-point parameter, or the dtype that was set."""
         found: torch.dtype = self.__dict__.get("_dtype") or super().dtype
         return found
 
@@ -223,27 +225,27 @@ class LightningModule(InitialHyperparameters, Task):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of devices; None where the strategy has none."""
+        """The device mesh; None if the strategy has none."""
         trainer = self.__dict__.get("_trainer")
         return None if trainer is None else getattr(trainer.strategy, "mesh", None)
 
-    _automatic_optimization = alias("automatic_optimization")  # private in Lightning, and set by programs
+    _automatic_optimization = alias("automatic_optimization")  # private in Lightning; programs set it
 
     def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch after the three transfer hooks; private in Lightning, and called by programs."""
+        """Return a batch after the three transfer hooks. Private in Lightning; programs call it."""
         batch = self.on_before_batch_transfer(batch, dataloader_idx)
         batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
         return self.on_after_batch_transfer(batch, dataloader_idx)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0, by the progress bar where one is shown."""
+        """Print on rank 0, above the progress bar if there is one."""
         if self.trainer.is_global_zero:
             bar = self.trainer.progress_bar_callback
             shown = bar is not None and getattr(bar, "is_enabled", True)
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data` of every rank, tensors stacked; on one process `data` itself, numbers as tensors."""
+        """Gather `data` from all ranks into stacked tensors; on a single process, only convert numbers to tensors."""
         if self.trainer.world_size == 1:
             return apply_to_collection(data, (int, float), torch.as_tensor, device=self.device)
         return super().all_gather(data, group, sync_grads)
@@ -266,14 +268,14 @@ class LightningModule(InitialHyperparameters, Task):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value; one that a step of an evaluation logs with `on_step` is written for each batch, too."""
+        """Log a value. A value that an evaluation step logs with `on_step` is also written for each batch."""
         trainer: Any = self.__dict__.get("_trainer")
         if trainer is None:
-            log.warning("self.log(%r): there is no trainer that keeps values, so it is dropped.", name)
-        if trainer is None or getattr(trainer, "barebones", False):  # which Legato's own Trainer lacks
+            log.warning("self.log(%r) was ignored, because there is no trainer that stores values.", name)
+        if trainer is None or getattr(trainer, "barebones", False):  # not an attribute of Legato's Trainer
             return
         metrics = None if trainer.run is None else trainer.run.metrics
-        # Legato reduces values of an evaluation over all of it; Lightning writes a point a batch besides
+        # Legato reduces values over the whole evaluation; Lightning also writes a point per batch
         if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
             shown = name if on_epoch is False else f"{name}_step"
             full = shown + metrics.suffix if add_dataloader_idx else shown
@@ -295,14 +297,14 @@ class LightningModule(InitialHyperparameters, Task):
         )
 
     def count_samples(self, batch: Any) -> int:
-        """Return the samples of a batch: the length of its first tensor, as in Lightning, also where others differ."""
+        """Return the number of samples in a batch: as in Lightning, the length of its first tensor."""
         lengths: list[int] = []
         apply_to_collection(batch, torch.Tensor, lambda tensor: lengths.extend(tensor.shape[:1]))
         return lengths[0] if lengths else super().count_samples(batch)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers of a fit; warn of what Legato refuses in a task."""
+        """Return the optimizers and schedulers of a fit; warn about those that Legato refuses in a task."""
         return make_optimizers(self)
 
     def clip_gradients(
@@ -311,9 +313,9 @@ class LightningModule(InitialHyperparameters, Task):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: Any = None,
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments.
+        """Clip the gradients of `optimizer`'s parameters. The defaults are the Trainer's arguments.
 
-        Raises MisconfigurationException for another value than the Trainer's, where it was given one.
+        Raises MisconfigurationException for values that differ from those set in the Trainer.
         """
         algorithm = gradient_clip_algorithm and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if algorithm not in (None, "norm", "value"):
@@ -321,14 +323,14 @@ class LightningModule(InitialHyperparameters, Task):
         of_trainer = self.trainer.gradient_clip_val
         if None not in (gradient_clip_val, of_trainer) and gradient_clip_val != of_trainer:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_val={gradient_clip_val!r}), but the Trainer was given {of_trainer!r}: "
-                f"say it in one place."
+                f"clip_gradients(gradient_clip_val={gradient_clip_val!r}) differs from "
+                f"Trainer(gradient_clip_val={of_trainer!r}). Set only one of them."
             )
         super().clip_gradients(optimizer, gradient_clip_val, algorithm)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Require gradients only for the parameters of `optimizer`, within the context."""
+        """Require gradients only for the parameters of `optimizer` in this context."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -336,35 +338,38 @@ class LightningModule(InitialHyperparameters, Task):
             self.untoggle_optimizer(optimizer)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let `configure_sharded_model` be called as `configure_model`, its newer name."""
+        """Call `configure_sharded_model` as `configure_model`, its newer name."""
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
-                raise ConfigError(f"{cls.__name__}: write configure_model and no configure_sharded_model.")
+                raise ConfigError(
+                    f"{cls.__name__} defines both configure_model and configure_sharded_model. Keep only "
+                    "configure_model."
+                )
             cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
 
     def configure_sharded_model(self) -> None:
-        """Called as `configure_model`."""
+        """Call configure_sharded_model."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation in the middle of training; clears the gradients."""
+        """Run before a validation during training; clears the gradients."""
         self.zero_grad()
 
     def freeze(self: Self) -> Self:  # type: ignore[override]
-        """Disable gradients of all parameters, switch to evaluation mode, and return the module."""
+        """Freeze all parameters, switch to evaluation mode, and return the module."""
         super().freeze()
         return self
 
     def unfreeze(self: Self) -> Self:  # type: ignore[override]
-        """Enable gradients of all parameters, switch to training mode, and return the module."""
+        """Unfreeze all parameters, switch to training mode, and return the module."""
         super().unfreeze()
         return self
 
     # --- other forms ------------------------------------------------------------------------------------------------
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export `forward` by torch.onnx.export; without an input sample on `example_input_array`.
+        """Export `forward` with torch.onnx.export. The default input sample is `example_input_array`.
 
-        Raises ValueError if there is neither.
+        Raises ValueError if there is no input sample.
         """
         sample = self._input_sample(input_sample, "to_onnx")
         with self._evaluating():
@@ -379,7 +384,7 @@ class LightningModule(InitialHyperparameters, Task):
     ) -> Any:
         """Return torch.jit's script or trace of the module, and save it to `file_path`.
 
-        Raises ValueError for another method, and where a trace has no inputs.
+        Raises ValueError for any other method, and for a trace without inputs.
         """
         with self._evaluating():
             if method == "script":
@@ -404,22 +409,22 @@ class LightningModule(InitialHyperparameters, Task):
         **compile_kwargs: Any,
     ) -> Any:
         """Raise UnsupportedError."""
-        raise UnsupportedError("to_tensorrt: call torch_tensorrt.compile(module.eval(), ...) of the package.")
+        raise UnsupportedError("to_tensorrt is not supported. Call torch_tensorrt.compile(module.eval(), ...).")
 
     def _input_sample(self, given: Any, method: str) -> Any:
         sample = self.example_input_array if given is None else given
         if sample is None:
-            raise ValueError(f"{method} needs an input sample: give one, or set example_input_array.")
+            raise ValueError(f"{method} needs an input sample. Pass one, or set example_input_array.")
         return self.transfer_batch_to_device(sample, self.device, 0)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Leave the trainer out, which torch would follow, and switch to evaluation mode."""
-        # torch.jit and the exporter follow every attribute, and a trainer leads to loggers and files
+        """Remove the trainer, whose attributes torch would follow, and switch to evaluation mode."""
+        # torch.jit and the exporter follow every attribute, and the trainer leads to loggers and files
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
         for module, _ in modes:
-            module.__dict__["_is_exported"] = True  # torch.jit reads every attribute, and `trainer` would raise
+            module.__dict__["_is_exported"] = True  # torch.jit reads every attribute; `trainer` would raise
         try:
             with torch.no_grad():
                 yield
@@ -440,7 +445,7 @@ class LightningModule(InitialHyperparameters, Task):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from a checkpoint, which is read with weights_only=True unless the program says False."""
+        """Build the module from a checkpoint, which is read with weights_only=True unless the program passes False."""
         if not hasattr(checkpoint_path, "read"):
             require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu" if map_location is None else map_location, weights_only)
@@ -450,9 +455,9 @@ class LightningModule(InitialHyperparameters, Task):
 
 
 def builder(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return what makes an object of hyperparameters: the class, or a function for those that a LightningCLI has saved.
+    """Return the callable that creates an object: the class, or a function for hyperparameters of a LightningCLI.
 
-    Raises ValueError for a class that was not imported: a checkpoint imports nothing.
+    Raises ValueError for a class that was not imported, because a checkpoint must not import anything.
     """
     if values.get("_instantiator") != INSTANTIATOR:
         return kind
@@ -460,8 +465,8 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     named = getattr(sys.modules.get(module), name, None) if "_class_path" in values else kind
     if not (isinstance(named, type) and issubclass(named, kind)):
         raise ValueError(
-            f"The class {values['_class_path']!r} that the checkpoint names is no imported subclass of "
-            f"{kind.__name__}: import the module that defines it before loading."
+            f"The checkpoint names the class {values['_class_path']!r}, which is not an imported subclass of "
+            f"{kind.__name__}. Import the module that defines it before loading."
         )
 
     def build(_instantiator: str, **arguments: Any) -> Any:
@@ -472,7 +477,7 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_config(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the config of OmegaConf that was all of the hyperparameters, changed by `given`."""
+    """Return arguments with the OmegaConf config that contained all hyperparameters, updated by `given`."""
     config: Any = saved.get("hyper_parameters")
     known = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))
@@ -512,7 +517,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> DataSelf:
-        """Make a data module with a loader for each dataset, or for each of a list or dict of datasets."""
+        """Create a data module with a loader for each dataset, or for each dataset in a list or dict."""
         wanted = {"batch_size": batch_size, "num_workers": num_workers}
         parameters = inspect.signature(cls.__init__).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -539,16 +544,16 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> DataSelf:
-        """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them."""
+        """Build the data module from the hyperparameters in a checkpoint, updated by `kwargs`, and load its state."""
         require_checkpoint(checkpoint_path)
         saved = read(checkpoint_path, "cpu", weights_only)
-        contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # where Lightning has its state
+        contents = {**saved, "datamodule": saved.get(cls.__qualname__)}  # Lightning stores its state under this key
         kind: type[DataSelf] = builder(cls, contents.get("datamodule_hyper_parameters") or {})
         return rebuild_data_module(kind, contents, hparams_file, with_config(cls, contents, kwargs))
 
 
 def _sizes(make_loaders: Any) -> str:
-    """Return the sizes of the data behind a method that makes loaders; "None" where there is none yet."""
+    """Return the sizes of the datasets behind a loader method; "None" if there are none yet."""
 
     def size(loader: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"
@@ -558,12 +563,12 @@ def _sizes(make_loaders: Any) -> str:
         if isinstance(found, DataLoader):
             return size(found)
         return " ; ".join(f"{number}. {size(loader)}" for number, loader in enumerate(found, start=1))
-    except Exception:  # whatever the method lacks before `setup`
+    except Exception:  # any error that the method raises before `setup`
         return "None"
 
 
 class _Loaders:
-    """A loader method over given datasets; a class, so that a data module can be sent to other processes."""
+    """A loader method for passed datasets, as a class, so that a data module can be sent to other processes."""
 
     def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
         self.data, self.shuffle, self.options = data, shuffle, options

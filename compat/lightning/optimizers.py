@@ -20,10 +20,10 @@ def do_nothing_closure() -> None:
 
 
 class LightningOptimizer(ManualOptimizer):
-    """Optimizer of a run, of a class LightningNAME; an instance of the torch class NAME, too.
+    """An optimizer of a run, whose class is named LightningNAME and derives from the torch class NAME.
 
-    Programs put functions in the place of `_on_before_step` and `_on_after_step`; with another one of the latter a step
-    is not counted, so that of two optimizers one counts.
+    Programs replace `_on_before_step` and `_on_after_step`. With a replaced `_on_after_step`, a step is not counted, so
+    that with two optimizers only one counts.
     """
 
     _on_before_step: Callable[[], Any] = staticmethod(do_nothing_closure)  # both are private in Lightning
@@ -32,7 +32,7 @@ class LightningOptimizer(ManualOptimizer):
     def __init__(self, optimizer: Optimizer, optimization: Any = None) -> None:
         super().__init__(optimizer, optimization)
 
-    _optimizer = alias("optimizer")  # private in Lightning, and read by programs
+    _optimizer = alias("optimizer")  # private in Lightning; programs read it
 
     @property
     def _strategy(self) -> Any:
@@ -43,10 +43,10 @@ class LightningOptimizer(ManualOptimizer):
         return optimizer if isinstance(optimizer, cls) else cls(optimizer)
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Step the optimizer, and return its result. Raises MisconfigurationException for a closure that is none."""
+        """Step the optimizer and return its result. Raises MisconfigurationException if the closure is not callable."""
         if closure is not None and not callable(closure):
             raise MisconfigurationException("When `optimizer.step(closure)` is called, the closure should be callable")
-        if not self._optimization:  # made by a program
+        if not self._optimization:  # an optimizer that the program created
             return self.optimizer.step(closure, **options)
         self._on_before_step()
         state = self._optimization.state
@@ -59,18 +59,18 @@ class LightningOptimizer(ManualOptimizer):
 
 @dataclass
 class LRSchedulerConfig(SchedulerConfig):
-    """A learning rate scheduler and its interval; "step" counts the batches of an epoch, as in Lightning."""
+    """A learning rate scheduler and its interval. "step" counts the batches of an epoch, as in Lightning."""
 
     module: Any = field(default=None, repr=False, compare=False)
-    """The module whose trainer counts them."""
+    """The module whose trainer counts epochs and batches."""
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Return whether it steps after `count` epochs, or after the newest step's batches."""
+        """Return whether the scheduler steps after `count` epochs, or after the batches of the latest step."""
         return super().is_due(interval, self.module.trainer.state.epoch_rounds if interval == "step" else count)
 
 
 def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers of a module; warn of what Legato refuses in a task."""
+    """Return the optimizers and schedulers of a module; warn about those that Legato refuses in a task."""
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
@@ -81,7 +81,7 @@ def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]
 
 
 def without_unknown(returned: Any) -> Any:
-    """Return optimizers and schedulers in the form given, their dicts without keys that are unknown; warn of those."""
+    """Return optimizers and schedulers in the same form, without unknown keys in their dicts; warn about those."""
     if type(returned) in (list, tuple):
         return type(returned)(map(without_unknown, returned))
     if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
@@ -96,23 +96,23 @@ def without_unknown(returned: Any) -> Any:
 
 
 class SampleWeights:
-    """Weights by samples: under Lightning a "weight" in what training_step returns is the program's own."""
+    """Weights by samples: in Lightning, a "weight" in the output of training_step has no meaning."""
 
     used = False
-    """What the loop asks: whether batches have weights of their own."""
+    """Whether batches have weights that differ from their number of samples."""
 
     def __init__(self, trainer: Any) -> None:
         self.strategy = trainer.strategy
 
     def begin_step(self) -> None:
-        """Do nothing: a step has its samples."""
+        """Do nothing: the number of samples of a step is known."""
 
     forget = begin_step
 
     def take(self, output: Any, item: Any, step: Any) -> float:
-        """Return the factor of a batch's loss."""
+        """Return the factor for the loss of a batch."""
         return float(item.samples * self.strategy.loss_scale / step.samples)
 
     def divide_gradients(self, step: Any) -> float:
-        """Return the divisor of the step's gradients."""
+        """Return the divisor for the gradients of the step."""
         return 1.0

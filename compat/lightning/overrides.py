@@ -1,4 +1,4 @@
-"""Whether a program overrides a method of Lightning's classes."""
+"""Checks of whether a program overrides a method of Lightning's classes."""
 
 import inspect
 
@@ -9,9 +9,9 @@ from .module import LightningDataModule, LightningModule
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
-    """Return whether an object's class overrides a method of `parent`: of the module, data module or callback class.
+    """Return whether the class of an object overrides a method of `parent`, by default a Lightning class.
 
-    Raises ValueError if no parent is given and none is known.
+    Raises ValueError if `parent` is None and the object is of no Lightning class.
     """
     if instance is None:
         return False

@@ -1,4 +1,4 @@
-"""Placeholders: names that can be imported, used as types and subclassed, and whose use raises the way out."""
+"""Placeholders: names that can be imported, subclassed and used as types; any other use raises an error with advice."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -7,20 +7,20 @@ from ...base.errors import LegatoError
 
 
 class UnsupportedError(LegatoError, NotImplementedError):
-    """A part of Lightning that Legato does without; the message says what to do instead."""
+    """A feature of Lightning that Legato does not have. The message names an alternative."""
 
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):
-    """An attribute of a part of Lightning that Legato does without; `hasattr` answers False."""
+    """An attribute of such a feature; `hasattr` returns False."""
 
 
 class Placeholder(type):
-    """The class of placeholders: calling one, or reading an attribute of it, raises UnsupportedError."""
+    """The metaclass of placeholders: calling one, or reading an attribute of it, raises UnsupportedError."""
 
     way_out: str
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Raise UnsupportedError, also for a subclass."""
+        """Raise UnsupportedError, even for a subclass."""
         raise UnsupportedError(f"{cls.__name__}: {cls.way_out}")
 
     def __getattr__(cls, name: str) -> Any:
@@ -30,40 +30,40 @@ class Placeholder(type):
 
 
 def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
-    """Return a placeholder for a name of `module`; `way_out` is the sentence that its use raises."""
+    """Return a placeholder for a name of `module`; using it raises an error with the sentence `way_out`."""
     return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})
 
 
 def inner_part_missing(owner: object, name: str) -> str:
-    """Return the message of an AttributeError for an inner part of Lightning's."""
+    """Return the message of an AttributeError for a name that is internal to Lightning."""
     return (
-        f"{type(owner).__name__!r} object has no attribute {name!r}: it is an inner part of Lightning, and Legato has "
-        "other ones. Use the public attributes and hooks (docs/from-lightning.md); a package that needs this one runs "
-        "under Lightning itself."
+        f"{type(owner).__name__!r} object has no attribute {name!r}, which is internal to Lightning and has no "
+        "equivalent in Legato. Use the public attributes and hooks (docs/from-lightning.md), or run a package that "
+        "needs it with Lightning."
     )
 
 
 def overridden(given: object, names: Iterable[str]) -> list[str]:
-    """Return the methods of these names that a program's own class overrides."""
+    """Return the methods with these names that a class of the program overrides."""
     room = __name__.partition(".")[0]
     own = {name for kind in type(given).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
     return sorted(own.intersection(names))
 
 
 def refuse_overrides(given: object, names: Iterable[str], way_out: str) -> None:
-    """Raise UnsupportedError if a program's own class overrides methods that Lightning calls and Legato does not."""
+    """Raise UnsupportedError if a class of the program overrides methods that Lightning calls and Legato does not."""
     ignored = overridden(given, names)
     if ignored:
         raise UnsupportedError(f"{type(given).__name__}.{', '.join(ignored)} would never be called: {way_out}")
 
 
 class OwnParts:
-    """An object whose private parts in Lightning have no counterpart; who asks for one is told what to do instead."""
+    """An object whose private attributes in Lightning have no equivalent; reading one raises an error with advice."""
 
-    if not TYPE_CHECKING:  # to a type checker every name would be there
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError for a name that is not there."""
+            """Raise AttributeError for an unknown name."""
             inner = name.startswith("_") and not name.startswith("__")
             plain = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(inner_part_missing(self, name) if inner else plain, name=name, obj=self)

@@ -1,4 +1,4 @@
-"""Plugins: precisions, environments of processes, and batch norm over processes, as objects that a Trainer is given."""
+"""Plugins: objects for precision, process environment and synchronized batch norm that programs pass to a Trainer."""
 
 import signal
 import socket
@@ -20,12 +20,12 @@ SHORT_WORDS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def word_of(precision: str | int) -> str:
-    """Return Lightning's long word for a precision."""
+    """Return Lightning's long name of a precision."""
     return SHORT_WORDS.get(str(precision), str(precision))
 
 
 class Precision:
-    """A precision of a run, by its word; what it does is Legato's."""
+    """The precision of a run, by name; Legato implements it."""
 
     precision: str = "32-true"
 
@@ -34,7 +34,7 @@ class Precision:
 
     def forward_context(self, device: str | torch.device = "cpu") -> AbstractContextManager[Any]:
         """Return the context in which a forward runs on a device."""
-        # a strategy makes the precision of its run, and here a run of this process alone is enough
+        # a strategy creates the precision of its run; here, a run on this process alone is enough
         strategy = SingleStrategy()
         strategy.join(Place(), [torch.device(device)], self.precision)
         return strategy.precision.forward_context()
@@ -48,8 +48,8 @@ class Precision:
     def clip_gradients(
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"
     ) -> None:
-        """Clip the gradients of an optimizer's parameters; 0: not."""
-        # 0 is Lightning's word for no clipping
+        """Clip the gradients of an optimizer's parameters; 0 disables clipping."""
+        # in Lightning, 0 disables clipping
         if clip_val > 0:
             word = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
             clip = nn.utils.clip_grad_value_ if word == "value" else nn.utils.clip_grad_norm_
@@ -65,20 +65,20 @@ class MixedPrecision(Precision):
             raise ConfigError(f"MixedPrecision(precision={precision!r}): expected '16-mixed' or 'bf16-mixed'.")
         if scaler is not None:
             raise UnsupportedError(
-                "MixedPrecision(scaler=...): the run makes its own GradScaler; set its factors in a callback, on "
-                "trainer.precision_plugin.scaler."
+                "MixedPrecision(scaler=...) is not supported: the run creates its GradScaler. To change it, use "
+                "trainer.precision_plugin.scaler in a callback."
             )
         self.precision, self.device = precision, device
 
 
 class DoublePrecision(Precision):
-    """float64 throughout."""
+    """float64 for all parameters and computations."""
 
     precision = "64-true"
 
 
 class HalfPrecision(Precision):
-    """float16 or bfloat16 throughout."""
+    """float16 or bfloat16 for all parameters and computations."""
 
     def __init__(self, precision: str = "16-true") -> None:
         super().__init__()
@@ -88,12 +88,14 @@ class HalfPrecision(Precision):
 
 
 class FSDPPrecision(Precision):
-    """A precision by its word, under strategy fsdp."""
+    """A precision for the strategy fsdp, by name."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__()
         if scaler is not None:
-            raise UnsupportedError("FSDPPrecision(scaler=...): the run makes its own scaler. Leave it out.")
+            raise UnsupportedError(
+                "FSDPPrecision(scaler=...) is not supported: the run creates its scaler. Remove the argument."
+            )
         self.precision = word_of(precision)
 
 
@@ -102,33 +104,33 @@ CALLED_BY_LIGHTNING = (
     *("clip_grad_by_value", "convert_module", "convert_input", "convert_output", "forward_context"),
     *("train_step_context", "val_step_context", "test_step_context", "predict_step_context", "connect"),
 )
-"""Methods of a precision that a run of Lightning's calls, and one of Legato's does not."""
+"""Methods of a precision that a run calls in Lightning, but not in Legato."""
 OWN_PRECISION = (
-    "a run knows a precision by its word. Override backward, optimizer_step, configure_gradient_clipping or "
-    "on_after_batch_transfer of the module, and say Trainer(precision=...)."
+    "a run selects its precision by name. Pass Trainer(precision=...), and override backward, optimizer_step, "
+    "configure_gradient_clipping or on_after_batch_transfer of the module."
 )
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
 class ClusterEnvironment:
-    """The process's place among those of a launcher; Legato reads the launcher's variables itself."""
+    """The place of this process as a launcher set it. Legato reads the variables of the launcher itself."""
 
     cluster = "auto"
-    """Value of Trainer's `cluster`."""
+    """The value of Trainer's `cluster`."""
 
     @property
     def place(self) -> Place:
-        """The place that a launcher's variables give this process."""
+        """The place of this process, from the variables of a launcher."""
         return find_place(self.cluster) or Place()
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether a launcher has started this process."""
+        """Whether a launcher started this process."""
         return find_place(self.cluster) is not None
 
     @staticmethod
     def detect() -> bool:
-        """Return whether a launcher has started this process."""
+        """Return whether a launcher started this process."""
         return find_place("auto") is not None
 
     def world_size(self) -> int:
@@ -148,35 +150,35 @@ class ClusterEnvironment:
         return self.place.node_rank
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
+        """Do nothing."""
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Processes that the trainer starts itself, or that this environment's variables describe."""
+    """Processes that the trainer starts, or that the variables of this environment describe."""
 
 
 class SLURMEnvironment(ClusterEnvironment):
-    """Processes that srun has started; with `auto_requeue` a job that is told to end is queued again."""
+    """Processes started by srun. With `auto_requeue`, SLURM requeues a job that receives a signal."""
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
         if requeue_signal not in (None, signal.SIGTERM, signal.SIGUSR1):
             raise UnsupportedError(
-                "SLURMEnvironment(requeue_signal=...): SIGTERM and SIGUSR1 requeue. Ask for one of them: "
-                "sbatch --signal=SIGUSR1@90."
+                "SLURMEnvironment(requeue_signal=...) is not supported: SIGTERM and SIGUSR1 requeue a job. Request "
+                "one of them: sbatch --signal=SIGUSR1@90."
             )
         self.auto_requeue, self.requeue_signal = auto_requeue, requeue_signal
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
-    """Processes that torchrun has started."""
+    """Processes started by torchrun."""
 
 
 class MPIEnvironment(ClusterEnvironment):
-    """Processes that mpirun has started."""
+    """Processes started by mpirun."""
 
 
 def find_free_network_port() -> int:
-    """Return a TCP port that is free now."""
+    """Return a free TCP port."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port: int = listener.getsockname()[1]
@@ -185,19 +187,19 @@ def find_free_network_port() -> int:
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
 class LayerSync:
-    """Base class of what replaces layers by ones that work over processes; give TorchSyncBatchNorm to a Trainer."""
+    """Base class of plugins that synchronize layers across processes. A Trainer accepts TorchSyncBatchNorm."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Return the model with such layers."""
+        """Return the model with synchronized layers."""
         raise NotImplementedError
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model as it was."""
+        """Return the model with its original layers."""
         raise NotImplementedError
 
 
 class TorchSyncBatchNorm(LayerSync):
-    """Batch norm over all processes: means Trainer(sync_batchnorm=True)."""
+    """Batch norm across all processes: the same as Trainer(sync_batchnorm=True)."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with torch's SyncBatchNorm."""
@@ -205,12 +207,12 @@ class TorchSyncBatchNorm(LayerSync):
         return found
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is: a run undoes what it has replaced."""
+        """Return the model unchanged: a run restores the layers that it has replaced."""
         return model
 
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
-    """Return the arguments of Legato's Trainer that plugins stand for. Raises for plugins that it has no place for."""
+    """Return the arguments of Legato's Trainer for plugins. Raises an error for plugins without an equivalent."""
     found: dict[str, Any] = {}
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in given:
@@ -218,12 +220,13 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
             found["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
-            # a subclass says by methods where its process is, which no run of Legato asks
+            # a subclass's methods return the place of the process, but no run of Legato calls them
             known = type(plugin).__module__ == __name__
             if not known:
                 raise UnsupportedError(
-                    f"plugins=[{type(plugin).__name__}()]: a launcher's place is read from RANK, WORLD_SIZE, "
-                    f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM's or MPI's variables. Set those."
+                    f"plugins=[{type(plugin).__name__}()] is not supported: Legato reads a launcher's place from RANK, "
+                    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or from SLURM's or MPI's variables. Set "
+                    "these variables."
                 )
             found["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):
@@ -232,7 +235,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             found["precision"] = plugin
         else:
             raise UnsupportedError(
-                f"plugins=[{type(plugin).__name__}]: Trainer takes precisions, environments and TorchSyncBatchNorm. "
-                f"Checkpoints are written and read by Legato; subclass its callback ModelCheckpoint to change where."
+                f"plugins=[{type(plugin).__name__}] is not supported: expected a precision, an environment or "
+                "TorchSyncBatchNorm. To change where checkpoints are written, subclass ModelCheckpoint."
             )
     return found

@@ -1,7 +1,7 @@
-"""Profilers with Lightning's names: where the time of a run goes, by action or by operator of torch.
+"""Profilers with Lightning's names, which measure a run by action or by torch operator.
 
-`Profiling`, which `Trainer(profiler=)` adds to the callbacks, wraps what the loop calls for as long as a run lasts, so
-that a run without a profiler has no trace of one.
+`Profiling`, a callback that `Trainer(profiler=)` adds, wraps the functions that the loop calls for the duration of a
+run. A run without a profiler is not affected.
 """
 
 import logging
@@ -32,31 +32,31 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Profiler(ABC):
-    """Base class of profilers: `start` and `stop` are called around each action, `summary` is the report.
+    """Base class of profilers: `start` and `stop` surround each action, and `summary` returns the report.
 
     Args:
-        dirpath: the folder of files; None: the run directory.
-        filename: the beginning of their names; None: the report is logged.
+        dirpath: the folder for files; None: the run directory.
+        filename: the prefix of file names; None: log the report.
     """
 
-    # on the class, for profilers of programs that do not call this constructor
+    # class attributes, for profilers of programs that do not call this constructor
     dirpath: str | Path | None = None
     filename: str | None = None
     stage: str | None = None
     """The profiled stage: "fit", "validate", "test" or "predict"."""
     rank: int | None = None
-    """The local rank of this process; None where it is the only one."""
+    """The local rank of this process; None for a single process."""
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename
 
     @abstractmethod
     def start(self, action_name: str) -> None:
-        """Begin to record an action."""
+        """Start recording an action."""
 
     @abstractmethod
     def stop(self, action_name: str) -> None:
-        """End recording an action."""
+        """Stop recording an action."""
 
     def summary(self) -> str:
         """Return the report."""
@@ -64,7 +64,7 @@ class Profiler(ABC):
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Record what happens in the context."""
+        """Record an action in this context."""
         try:
             self.start(action_name)
             yield action_name
@@ -72,11 +72,11 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Called when a run begins."""
+        """Run when a run begins."""
         self.stage, self.rank, self.dirpath = stage, local_rank, self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027 (a hook, not an abstract method)
-        """Called when a run has ended, after `describe`."""
+        """Run when a run has ended, after `describe`."""
 
     def describe(self) -> None:
         """Write the report to the file, or log it on local rank 0."""
@@ -94,7 +94,7 @@ class Profiler(ABC):
         return self.rank or 0
 
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return the name of a file: stage, `filename`, local rank and action, as far as there are any."""
+        """Return a file name from the stage, `filename`, the local rank and the action, if set."""
         parts = (self.stage, self.filename, None if self.rank is None else str(self.rank), action_name)
         name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(part for part in parts if part)).strip()
         return (name or "profile") + extension
@@ -115,9 +115,9 @@ class PassThroughProfiler(Profiler):
 
 
 class SimpleProfiler(Profiler):
-    """Measures the seconds of each action: mean, calls, total, and share of the time since it was made.
+    """Measures the seconds of each action: mean, number of calls, total, and share of the time since its creation.
 
-    `extended=False` leaves calls and share out. Raises ValueError for an action that is started twice, or stopped
+    `extended=False` leaves out calls and share. Raises ValueError for an action that is started twice, or stopped
     without a start.
     """
 
@@ -142,7 +142,7 @@ class SimpleProfiler(Profiler):
         self.recorded_durations[action_name].append(now - self.current_actions.pop(action_name))
 
     def summary(self) -> str:
-        """Return a table of actions, those that took most first."""
+        """Return a table of actions, sorted by total time."""
         elapsed = time.perf_counter() - self.start_time
         durations = sorted(((math.fsum(times), len(times), name) for name, times in self.recorded_durations.items()))
         rows = [("Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")]
@@ -160,20 +160,20 @@ class SimpleProfiler(Profiler):
 
 
 class PyTorchProfiler(Profiler):
-    """Records torch's operators, and writes traces `*.pt.trace.json` that TensorBoard and Perfetto open.
+    """Records torch operators, and writes traces `*.pt.trace.json` for TensorBoard and Perfetto.
 
     Args:
-        group_by_input_shapes: show calls with other shapes in rows of their own; needs `record_shapes=True`.
+        group_by_input_shapes: show a row for each combination of input shapes; needs `record_shapes=True`.
         emit_nvtx: mark operators for Nsight instead; run under `nsys profile`.
         export_to_chrome: write the trace.
-        row_limit: rows of the table; -1: all.
-        sort_by_key: column by which it is sorted; None: the total time on the GPU, or on the CPU.
+        row_limit: maximum number of rows in the table; -1: all.
+        sort_by_key: column to sort by; None: the total time on the GPU, or on the CPU without a GPU.
         record_module_names: name each module in the trace.
         table_kwargs: further arguments of the table.
-        profiler_kwargs: arguments of `torch.profiler.profile`. Without `schedule`, steps 3 to 5 of each stage are
-            recorded, after one to wait and one to warm up; all steps, where there are fewer than 5.
+        profiler_kwargs: arguments of `torch.profiler.profile`. Without `schedule`, records steps 3 to 5 of each stage,
+            after one step to wait and one to warm up; with fewer than 5 steps, records all steps.
 
-    Raises ConfigError for an unknown `sort_by_key` or a `schedule` that cannot be called, KeyError for unknown
+    Raises ConfigError for an unknown `sort_by_key` or a `schedule` that is not callable, and KeyError for unknown
     `table_kwargs`.
     """
 
@@ -212,19 +212,19 @@ class PyTorchProfiler(Profiler):
         if not callable(profiler_kwargs.get("schedule") or callable):
             raise ConfigError(f"schedule must be a function of the step, got {profiler_kwargs['schedule']!r}.")
         self.module: torch.nn.Module | None = None
-        """The module whose parts are named."""
+        """The module whose submodules are named in the trace."""
         self.steps: float = math.inf
-        """Number of steps that there will be."""
+        """Expected number of steps."""
         self.profiler: Any = None
         self._actions: dict[str, record_function] = {}
         self._marks: RegisterRecordFunction | None = None
 
     def start(self, action_name: str) -> None:
-        """Begin to record, with the first action, and mark the action."""
+        """Start recording with the first action, and mark the action."""
         if self.profiler is None:
             self.profiler = self._make()
             self.profiler.__enter__()
-            # marks cost time in each call of a module, so that they are made when recording begins
+            # marks add a cost to each call of a module, so add them only when recording begins
             if self._names and self.module is not None:
                 self._marks = RegisterRecordFunction(self.module)
                 self._marks.__enter__()
@@ -233,7 +233,7 @@ class PyTorchProfiler(Profiler):
             self._actions[action_name].__enter__()
 
     def stop(self, action_name: str) -> None:
-        """End the mark; after a step go on in the schedule."""
+        """End the mark; after a step, advance the schedule."""
         mark = self._actions.pop(action_name, None)
         if mark is not None:
             mark.__exit__(None, None, None)
@@ -245,15 +245,15 @@ class PyTorchProfiler(Profiler):
             return torch.autograd.profiler.emit_nvtx()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         schedule = None if self.steps < 5 else torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
-        # without acc_events torch forgets a cycle of the schedule when the next one begins, and the table would be of
-        # the last
+        # without acc_events, torch discards a cycle of the schedule when the next one begins, and the table would show
+        # only the last cycle
         options = {"activities": activities, "schedule": schedule, "acc_events": True, **self._options}
         if "on_trace_ready" not in options and self._export and self.dirpath:
             options["on_trace_ready"] = tensorboard_trace_handler(str(self.dirpath), self.file_name(extension=""))
         return torch.profiler.profile(**options)
 
     def summary(self) -> str:
-        """End recording, and return the table of operators."""
+        """Stop recording, and return the table of operators."""
         profiler = self._end()
         events = None if profiler is None or self._nvtx else profiler.key_averages(group_by_input_shape=self._group)
         if not events:
@@ -270,16 +270,16 @@ class PyTorchProfiler(Profiler):
         return finished
 
     def teardown(self, stage: str | None) -> None:
-        """End recording, if it has not ended."""
+        """Stop recording if it is still running."""
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what cannot be pickled."""
+        """Leave out values that cannot be pickled."""
         return {**self.__dict__, "module": None, "profiler": None, "_actions": {}, "_marks": None}
 
 
 class RegisterRecordFunction:
-    """Marks each call of a module's parts in a trace of torch, by their names, within a context."""
+    """Context in which a torch trace marks each call of a submodule with its name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -291,7 +291,7 @@ class RegisterRecordFunction:
             if name and not isinstance(module, torch.jit.ScriptModule):
                 label = f"{type(module).__module__}.{type(module).__name__}: {name}"
                 self._handles.append(module.register_forward_pre_hook(partial(self._start, label)))
-                # always: a module that raises would leave its mark open, and all later ones would seem to be within it
+                # always_call: if a module raises, its mark would stay open, and all later marks would appear within it
                 self._handles.append(module.register_forward_hook(partial(self._stop, label), always_call=True))
 
     def _start(self, label: str, *_: Any) -> None:
@@ -309,25 +309,27 @@ class RegisterRecordFunction:
 
 
 PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyTorchProfiler}
-"""Profilers by the word that names them."""
+"""Profilers by name."""
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler that a word asks for, the given one, or for None one that measures nothing.
+    """Return the profiler with a name, the passed profiler, or for None a profiler that measures nothing.
 
-    Raises ConfigError for an unknown word.
+    Raises ConfigError for an unknown name.
     """
     if not isinstance(wanted, str):
         return wanted or PassThroughProfiler()
     if wanted not in PROFILERS:
-        raise ConfigError(f"There is no profiler {wanted!r}: {', '.join(PROFILERS)}.{did_you_mean(wanted, PROFILERS)}")
+        raise ConfigError(
+            f"Unknown profiler {wanted!r}: expected one of {', '.join(PROFILERS)}.{did_you_mean(wanted, PROFILERS)}"
+        )
     return PROFILERS[wanted]()
 
 
 class Profiling(Callback):
-    """Measures runs with a profiler: loading, steps, backward, optimizers, and every hook.
+    """Measures runs with a profiler: loading, steps, backward, optimizers, and all hooks.
 
-    The report of a stage is written when it ends.
+    It writes the report of a stage when the stage ends.
     """
 
     def __init__(self, profiler: Profiler) -> None:
@@ -335,25 +337,25 @@ class Profiling(Callback):
         self._undo = ExitStack()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Tell the profiler what begins."""
+        """Notify the profiler of the stage."""
         rank = trainer.local_rank if trainer.world_size > 1 else None
         self.profiler.setup(stage, rank, trainer.log_dir)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._begin(trainer, task, trainer.num_training_batches)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin to measure, where the validation is a run of its own; within a fit it is measured with it."""
+        """Start measuring, unless the validation is part of a fit, which includes it."""
         if trainer.stage == "validate":
             self._begin(trainer, task, sum(trainer.num_val_batches))
 
     def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._begin(trainer, task, sum(trainer.num_test_batches))
 
     def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._begin(trainer, task, sum(trainer.num_predict_batches))
 
     def _begin(self, trainer: "Trainer", task: "Task", steps: float) -> None:
@@ -363,7 +365,7 @@ class Profiling(Callback):
         kind = type(strategy).__name__
         for name in ("training_step", "backward", "optimizer_step", "align_buffers"):
             self._replace(strategy, name, self._timed(f"{kind}.{name}", getattr(strategy, name)))
-        # wrapped apart: the name of its action depends on what it is called with
+        # wrapped separately, because the name of its action depends on its argument
         evaluation_step = strategy.evaluation_step
 
         def timed_evaluation_step(step: str, arguments: Any) -> Any:
@@ -381,7 +383,7 @@ class Profiling(Callback):
             run.hooks[name] = tuple(self._timed(f"{owner_of(call)}.{name}", call) for call in calls)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        # on the object, which hides the method of its class until it is taken off
+        # on the object, where it hides the method of the class until it is deleted
         setattr(owner, name, value)
         self._undo.callback(delattr, owner, name)
 
@@ -414,12 +416,12 @@ class Profiling(Callback):
             self.profiler.teardown(stage)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a run has to undo, when the callback is sent to another process."""
+        """Leave out the undo stack when the callback is sent to another process."""
         return {**self.__dict__, "_undo": ExitStack()}
 
 
 def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Profiler:
-    """Return the profiler that `make_profiler` makes, and add a callback that measures runs with it."""
+    """Return the profiler from `make_profiler`, and add a callback that measures runs with it."""
     profiler = make_profiler(wanted)
     if wanted is not None:
         callbacks.append(Profiling(profiler))
@@ -427,6 +429,6 @@ def add_profiler(wanted: str | Profiler | None, callbacks: list[Callback]) -> Pr
 
 
 def owner_of(call: Any) -> str:
-    """Return the name of the class whose hook a call is."""
+    """Return the name of the class that a hook belongs to."""
     function = call.func if isinstance(call, partial) else call
     return type(getattr(function, "__self__", function)).__name__

@@ -1,4 +1,4 @@
-"""Functions that run, log or warn on rank 0 only: those of lightning_utilities, which other libraries use too."""
+"""Functions that run, log or warn only on rank 0, from lightning_utilities, which other libraries also use."""
 
 import logging
 import warnings
@@ -19,22 +19,22 @@ log = logging.getLogger("lightning.pytorch")
 WarningCache = rank_zero.WarningCache
 rank_prefixed_message = rank_zero.rank_prefixed_message
 rank_zero_only: Any = rank_zero.rank_zero_only
-"""Decorator for functions that run on rank 0 only; its attribute `rank` is this process's rank."""
+"""Decorator for functions that run only on rank 0. Its attribute `rank` is the rank of this process."""
 rank_zero_warn = rank_zero.rank_zero_warn
 
-if getattr(rank_zero_only, "rank", None) is None:  # until a run sets it: without a rank each of these functions raises
+if getattr(rank_zero_only, "rank", None) is None:  # until a run sets it; without a rank, these functions raise
     rank_zero_only.rank = current_rank()
 
 
 @rank_zero_only  # type: ignore[untyped-decorator]
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log a message for debugging, on rank 0, by Lightning's logger."""
+    """Log a debug message on rank 0, with Lightning's logger."""
     log.debug(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
 
 
 @rank_zero_only  # type: ignore[untyped-decorator]
 def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log a message, on rank 0, by Lightning's logger, which programs silence or send elsewhere."""
+    """Log a message on rank 0, with Lightning's logger, which programs silence or redirect."""
     log.info(*args, stacklevel=max(stacklevel - 1, 1), **kwargs)
 
 
@@ -43,14 +43,14 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 
 class PossibleUserWarning(UserWarning):
-    """Warning of something that may be meant."""
+    """Warning about code that may be intended."""
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
-    """Warn of a name that will be removed, on rank 0."""
+    """Warn on rank 0 that a name will be removed."""
     rank_zero_warn(message, stacklevel=stacklevel, **{"category": LightningDeprecationWarning, **kwargs})
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore warnings of the category PossibleUserWarning, from all modules or the named one."""
+    """Ignore warnings of the category PossibleUserWarning, from all modules or from the given module."""
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)

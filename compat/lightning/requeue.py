@@ -1,4 +1,4 @@
-"""A job that SLURM queues again: its fit resumes from what the job saved when it was told to end, as in Lightning."""
+"""Requeued SLURM jobs: as in Lightning, fit resumes from the checkpoint that the job saved on a signal."""
 
 from pathlib import Path
 from typing import Any
@@ -8,24 +8,24 @@ from ...base.place import find_place
 
 
 def is_requeued_by_default() -> bool:
-    """Return whether this process was started by srun: then Lightning's trainer requeues its job."""
+    """Return whether srun started this process: Lightning's trainer then requeues its job."""
     place = find_place()
     return place is not None and place.origin == "slurm"
 
 
 def note_checkpoint(root: Any, path: Any) -> None:
-    """Note the checkpoint from which this SLURM job is to go on when it is queued again."""
+    """Store the path of the checkpoint from which this SLURM job resumes after a requeue."""
     if slurm_job() is not None:
         _note(root).write_text(str(Path(path).absolute()))
 
 
 def noted_checkpoint(root: Any) -> str | None:
-    """Return the checkpoint that this SLURM job has noted, if it was queued again."""
+    """Return the stored checkpoint path of this SLURM job, if the job was requeued."""
     return _note(root).read_text() if requeued_job() is not None and _note(root).exists() else None
 
 
 def forget_checkpoint(root: Any) -> None:
-    """Delete the note, for the fits that a script makes afterwards."""
+    """Delete the stored path, for later fits of the script."""
     _note(root).unlink(missing_ok=True)
 
 

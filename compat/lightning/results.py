@@ -1,4 +1,4 @@
-"""Results of a validation or a test: what is returned, and the table that is printed."""
+"""Results of a validation or a test: the returned values, and the printed table."""
 
 from collections.abc import Container, Sequence
 from shutil import get_terminal_size
@@ -8,11 +8,11 @@ from torch import Tensor
 from ...trainer.metrics.reduce import LOADER_MARK
 
 NARROWEST = 25
-"""Characters of a column, at least."""
+"""Minimum number of characters in a column."""
 
 
 def logged_alone(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
-    """Return what loggers are given too; of a value that was also logged in steps, the one named NAME_epoch."""
+    """Return the results that loggers also get; for a value that is also logged per step, the name NAME_epoch."""
     return [{name: value for name, value in one.items() if name in logged} for one in results]
 
 

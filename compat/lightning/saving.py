@@ -1,4 +1,4 @@
-"""Functions of lightning.pytorch.core.saving: hyperparameters in files, and loading from a checkpoint."""
+"""Functions of lightning.pytorch.core.saving: hyperparameter files, and loading from a checkpoint."""
 
 import ast
 from argparse import Namespace
@@ -13,7 +13,7 @@ CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
 
 
 def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
-    """Take nested values over into hyperparameters."""
+    """Merge nested values into hyperparameters."""
     for name, value in updates.items():
         if isinstance(value, Mapping) and isinstance(hparams.get(name), dict):
             update_hparams(hparams[name], value)
@@ -22,7 +22,7 @@ def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """Return the hyperparameters in a YAML file; an empty dict if there is no such file."""
+    """Return the hyperparameters in a YAML file, or an empty dict if the file does not exist."""
     if not Path(config_yaml).is_file():
         return {}
     text = Path(config_yaml).read_text()
@@ -35,9 +35,9 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyperparameters to a YAML file, those that YAML has no words for as text.
+    """Write hyperparameters to a YAML file; values that YAML cannot represent become strings.
 
-    Raises RuntimeError if there is no such folder, TypeError for something that is no mapping.
+    Raises RuntimeError if the folder does not exist, and TypeError for an object that is not a mapping.
     """
     _require_folder(config_yaml)
     from omegaconf import OmegaConf
@@ -52,7 +52,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
 
 def convert(val: str) -> Any:
-    """Return the value that a text writes in Python, or the text itself."""
+    """Return the Python value of a literal, or the string itself."""
     try:
         return ast.literal_eval(val)
     except (ValueError, SyntaxError):
@@ -68,12 +68,12 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Build a module or a data module as `load_from_checkpoint` of its class, which reads with weights_only=True."""
+    """Build a module or a data module like `load_from_checkpoint` of its class, which reads with weights_only=True."""
     from .module import LightningDataModule, LightningModule
 
     given = {} if strict is None else {"strict": strict}
     base = LightningModule if issubclass(cls, LightningModule) else LightningDataModule
-    # not the class's own, which may be what calls this function
+    # not the class's method, which may call this function
     own = vars(base)["load_from_checkpoint"].__func__
     return own(cls, checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs)
 

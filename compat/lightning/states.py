@@ -1,4 +1,4 @@
-"""TrainerState: Lightning's words for what a trainer does, on the loop state that Legato keeps."""
+"""TrainerState: Lightning's names for the state of a trainer, based on Legato's loop state."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class TrainerStatus(LightningEnum):
 
     @property
     def stopped(self) -> bool:
-        """Whether the last call is over."""
+        """Whether the last call has ended."""
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
@@ -40,17 +40,17 @@ class RunningStage(LightningEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Whether it evaluates."""
+        """Whether the stage is an evaluation."""
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """The beginning of the names of this stage's loader methods."""
+        """The prefix of this stage's loader methods."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
 
 
 STAGE_OF_DOING = {"validation": RunningStage.VALIDATING}
-"""Stages that Legato's run calls otherwise."""
+"""Stages that have a different name in Legato."""
 
 
 class TrainerState(State):
@@ -62,7 +62,7 @@ class TrainerState(State):
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
         status, fn = values.pop("status", TrainerStatus.INITIALIZING), values.pop("fn", None)
-        values.pop("stage", None)  # which the trainer knows
+        values.pop("stage", None)  # set by the trainer
         super().__init__(*arguments, **values)
         self.status, self.fn, self.trainer = status, fn, None
 
@@ -83,17 +83,17 @@ class TrainerState(State):
 
     @property
     def finished(self) -> bool:
-        """Whether the last call ended well."""
+        """Whether the last call ended without an error."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether the last call is over."""
+        """Whether the last call has ended."""
         return self.status.stopped
 
     def __repr__(self) -> str:
         return f"TrainerState(status={self.status!r}, fn={self.fn!r}, stage={self.stage!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the trainer out: processes send the state alone."""
+        """Leave out the trainer: other processes need only the state."""
         return {**self.__dict__, "trainer": None}

@@ -1,4 +1,4 @@
-"""Strategies with Lightning's arguments and attributes, on Legato's."""
+"""Strategies with Lightning's arguments and attributes, based on Legato's strategies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -34,19 +34,19 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Strategy(strategy.Strategy):
-    """Base of the strategies: has what programs read, under Lightning's names. Give a Trainer one of the subclasses."""
+    """Base class with Lightning's attributes. Pass one of the subclasses to a Trainer."""
 
     strategy_name = ""
-    """Lightning's word for it."""
+    """Lightning's name of the strategy."""
     given: dict[str, Any]
-    """The arguments of Trainer that came as arguments of the strategy."""
+    """Arguments of Trainer that were passed to the strategy."""
     _lightning_module: Any = None
-    """The module that a program has named before a run; private in Lightning, and set by programs."""
+    """The module that a program set before a run. Private in Lightning; programs set it."""
 
     def take_parts(
         self, accelerator: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
-        """Keep what was given to the strategy instead of to the Trainer, for `Trainer` to read."""
+        """Store arguments that were passed to the strategy instead of the Trainer."""
         self.given = read_plugins([one for one in (cluster_environment, checkpoint_io, precision) if one is not None])
         if accelerator is not None:
             self.given["accelerator"] = accelerator
@@ -55,12 +55,12 @@ class Strategy(strategy.Strategy):
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of the devices."""
+        """The device type."""
         return KINDS[self.device.type]()
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision, with the scaler of the run."""
+        """The precision, with the gradient scaler of the run."""
         found = Precision()
         found.precision, found.scaler = self.precision.name, self.precision.scaler
         return found
@@ -72,17 +72,17 @@ class Strategy(strategy.Strategy):
 
     @property
     def lightning_module(self) -> "LightningModule | None":
-        """The module of the run; None before one."""
+        """The module of the run; None before a run."""
         found: LightningModule | None = self.task or self._lightning_module  # type: ignore[assignment]
         return found
 
     @property
     def model(self) -> nn.Module | None:
-        """The module of the run; None before one."""
+        """The module of the run; None before a run."""
         return self.lightning_module
 
     def connect(self, model: Any) -> None:
-        """Name a module before a run."""
+        """Set the module before a run."""
         self._lightning_module = model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -91,20 +91,20 @@ class Strategy(strategy.Strategy):
 
     @property
     def checkpoint_io(self) -> "TorchCheckpointIO":
-        """Reads and writes files in Lightning's form."""
+        """Reads and writes files in Lightning's format."""
         return TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a dict as torch.save does, whole or not at all, on rank 0."""
+        """Write a dict like torch.save on rank 0, completely or not at all."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what Lightning's file of a checkpoint holds."""
+        """Return the contents of a checkpoint in Lightning's format."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, None, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file or checkpoint, on rank 0."""
+        """Remove a file or checkpoint on rank 0."""
         if self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
 
@@ -117,7 +117,7 @@ class Strategy(strategy.Strategy):
     def optimizers(self, value: list[Optimizer]) -> None:
         self.task.trainer.optimizers = value  # type: ignore[union-attr, misc]
 
-    # the place of this process; barriers and reductions are over all of them
+    # the place of this process; barriers and reductions include all processes
     global_rank, local_rank, node_rank = alias("place.rank"), alias("place.local_rank"), alias("place.node_rank")
     world_size, num_nodes = alias("place.world_size"), alias("place.nodes")
 
@@ -131,66 +131,68 @@ class Strategy(strategy.Strategy):
         self.collectives.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object on every rank."""
-        # the common case; of another rank there is no broadcast of objects
+        """Return the object of rank `src` on every rank."""
+        # the common case; there is no broadcast of objects from other ranks
         if src == 0:
             return self.collectives.broadcast(obj)
         return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the reduction of a tensor over all ranks; anything else is returned as it is."""
-        # Lightning passes on what is no tensor, and programs rely on it
+        """Reduce a tensor over all ranks; return any other object unchanged."""
+        # Lightning returns other objects unchanged, and programs rely on it
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
         if group is not None:
-            raise UnsupportedError("strategy.reduce(group=...): torch.distributed.all_reduce reduces over a group.")
+            raise UnsupportedError(
+                "strategy.reduce(group=...) is not supported. Use torch.distributed.all_reduce to reduce over a group."
+            )
         word = str(getattr(reduce_op, "name", None) or reduce_op).rpartition(".")[2].lower()
         kind = {"mean": "sum", "avg": "sum"}.get(word, word)
         if kind not in ("sum", "max", "min", "product"):
             raise ConfigError(f"strategy.reduce(reduce_op={reduce_op!r}): expected mean, sum, max, min or product.")
-        # of a copy: Lightning leaves the tensor that it is given as it is
+        # on a copy, because Lightning does not change its argument
         found = self.collectives.all_reduce(tensor.clone(), kind)
         return found / self.place.world_size if word in ("mean", "avg") else found
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return every rank's tensor, stacked; on one process the tensor itself."""
+        """Return the tensors of all ranks, stacked; on a single process, the tensor itself."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
         return self.task.all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any rank, say yes."""
+        """Return whether the value is true on all ranks, or on any rank."""
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op="min" if all else "max"))
 
 
 class CheckpointIO(ABC):
-    """Base of what reads and writes files; a Trainer is given none, since Legato writes its checkpoints itself."""
+    """Base class of checkpoint I/O. A Trainer accepts none, because Legato writes its checkpoints itself."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint's contents."""
+        """Write the contents of a checkpoint."""
 
     @abstractmethod
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint's contents."""
+        """Return the contents of a checkpoint."""
 
     @abstractmethod
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint."""
 
     def teardown(self) -> None:  # noqa: B027 (a subclass may do without)
-        """Leave nothing behind."""
+        """Do nothing."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Reads and writes files in Lightning's form, for programs that hold a checkpoint's contents themselves."""
+    """Reads and writes files in Lightning's format, for programs that handle checkpoint contents themselves."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a dict as torch.save does, whole or not at all."""
+        """Write a dict like torch.save, completely or not at all."""
         write(Path(path), checkpoint)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what a file holds, or what Lightning's file of a checkpoint would hold."""
+        """Return the contents of a file, or those of a checkpoint in Lightning's format."""
         saved: dict[str, Any] = read(path, map_location, weights_only)
         return saved
 
@@ -200,7 +202,7 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class OwnBackward(strategy.Strategy):
-    """Takes a backward of a program's own, beside those of the run; the first base of the strategies."""
+    """Accepts backward calls of a program in addition to those of the run; the first base class of the strategies."""
 
     def backward(
         self,
@@ -211,17 +213,17 @@ class OwnBackward(strategy.Strategy):
         optimizer: Any = None,
         **options: Any,
     ) -> None:
-        """Compute gradients; a program gives an optimizer or None in the place of `last`, which is True or False."""
+        """Compute gradients. A run passes a bool as `last`; a program passes an optimizer or None."""
         if isinstance(last, bool) and optimizer is None:
             super().backward(loss, last, inputs, retain_graph)
-        elif self.task is not None:  # which refuses it under automatic optimization
-            # not by the task's own method, which a program may have overridden to call this one
+        elif self.task is not None:  # it raises an error under automatic optimization
+            # not the task's method, because a program may have overridden it to call this one
             run = self.task.trainer.current_run
             run.optimization.manual_backward(loss, inputs=inputs, retain_graph=retain_graph, **options)
 
 
 class ParallelStrategy(Strategy):
-    """Base of the strategies with several processes."""
+    """Base class of strategies with several processes."""
 
     def __init__(
         self,
@@ -242,18 +244,18 @@ CALLED_BY_LIGHTNING = (
     *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
-"""Methods of a strategy that make a run what it is under Lightning, and that a run of Legato's does not call."""
+"""Methods of a strategy that control a run in Lightning, and that a run of Legato does not call."""
 LAUNCHER = "_configure_launcher"
 LAUNCHING = LAUNCHER, "setup_environment", "teardown"
-"""Methods of a strategy that starts processes in its own way."""
+"""Methods of a strategy that starts processes itself."""
 OWN_STRATEGY = (
-    "a strategy of one's own implements legato.trainer.strategies.Strategy; else give Trainer SingleDeviceStrategy, "
-    "DDPStrategy, FSDPStrategy or ModelParallelStrategy."
+    "subclass legato.trainer.strategies.Strategy for a custom strategy, or pass SingleDeviceStrategy, DDPStrategy, "
+    "FSDPStrategy or ModelParallelStrategy to Trainer."
 )
 
 
 class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
-    """One process, one device."""
+    """A single process on a single device."""
 
     strategy_name = "single_device"
 
@@ -273,7 +275,7 @@ class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
 
 
 class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
-    """One process for each device; `kwargs` are those of torch's DistributedDataParallel."""
+    """A process for each device; `kwargs` are passed to torch's DistributedDataParallel."""
 
     strategy_name = "ddp"
 
@@ -296,13 +298,13 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         unknown = kwargs.keys() - signature(options_of_ddp).parameters.keys()
         if unknown:
             raise UnsupportedError(
-                f"DDPStrategy({sorted(unknown)[0]}=...) is not passed on to torch's DistributedDataParallel; there are "
-                f"{', '.join(signature(options_of_ddp).parameters)}."
+                f"DDPStrategy({sorted(unknown)[0]}=...) is not supported. Supported options of torch's "
+                f"DistributedDataParallel: {', '.join(signature(options_of_ddp).parameters)}."
             )
         if ddp_comm_hook is not None or model_averaging_period is not None:
             raise UnsupportedError(
-                "DDPStrategy(ddp_comm_hook=..., model_averaging_period=...): gradients meet in each step, in float32. "
-                "Another reduction is a strategy of its own, a subclass of legato.strategies.GroupStrategy."
+                "DDPStrategy(ddp_comm_hook=..., model_averaging_period=...) is not supported: gradients are reduced "
+                "in each step, in float32. For a different reduction, subclass legato.strategies.GroupStrategy."
             )
         super().__init__(
             **options_of_ddp(**kwargs),
@@ -321,10 +323,10 @@ def options_of_ddp(
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
 ) -> dict[str, Any]:
-    """Return options of DistributedDataParallel; jsonargparse reads from this signature what a config may name.
+    """Return options of DistributedDataParallel. jsonargparse reads this signature to find the keys of a config.
 
-    `static_graph` only makes torch faster; Legato takes the graph of each step as it comes. With `broadcast_buffers` or
-    without, buffers are those of rank 0 after each step.
+    `static_graph` has no effect: in torch, it only saves time. With or without `broadcast_buffers`, all ranks have the
+    buffers of rank 0 after each step.
     """
     options = dict(locals())
     del options["static_graph"], options["broadcast_buffers"]
@@ -332,7 +334,7 @@ def options_of_ddp(
 
 
 class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
-    """Parameters, gradients and optimizer states sharded over all processes."""
+    """Shards parameters, gradients and optimizer states across all processes."""
 
     strategy_name = "fsdp"
 
@@ -355,9 +357,9 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
         device_mesh: Any = None,
         **kwargs: Any,
     ) -> None:
-        """`auto_wrap_policy`: a set of classes; without one, blocks go by their size.
+        """`auto_wrap_policy`: a set of classes to wrap; by default, Legato selects blocks by size.
 
-        `state_dict_type` is accepted: a checkpoint holds one file for each rank and is read on any number of them.
+        `state_dict_type` has no effect: a checkpoint has a file per rank, and any number of processes can read it.
         """
         refused = {"mixed_precision": mixed_precision, "device_mesh": device_mesh, **kwargs}
         for name, value in refused.items():
@@ -366,8 +368,8 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
         word = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
         if word not in ("FULL_SHARD", "SHARD_GRAD_OP"):
             raise UnsupportedError(
-                f"FSDPStrategy(sharding_strategy={word!r}): there are FULL_SHARD and SHARD_GRAD_OP. Legato's strategy "
-                f"{{'name': 'mesh', 'data': 2, 'shard': 4}} is HYBRID_SHARD, 'ddp' is NO_SHARD."
+                f"FSDPStrategy(sharding_strategy={word!r}): expected FULL_SHARD or SHARD_GRAD_OP. For HYBRID_SHARD, "
+                f"use Legato's strategy {{'name': 'mesh', 'data': 2, 'shard': 4}}; for NO_SHARD, use 'ddp'."
             )
         blocks = _class_names(auto_wrap_policy, "auto_wrap_policy")
         offload = getattr(cpu_offload, "offload_params", bool(cpu_offload))
@@ -388,14 +390,14 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
 
 
 FSDP_INSTEAD = {
-    "mixed_precision": "say Trainer(precision=...), which decides the types.",
-    "device_mesh": "say Trainer(strategy={'name': 'mesh', 'data': 2, 'shard': 4}) with Legato's Trainer.",
-    "": "torch's fully_shard, which this strategy uses, has no such argument.",
+    "mixed_precision": "pass Trainer(precision=...), which sets the dtypes.",
+    "device_mesh": "pass Trainer(strategy={'name': 'mesh', 'data': 2, 'shard': 4}) to Legato's Trainer.",
+    "": "torch's fully_shard, which this strategy uses, does not have this argument.",
 }
 
 
 class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy):
-    """Data, sharding and tensor parallelism over one mesh; `configure_model` may apply torch's parallel styles."""
+    """Data, sharding and tensor parallelism on a mesh; `configure_model` may apply torch's parallel styles."""
 
     strategy_name = "model_parallel"
 
@@ -418,10 +420,10 @@ class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy)
 
 
 DEEPSPEED = (
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does, Legato's zero1 the "
-    "optimizer states alone: say strategy='fsdp'."
+    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does; Legato's zero1 shards only "
+    "the optimizer states. Pass strategy='fsdp'."
 )
-XLA = "Legato runs on CPU, CUDA and MPS devices: say accelerator='auto'."
+XLA = "Legato runs on CPU, CUDA and MPS devices. Pass accelerator='auto'."
 WORDS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("auto", {}),
     "single_device": ("single", {}),
@@ -439,7 +441,7 @@ WORDS: dict[str, tuple[str, dict[str, Any]]] = {
         )
     },
 }
-"""Lightning's words for strategies: Legato's name of it, and options."""
+"""Legato's strategy and its options for each of Lightning's strategy names."""
 CLASSES: dict[str, type[Strategy]] = {
     "single": SingleDeviceStrategy,
     "ddp": DDPStrategy,
@@ -449,15 +451,15 @@ CLASSES: dict[str, type[Strategy]] = {
 
 
 def _check_overrides(wanted: Strategy) -> None:
-    """Refuse a strategy whose methods would not be called; one that starts processes in its own way is told so."""
+    """Raise UnsupportedError for a strategy with methods that a run would not call."""
     launching = overridden(wanted, LAUNCHING)
     if LAUNCHER not in launching:
         refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
         return
     refuse_overrides(wanted, set(CALLED_BY_LIGHTNING) - set(launching), OWN_STRATEGY)
     rank_zero_warn(
-        f"{type(wanted).__name__}.{', '.join(launching)}: Legato starts the processes itself, so that these are not "
-        f"called. To start them otherwise use torchrun, or SLURM."
+        f"{type(wanted).__name__}.{', '.join(launching)} would never be called, because Legato starts the processes "
+        "itself. To start them differently, use torchrun or SLURM."
     )
 
 
@@ -467,7 +469,7 @@ StrategyRegistry = Registry(
 
 
 def read_strategy(wanted: Any) -> Any:
-    """Return Trainer's `strategy` as Legato takes it. Raises for words of strategies that there are not."""
+    """Convert Trainer's `strategy` to Legato's form. Raises an error for an unsupported name."""
     if isinstance(wanted, str) and wanted in StrategyRegistry.keys() - WORDS.keys():
         wanted = StrategyRegistry.get(wanted)
     if not isinstance(wanted, str):
@@ -477,7 +479,7 @@ def read_strategy(wanted: Any) -> Any:
             _check_overrides(wanted)
         if isinstance(wanted, (strategy.Strategy, dict)):
             return wanted
-        raise ConfigError(f"Trainer(strategy=...) takes a word or a Strategy, got {type(wanted).__name__}.")
+        raise ConfigError(f"Trainer(strategy=...): expected a name or a Strategy, got {type(wanted).__name__}.")
     word = wanted.lower()
     if word in WORDS:
         name, options = WORDS[word]
@@ -487,12 +489,12 @@ def read_strategy(wanted: Any) -> Any:
     if "xla" in word or word.startswith(("tpu", "hpu")):
         raise UnsupportedError(f"strategy={wanted!r}: {XLA}")
     if word == "dp":
-        raise UnsupportedError(f"strategy={wanted!r} went out with Lightning 2.0: say strategy='ddp'.")
-    return wanted  # Legato's own names, and the message about one that is not known
+        raise UnsupportedError(f"strategy={wanted!r} was removed in Lightning 2.0. Pass strategy='ddp'.")
+    return wanted  # Legato's own names; unknown names raise an error later
 
 
 def with_attributes(made: strategy.Strategy, wanted: Any) -> Any:
-    """Return the strategy that was made for a word or a mapping as a class with Lightning's attributes."""
+    """Convert a strategy created from a name or a mapping to a class with Lightning's attributes."""
     if made is wanted or made.name not in CLASSES:
         return made
     options = {name: value for name, value in wanted.items() if name != "name"} if isinstance(wanted, dict) else {}
@@ -511,5 +513,5 @@ def _class_names(policy: Any, argument: str) -> list[str] | None:
         return None
     classes = [policy] if isinstance(policy, type) else policy
     if not isinstance(classes, (set, frozenset, list, tuple)):
-        raise UnsupportedError(f"FSDPStrategy({argument}={type(policy).__name__}): give the set of classes to wrap.")
+        raise UnsupportedError(f"FSDPStrategy({argument}={type(policy).__name__}): expected a set of classes to wrap.")
     return sorted(one.__name__ for one in classes)

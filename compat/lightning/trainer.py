@@ -59,44 +59,44 @@ INNER_METHODS = (
     "_test_impl",
     "_predict_impl",
 )
-"""Methods of Lightning's Trainer that its own calls of fit, validate, test and predict go through."""
+"""Methods of Lightning's Trainer that it calls itself in fit, validate, test and predict."""
 
 
 HIGHEST_SEED = 1 << 32
-"""Above what programs seed with; where none was given torch draws one of 53 bits or more."""
+"""Upper bound for seeds of programs; without a seed, torch draws one of at least 53 bits."""
 
 
 def without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out arguments that are None, Lightning's default of most, where Legato has a default of its own."""
-    # of this one None means to count batches over epochs
+    """Leave out arguments that are None, Lightning's usual default, if Legato has a different default."""
+    # here None means to count batches across epochs
     return {name: value for name, value in arguments.items() if value is not None or name == "check_val_every_n_epoch"}
 
 
 class FitAsLightning(Callback):
-    """Adds hooks by which a fit is as Lightning has it, and leaves the trainer's callbacks before a program's setup."""
+    """Adds hooks that make a fit behave as in Lightning; leaves the trainer's callbacks before the program's setup."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add the hooks to those of the run."""
-        trainer.callbacks.remove(self)  # programs look for theirs in the list
+        trainer.callbacks.remove(self)  # programs search the list for their callbacks
         hooks = trainer.current_run.hooks
         for group in (hooks.of_callbacks, hooks.late, hooks):
             group.update({name: without_empty(calls) for name, calls in group.items()})
-        # a sanity check, which comes between these two and training, evaluates each part in the mode that it has
+        # a sanity check, which runs between these two hooks and training, evaluates each module in its current mode
         hooks["on_fit_start"] += (trainer.leave_out_checks, trainer.hide_modes)
         hooks["on_sanity_check_start"] = (trainer.show_modes, *hooks["on_sanity_check_start"])
         hooks["on_sanity_check_end"] += (trainer.hide_modes,)
         hooks["on_train_start"] = (trainer.show_modes, *hooks["on_train_start"])
-        # before the hooks of the program, which may ask for the epoch's progress
+        # before the hooks of the program, which may read the epoch's progress
         hooks["on_train_epoch_start"] = (trainer.enter_epoch, *hooks["on_train_epoch_start"])
 
 
 class Trainer(TrainerAttributes):
-    """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
+    """A Legato Trainer with the arguments and behavior of Lightning's Trainer."""
 
     evaluation_points: EvaluationPoints | None = None
-    """Values that the steps of an evaluation log with `on_step`."""
+    """Values that evaluation steps log with `on_step`."""
     fit_as_lightning = FitAsLightning()
-    """Put among the callbacks of each run: a run collects its hooks once, from its callbacks and its task."""
+    """Added to the callbacks of each run, which collects its hooks once from its callbacks and its task."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -147,29 +147,29 @@ class Trainer(TrainerAttributes):
         if arguments["logger"] is True:
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         set_benchmark(benchmark, deterministic)
-        refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
+        refuse_overrides(self, INNER_METHODS, "use hooks of a callback or of the module to change a run.")
         self.barebones, self.enable_autolog_hparams, self.predictions = barebones, enable_autolog_hparams, []
         given = without_defaults({**arguments, "callbacks": None})
         super().__init__(**given, **self._arguments_of_files_and_ranks(strategy, devices))
-        # only now: a word such as "auto" has become a strategy by the devices that there are
+        # after the devices are known, because they determine the strategy for "auto"
         self.strategy = with_attributes(self.strategy, arguments["strategy"])
         self.callbacks = make_callbacks(self, arguments, profiler)
         self._show_arguments(arguments, gradient_clip_algorithm)
-        # a str, too, so that what Legato compares with "cpu" still holds
+        # also a str, so that Legato's comparisons with "cpu" work
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
 
     def _arguments_of_files_and_ranks(self, strategy: Any, devices: Any) -> dict[str, Any]:
-        """Return arguments of Legato's Trainer: the format of its files, and which processes it is a part of."""
+        """Return arguments of Legato's Trainer: the checkpoint format, and the processes of the script."""
         self.files, self.starts_script = LightningFile(self), starts_script(strategy)
         is_alone = devices in (1, "1") or (isinstance(devices, list) and len(devices) == 1)
-        # of a Trainer of one process each rank of a script has its own
+        # for a Trainer with a single process, each rank of a script is independent
         place = {"cluster": "off"} if is_started() and is_alone else {}
         return {"checkpoint_format": self.files, **place}
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
-        """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
-        if algorithm is None:  # as hooks are told it
+        """Set up objects that a program reads under fast_dev_run, and resolve values that a fit would choose."""
+        if algorithm is None:  # as for hooks
             self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
             self.max_epochs = arguments["max_epochs"]
@@ -178,7 +178,7 @@ class Trainer(TrainerAttributes):
         # Lightning shows the share as the two limits, which programs read
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
-        # a program may call methods of its logger, of which fast_dev_run wants nothing written
+        # a program may call methods of its logger, but fast_dev_run must not write anything
         if self.fast_dev_run and arguments["logger"]:
             self.loggers = [DummyLogger()]
 
@@ -191,9 +191,9 @@ class Trainer(TrainerAttributes):
 
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:
-        """Return the state of a fit, which goes on from where the last one ended."""
+        """Return the state of a fit, which continues from the end of the last one."""
         last = self.state
-        # a second fit of Lightning's Trainer goes on at the counts of the first; Legato's begins anew
+        # a second fit continues the counts of the first in Lightning; in Legato, it starts anew
         kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
@@ -201,11 +201,11 @@ class Trainer(TrainerAttributes):
         return state
 
     def check(self, *owners: Any) -> None:
-        """Warn of methods that are named almost like hooks; raise TaskError for hooks with wrong arguments.
+        """Warn about methods with names that resemble hooks; raise TaskError for hooks with wrong arguments.
 
-        Callbacks of Lightning's kind are given the module's `log` and `log_dict` for the time of the call.
+        Lightning callbacks get the `log` and `log_dict` of the module for the duration of the call.
         """
-        if self.fit_as_lightning not in self.callbacks:  # it has left after the last run
+        if self.fit_as_lightning not in self.callbacks:  # it left the callbacks after the last run
             self.callbacks.insert(0, self.fit_as_lightning)
         for owner in owners:
             if isinstance(owner, CallbackOfLightning):
@@ -216,47 +216,48 @@ class Trainer(TrainerAttributes):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def leave_out_checks(self) -> None:
-        """Leave out the checks and the weights of batches that Lightning's programs would run into.
+        """Disable checks and batch weights that conflict with programs for Lightning.
 
-        Raises MisconfigurationException for a max_epochs below the epochs of the checkpoint that the run goes on from.
+        Raises MisconfigurationException if max_epochs is less than the number of epochs in the checkpoint.
         """
         run = self.current_run
-        # Lightning refuses it; Legato would train nothing and report success
+        # Lightning raises an error; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
-                f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
+                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs that the checkpoint has "
+                "completed. Increase max_epochs."
             )
-        # a dict with "weight" is a plain result in programs for Lightning
+        # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
-        run.optimization.watch = None  # modules that change a teacher in training_step train so
+        run.optimization.watch = None  # modules that update a teacher in training_step train in this way
 
     def enter_epoch(self) -> None:
-        """Note that an epoch is under way."""
+        """Record that an epoch is running."""
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
-        # by name, since on_fit_start may have replaced a part
+        """Leave Legato's loop no modules to put into training mode: in Lightning, each module keeps its mode."""
+        # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
-        if self.current_run.training_data.rounds:  # else nothing is trained, and no on_train_start shows them again
+        if self.current_run.training_data.rounds:  # otherwise on_train_start does not run to restore the modes
             for part in self.lightning_module.modules():
                 part.training = True
 
     def show_modes(self) -> None:
-        """Put each part back into its own mode."""
+        """Restore the mode of each module."""
         for name, part in self.lightning_module.named_modules():
             part.training = self.modes_before.get(name, part.training)
 
     def end_epoch(self) -> None:
-        """End an epoch; one that the run ends within counts, too, also before its first step."""
+        """End an epoch. An epoch in which the run stops also counts, even before its first step."""
         run, state = self.current_run, self.state
         epoch = state.epoch
-        # the last step is a point of the log only where log_every_n_steps says so
+        # the last step is a logging point only if log_every_n_steps is due
         run.show_step()
         state.logged_at = state.global_step
         super().end_epoch()
         is_cut = state.epoch == epoch
-        # reduced once more: end_epoch has written nothing of an epoch that a resume will go on with, and Lightning does
+        # reduced again: end_epoch writes nothing for an epoch that a resume will continue, but Lightning does
         if is_cut:
             values = run.metrics.reduce_epoch(keep=True)
             self.logged_metrics.update(values.loggers)
@@ -265,11 +266,11 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = is_cut, False
 
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
-        """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on.
+        """Evaluate all loaders once. A fit validates under no_grad, so that a step can enable gradients.
 
-        Before a validation in the middle of training the newest step's values are published, as callbacks may go by
-        them when it ends, and the module clears its gradients. An epoch of which on_train_batch_start has left out the
-        rest ends without.
+        Before a validation during training, the values of the latest step are published, for callbacks that use them
+        at its end, and the module clears its gradients. If on_train_batch_start has skipped the rest of an epoch, the
+        epoch ends without a validation.
         """
         run = self.current_run
         if run.stage == "fit" and run.loop.doing == "validation":
@@ -282,7 +283,7 @@ class Trainer(TrainerAttributes):
         self.evaluation_points.follow(word)
         if self.current_run.stage != "fit" and self.current_run.source is not None:
             self.files.load_states()
-        # inference tensors that a step stores would break the next training step
+        # inference tensors stored by a step would break the next training step
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:
@@ -300,24 +301,24 @@ class Trainer(TrainerAttributes):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train a module. A checkpoint is read with weights_only=True unless the program says False."""
+        """Train a module. A checkpoint is read with weights_only=True unless the program passes False."""
         with self._status(TrainerFn.FITTING):
             self._choose_limits()
             model, source = uncompiled(model), self._checkpoint(ckpt_path, weights_only)
-            source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as under Lightning
+            source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as in Lightning
             if (
                 val_dataloaders is not None
                 and isinstance(model, Task)
                 and not overrides(model, Task, "validation_step")
             ):
-                log.warning("fit was given val_dataloaders, but %s has no validation_step.", type(model).__name__)
+                log.warning("fit got val_dataloaders, but %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             self._prepare("fit", model, **data, datamodule=datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
             if self.is_global_zero:
                 forget_checkpoint(self.default_root_dir)
-            if self.current_run.is_complete:  # else it was in workers
+            if self.current_run.is_complete:  # otherwise the run was in worker processes
                 self.fitted = list(self.optimizers), self.lr_scheduler_configs
 
     def validate(
@@ -359,7 +360,7 @@ class Trainer(TrainerAttributes):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Return the predictions of every rank, in the data's order; None with return_predictions=False."""
+        """Return the predictions of all ranks, in the order of the data; None with return_predictions=False."""
         with self._status(TrainerFn.PREDICTING):
             self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
@@ -376,38 +377,41 @@ class Trainer(TrainerAttributes):
         storage_options: Any = None,
         asynchronous: bool = False,
     ) -> None:
-        """Write a checkpoint of this moment; every rank calls it. Raises AttributeError before there is a run."""
+        """Write a checkpoint of the current state. Every rank calls it. Raises AttributeError before a run."""
         if storage_options is not None:
-            raise UnsupportedError("save_checkpoint(storage_options=...): checkpoints are files of a file system.")
-        module = vars(self.strategy).get("_lightning_module")  # by which public packages name a module before a run
+            raise UnsupportedError(
+                "save_checkpoint(storage_options=...) is not supported: checkpoints are files on a file system. "
+                "Remove the argument."
+            )
+        module = vars(self.strategy).get("_lightning_module")  # public packages set a module before a run in this way
         if self.run is None and module is not None:
             write_module(Path(filepath), module)
             return
         if self.run is None:
-            raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
+            raise AttributeError("Saving a checkpoint needs a module. Call fit, validate, test or predict first.")
         super().save_checkpoint(filepath, bool(weights_only), asynchronous)
         if self.run.agreement.signal and not weights_only and self.is_global_zero:
             note_checkpoint(self.default_root_dir, filepath)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make tensors on the run's device, in its precision."""
+        """Create tensors on the device and in the precision of the run."""
         device = self.device_list[0]
         with self.precision_plugin.forward_context(device), device:
             yield
 
     @contextmanager
     def _status(self, function: TrainerFn) -> Iterator[None]:
-        """Tell in `state` what is under way, and how it ended; take the seed that was set."""
+        """Record in `state` what is running and how it ended, and apply the seed."""
         place, seed = find_place(self.cluster), torch.initial_seed()
-        if not self.running and (place is None or place.origin != "legato"):  # workers are told
+        if not self.running and (place is None or place.origin != "legato"):  # set in worker processes
             count = self.strategy.local_processes(self.device_list)
             if place is None and count > 1 and self.num_nodes == 1 and self.starts_script:
                 start_ranks(count, seed & 0xFFFFFFFF)
-            # a script that seeds nothing has another seed in each of its ranks
+            # without a seed in the script, each of its ranks has a different one
             self.seed = shared_seed() if is_started() and seed >= HIGHEST_SEED else seed & 0xFFFFFFFF
         self.state.fn, self.state.status = function, TrainerStatus.RUNNING
-        # within a worker it is that of the process which started it
+        # in a worker process, the seed is that of its parent
         makes_folder = self.assigned_dir is None and (function is TrainerFn.FITTING or self.run_dir is None)
         if makes_folder:
             self.assigned_dir = folder_of_run(self)
@@ -429,14 +433,14 @@ class Trainer(TrainerAttributes):
         self.state.status = TrainerStatus.FINISHED
 
     def _choose_limits(self) -> None:
-        """Choose the limits of epochs that were not given."""
+        """Choose the limits of epochs that were not set."""
         if self.max_epochs is None:
             self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
         if self.min_epochs is None:
             self.min_epochs = int(self.min_steps is not None)
 
     def _prepare(self, method: str, model: Any, **data: Any) -> None:
-        """Tell the strategy the module, and let callbacks search for a setting of the run that is asked for."""
+        """Set the module of the strategy, and let callbacks search for a setting before the run."""
         module = self.lightning_module if model is None else model
         refuse_old_hooks(method, module)
         if isinstance(self.strategy, Strategy):
@@ -447,25 +451,28 @@ class Trainer(TrainerAttributes):
                 callback.has_searched = True
 
     def _checkpoint(self, path: Any, weights_only: bool | None) -> Any:
-        """Return the checkpoint that a word or path means, or the one that was set. None: none."""
+        """Return the checkpoint for a name or path, or the one that was set; None without a checkpoint."""
         self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
-        if path == "":  # such as the best_model_path of a callback that has saved none
-            raise ConfigError("ckpt_path='' names no checkpoint: give its path, 'last', 'best', or None for none.")
+        if path == "":  # such as the best_model_path of a callback that has saved no checkpoint
+            raise ConfigError(
+                "ckpt_path='' names no checkpoint. Pass a path, 'last', 'best', or None for no checkpoint."
+            )
         if path == "hpc" or str(path).startswith("registry"):
             raise UnsupportedError(
-                f"ckpt_path={str(path)!r}: a job that SLURM queues again goes on by itself (SLURMEnvironment"
-                f"(auto_requeue=True)); there is no registry. Give a path, 'last' or 'best'."
+                f"ckpt_path={str(path)!r} is not supported: a requeued SLURM job resumes automatically "
+                "(SLURMEnvironment(auto_requeue=True)), and Legato has no model registry. Pass a path, 'last' or "
+                "'best'."
             )
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)
-        # "last" means what the first callback remembers; another process may have written the files, so that folders
-        # are read then
+        # "last" is the checkpoint that the first callback stores; if another process wrote the files, search the
+        # folders
         callback = self.checkpoint_callback
         if path != "last" or (callback is not None and callback.last_model_path):
             return path
         savers = [one for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
         paths = [path for saver in savers for path in saver._find_last_checkpoints(self)]
         if not paths:
-            log.warning("ckpt_path='last', but there is no checkpoint yet: the module goes on as it is.")
+            log.warning("ckpt_path='last', but there is no checkpoint yet. The module keeps its current weights.")
         return max(paths, key=os.path.getmtime, default=None)

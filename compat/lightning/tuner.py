@@ -1,7 +1,7 @@
-"""Tuner: searches before a run for a learning rate, by a sweep, and for the largest batch size that memory holds.
+"""Tuner: searches for a learning rate by a sweep, and for the largest batch size that fits in memory, before a run.
 
-Each search trains a copy of the module with a copy of the trainer, so that nothing of it is left in either of them, in
-random number generators, or on the disk.
+Each search trains a copy of the module with a copy of the trainer. It leaves no trace in the originals, in random
+number generators or on disk.
 """
 
 import copy
@@ -27,17 +27,17 @@ log = logging.getLogger("legato")
 
 METHODS = ("fit", "validate", "test", "predict")
 SMOOTHING = 0.98
-"""Weight of the losses so far in the average that a sweep goes by."""
+"""Weight of past losses in the average that a sweep uses."""
 
 
 class LearningRateSweep(Callback):
-    """Raises the learning rate from `lr_min` to `lr_max` step by step and records the smoothed loss of each step.
+    """Raises the learning rate from `lr_min` to `lr_max` and records the smoothed loss of each step.
 
     mode: "exponential" or "linear".
-    diverges_at: end when the smoothed loss is this many times the best one; None: never.
+    diverges_at: stop when the smoothed loss exceeds the best one by this factor; None: never.
 
-    After Smith, https://arxiv.org/abs/1506.01186. Raises ConfigError for another mode, fewer than 2 steps, or rates
-    that do not rise from above 0.
+    After Smith, https://arxiv.org/abs/1506.01186. Raises ConfigError for any other mode, fewer than 2 steps, or rates
+    that do not increase from above 0.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LearningRateSweep(Callback):
             raise ConfigError(f"mode must be 'exponential' or 'linear', got {mode!r}.")
         if not 0 < lr_min < lr_max or num_training < 2:
             raise ConfigError(
-                f"A sweep of learning rates needs 0 < lr_min < lr_max and at least 2 steps; got {lr_min}, {lr_max} and "
+                f"A sweep of learning rates needs 0 < lr_min < lr_max and at least 2 steps, got {lr_min}, {lr_max} and "
                 f"{num_training} steps."
             )
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
@@ -65,14 +65,16 @@ class LearningRateSweep(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
-        """Take the learning rate over from the task's schedulers. Raises ConfigError for several optimizers."""
+        """Take control of the learning rate from the task's schedulers. Raises ConfigError for several optimizers."""
         if len(trainer.optimizers) != 1:
-            raise ConfigError(f"A sweep of learning rates needs one optimizer; the task has {len(trainer.optimizers)}.")
+            raise ConfigError(
+                f"A sweep of learning rates needs one optimizer, but the task has {len(trainer.optimizers)}."
+            )
         trainer.lr_scheduler_configs.clear()
         self._set_rate(trainer, self.rate(0))
 
     def on_before_backward(self, trainer: "Trainer", task: Task, loss: torch.Tensor) -> None:
-        """Keep the loss of a batch."""
+        """Store the loss of a batch."""
         self._losses.append(float(loss.detach()))
 
     def on_step_end(self, trainer: "Trainer", task: Task) -> None:
@@ -80,14 +82,14 @@ class LearningRateSweep(Callback):
         rates, losses = self.results["lr"], self.results["loss"]
         if len(losses) >= self.num_training or trainer.should_stop:
             return
-        # the sweep of several processes is that of their batches together, as Lightning's mean over ranks is
+        # a sweep on several processes uses all their batches, as Lightning's mean over ranks does
         values = [loss for rank in trainer.strategy.data_ranks.gather_objects(self._losses) for loss in rank]
         self._losses = []
         loss = sum(values) / len(values) if values else math.nan
         if not math.isnan(loss):
             self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
         rates.append(self.rate(len(losses)))
-        # the average begins at 0: the division takes that off, with Lightning's exponent
+        # the average starts at 0: the division corrects this bias, with Lightning's exponent
         losses.append(loss if math.isnan(loss) else self._average / (1 - SMOOTHING ** (len(losses) + 2)))
         if self.diverges_at is not None and len(losses) > 1 and losses[-1] > self.diverges_at * self._best:
             trainer.should_stop = True
@@ -99,16 +101,16 @@ class LearningRateSweep(Callback):
             group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the results, for the process that started the workers."""
+        """Return the results, which the parent process loads."""
         return {"results": {name: list(values) for name, values in self.results.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the results."""
+        """Load the results."""
         self.results = {name: list(values) for name, values in state_dict["results"].items()}
 
     # --- results ----------------------------------------------------------------------------------------------------
     def best_step(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
-        """Return the step at which the loss falls fastest with the learning rate; None with fewer than 2 points."""
+        """Return the step at which the loss decreases fastest with the learning rate; None with fewer than 2 points."""
         chosen = range(len(self.results["loss"]))[skip_begin : len(self.results["loss"]) - skip_end]
         finite = [index for index in chosen if math.isfinite(self.results["loss"][index])]
         if len(finite) < 2:
@@ -118,17 +120,17 @@ class LearningRateSweep(Callback):
         return finite[int(torch.gradient(losses, spacing=[rates])[0].argmin())]
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss falls fastest; None, with a message, with too few points."""
+        """Return the learning rate at which the loss decreases fastest; None with a message if points are too few."""
         step = self.best_step(skip_begin, skip_end)
         if step is None:
-            log.error("The sweep has too few points to suggest a learning rate: give it more steps, or more data.")
+            log.error("The sweep has too few points to suggest a learning rate. Use more steps or more data.")
             return None
         return self.results["lr"][step]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Return a matplotlib figure of loss against learning rate; `suggest` marks the suggestion.
+        """Return a matplotlib figure of the loss against the learning rate; `suggest` marks the suggested rate.
 
-        Raises ConfigError where matplotlib is not installed.
+        Raises ConfigError if matplotlib is not installed.
         """
         try:
             from matplotlib import pyplot
@@ -147,7 +149,7 @@ class LearningRateSweep(Callback):
 
 
 class Tuner:
-    """Searches for the learning rate and the batch size of a trainer's next run."""
+    """Searches for the learning rate and the batch size of the next run of a trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -168,22 +170,22 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Return the largest batch size that memory holds, and set `batch_arg_name` where it is found.
+        """Return the largest batch size that fits in memory, and set `batch_arg_name` to it.
 
-        mode: "power" doubles from `init_val` until memory runs out; "binsearch" then halves the gap between the last
-        size that fitted and the first that did not, and takes off the share `margin`. The search ends, too, at a size
-        that holds all of the data.
+        mode: "power" doubles `init_val` until memory runs out. "binsearch" then bisects between the largest size that
+        fits and the smallest that does not, and reduces the result by the fraction `margin`. The search also ends at a
+        size that includes all of the data.
 
-        Raises MisconfigurationException for loaders, whose batch size is fixed, for another mode, where no attribute
-        of that name is found, or where the smallest size does not fit.
+        Raises MisconfigurationException for loaders, whose batch size is fixed, for any other mode, if no object has an
+        attribute of that name, or if the smallest size does not fit.
         """
         data = _data_of(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         if mode not in ("power", "binsearch"):
             raise ConfigError(f"mode must be 'power' or 'binsearch', got {mode!r}.")
         if any(hasattr(source, "__iter__") for source in data.values()):
             raise ConfigError(
-                "The batch size cannot be searched for with loaders that were made already: give a data module, or "
-                "give the module a train_dataloader that reads its batch size."
+                "Loaders have a fixed batch size, so scale_batch_size cannot change it. Pass a data module, or define "
+                "train_dataloader of the module with its batch size."
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
@@ -194,7 +196,7 @@ class Tuner:
             trial.limit_val_batches = trial.limit_test_batches = trial.limit_predict_batches = steps_per_trial
 
             def all_in_one(size: int) -> bool:
-                trial.state = type(trial.state)()  # a trainer may go on counting where its last fit ended
+                trial.state = type(trial.state)()  # a trainer may continue the counts of its last fit
                 set_attribute(batch_arg_name, size, copied, *data.values())
                 getattr(trial, method)(copied, **data)
                 return method == "fit" and trial.num_training_batches <= 1
@@ -222,9 +224,9 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LearningRateSweep | None:
-        """Return the losses of rising learning rates, and set the suggested one where the module keeps it.
+        """Return the losses of a learning rate sweep, and set the suggested rate in the module.
 
-        Raises MisconfigurationException for several optimizers, AttributeError where no learning rate is found.
+        Raises MisconfigurationException for several optimizers, and AttributeError if the module has no learning rate.
         """
         if method != "fit":
             raise ConfigError("method='fit' is the only valid configuration to run lr finder.")
@@ -245,7 +247,7 @@ class Tuner:
 
 
 def learning_rate_name(model: Any, name: str = "") -> str:
-    """Return the name under which a module or its hparams keep the learning rate. Raises AttributeError."""
+    """Return the name of the learning rate in a module or its hparams. Raises AttributeError."""
     names = [name] if name else ["lr", "learning_rate"]
     for candidate in names:
         if _holders(candidate, model):
@@ -257,26 +259,26 @@ def learning_rate_name(model: Any, name: str = "") -> str:
 
 
 def _data_of(method: str, train: Any, val: Any, evaluation: Any, datamodule: Any) -> dict[str, Any]:
-    """Return the data as the trainer's method takes it."""
+    """Return the data in the form of the trainer's method."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is invalid. Should be one of {METHODS}.")
     if method == "fit" and evaluation is not None:
-        raise ConfigError("Tuning with method='fit' takes train_dataloaders and val_dataloaders, not dataloaders.")
+        raise ConfigError("Tuning with method='fit' needs train_dataloaders and val_dataloaders, not dataloaders.")
     if method != "fit" and (train is not None or val is not None):
-        raise ConfigError(f"Tuning with method={method!r} takes dataloaders, not train_dataloaders or val_dataloaders.")
+        raise ConfigError(f"Tuning with method={method!r} needs dataloaders, not train_dataloaders or val_dataloaders.")
     names = {"train_dataloaders": train, "val_dataloaders": val, "dataloaders": evaluation, "datamodule": datamodule}
     return {name: value for name, value in names.items() if value is not None}
 
 
 def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, trials: int, largest: int) -> int:
-    """Return the largest size at which `all_in_one` does not run out of memory, or the first at which it is true."""
+    """Return the largest size at which `all_in_one` fits in memory, or the first at which it returns True."""
     best, failed, size = 0, 0, min(start, largest)
     for _ in range(trials):
         garbage_collection_cuda()
         try:
             complete = all_in_one(size)
         except (RuntimeError, DataError) as error:
-            if isinstance(error, DataError) and best:  # with drop_last there may be no batch of this size
+            if isinstance(error, DataError) and best:  # with drop_last, there may be no batch of this size
                 break
             if not is_oom_error(error):
                 raise
@@ -292,7 +294,9 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
             break
     garbage_collection_cuda()
     if not best:
-        raise ConfigError(f"Memory does not hold even a batch of {max(size, 1)}; make the model or its input smaller.")
+        raise ConfigError(
+            f"Even a batch of {max(size, 1)} does not fit in memory. Make the model or its input smaller."
+        )
     return best
 
 
@@ -301,23 +305,25 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
 
 @contextmanager
 def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trainer", Task]]:
-    """Yield a trainer that writes nothing and a copy of the task, and forget both.
+    """Yield a trainer that writes nothing and a copy of the task, and discard both afterwards.
 
-    Random number generators, and the trainer of data modules in `data`, are afterwards what they were. Raises
-    ConfigError if the trainer is running on several processes.
+    Restores the random number generators, and the trainer of data modules in `data`. Raises ConfigError if the trainer
+    is running on several processes.
     """
     if trainer.running and trainer.world_size > 1:
-        raise ConfigError("On several processes a search for a learning rate or a batch size comes before a run.")
+        raise ConfigError(
+            "On several processes, search for a learning rate or a batch size before a run, not during it."
+        )
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
     copied = copy.deepcopy(task)
-    copied.__dict__["configure_callbacks"] = list  # those that the task brings are not for a trial
+    copied.__dict__["configure_callbacks"] = list  # a trial does not use the callbacks that the task adds
     try:
         with isolate_rng():
             yield _quiet_copy(trainer), copied
     finally:
         for module, before in modules:
             module.__dict__["trainer"] = before
-        # drops the last reference to the copy, so that its memory is freed below
+        # drops the last reference to the copy, so that gc frees its memory below
         copied = task
         garbage_collection_cuda()
 
@@ -326,7 +332,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial = copy.copy(trainer)
     trial.strategy = copy.copy(trainer.strategy)
     for name, part in vars(trainer).items():
-        if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
+        if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads from its trainer
             setattr(trial, name, copy.copy(part))
             vars(trial)[name].trainer = trial
     trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
@@ -348,18 +354,20 @@ def _holders(name: str, *owners: Any) -> list[Any]:
 
 
 def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return what has the attribute: of tasks and data modules among `owners`, themselves and their `hparams`.
+    """Return the objects that have the attribute, among tasks and data modules in `owners` and their `hparams`.
 
-    Raises ConfigError where none has it.
+    Raises ConfigError if none has it.
     """
     holders = _holders(name, *owners)
     if not holders:
-        raise ConfigError(f"Neither the task, its hparams, nor a data module has an attribute {name!r}.")
+        raise ConfigError(
+            f"Neither the task, its hparams, nor a data module has an attribute {name!r}. Define it in one of them."
+        )
     return holders
 
 
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
-    """Set an attribute wherever `holders_of` finds it."""
+    """Set an attribute on all objects that `holders_of` returns."""
     for holder in holders_of(name, *owners):
         if isinstance(holder, MutableMapping):
             holder[name] = value

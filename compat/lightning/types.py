@@ -1,4 +1,4 @@
-"""Names of types that programs written for Lightning annotate with."""
+"""Type names that programs for Lightning use in annotations."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ LRSchedulerPLType = LRScheduler | ReduceLROnPlateau
 
 
 class LRSchedulerConfigType(TypedDict, total=False):
-    """A scheduler with how it is stepped, as `configure_optimizers` returns it."""
+    """A scheduler with its settings, as `configure_optimizers` returns it."""
 
     scheduler: LRSchedulerTypeUnion
     name: str | None
@@ -85,23 +85,23 @@ MODULE_OPTIMIZERS = Any
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with a state that can be saved."""
+    """An object with a state that can be saved."""
 
     def state_dict(self) -> dict[Any, Any]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
-        """Take over a state."""
+        """Load the state."""
         ...
 
 
 @runtime_checkable
 class CollectibleGroup(Protocol):
-    """Anything like a process group."""
+    """An object with the interface of a process group."""
 
     def size(self) -> int:
-        """Return how many processes there are."""
+        """Return the number of processes."""
         ...
 
     def rank(self) -> int:
@@ -111,7 +111,7 @@ class CollectibleGroup(Protocol):
 
 @runtime_checkable
 class Steppable(Protocol):
-    """Anything with a `step`."""
+    """An object with a `step`."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take a step."""
@@ -120,7 +120,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """Anything like an optimizer."""
+    """An object with the interface of an optimizer."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]
@@ -131,5 +131,5 @@ class Optimizable(Steppable, Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, dict[Any, Any]]) -> None:
-        """Take over a state."""
+        """Load the state."""
         ...

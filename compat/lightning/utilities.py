@@ -47,7 +47,7 @@ def package_available(package_name: str) -> bool:
 
 
 def get_init_args(frame: FrameType) -> Any:
-    """Return the arguments of the `__init__` that a frame runs, its keywords among them."""
+    """Return the arguments of the `__init__` that runs in a frame, including its keyword arguments."""
     values: Any = inspect.getargvalues(frame)
     return {name: values.locals[name] for name in values.args[1:]} | values.locals.get(values.keywords or "", {})
 
@@ -56,12 +56,12 @@ def get_init_args(frame: FrameType) -> Any:
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators, set PL_GLOBAL_SEED, and return the seed.
+    """Seed the generators of Python, NumPy and torch, set PL_GLOBAL_SEED, and return the seed.
 
     seed: None takes PL_GLOBAL_SEED, or 0 if that is not set.
-    workers: remembered in PL_SEED_WORKERS; loader workers are seeded by the position of a batch anyway.
+    workers: stored in PL_SEED_WORKERS; Legato always seeds loader workers by the position of a batch.
 
-    Raises ValueError for a seed that NumPy does not take.
+    Raises ValueError for a seed that NumPy does not accept.
     """
     if seed is None:
         given = get_variable("PL_GLOBAL_SEED")
@@ -76,7 +76,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise ValueError(f"{seed} is not in bounds, numpy accepts from {min_seed_value} to {max_seed_value}")
     if verbose:
         log.info(rank_prefixed_message(f"Seed set to {seed}", launched_rank()))
-    # in the environment, so that ranks that are started later have it
+    # in the environment, for ranks that start later
     set_variable("PL_GLOBAL_SEED", str(seed))
     set_variable("PL_SEED_WORKERS", str(int(workers)))
     random.seed(seed)
@@ -86,12 +86,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def launched_rank() -> int | None:
-    """Return the rank that a launcher's variables give this process; None without a launcher."""
+    """Return the rank of this process from the variables of a launcher; None without a launcher."""
     return next((int(rank) for rank in map(get_variable, ("RANK", "LOCAL_RANK", "SLURM_PROCID")) if rank), None)
 
 
 def reset_seed() -> None:
-    """Seed all generators once more as `seed_everything` did; does nothing if it was not called."""
+    """Seed all generators again as `seed_everything` did; do nothing if it was not called."""
     seed = get_variable("PL_GLOBAL_SEED")
     if seed is not None:
         seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
@@ -116,12 +116,12 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Return a collection with each tensor, and each object that has `.to`, on a device."""
+    """Return a collection with its tensors, and its objects with a method `to`, on a device."""
     return DataHooks().transfer_batch_to_device(batch, torch.device(device), 0)
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return a collection with each tensor detached, and on the CPU if so wished."""
+    """Return a collection with its tensors detached, and optionally on the CPU."""
     return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 
 
@@ -142,7 +142,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Return the norm of each parameter's gradient, and as `grad_{norm_type}_norm_total` that of all together.
+    """Return the norm of each parameter's gradient, and the norm of all gradients as `grad_{norm_type}_norm_total`.
 
     Raises ValueError for a norm that is not positive.
     """
@@ -163,7 +163,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 def measure_flops(
     model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
 ) -> int:
-    """Return the floating point operations of a forward pass and, with a `loss_fn`, of the backward pass too."""
+    """Return the number of floating-point operations of a forward pass and, with a `loss_fn`, of the backward pass."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
@@ -172,22 +172,22 @@ def measure_flops(
 
 
 class DeviceDtypeMixin(nn.Module):
-    """A module that knows the device and the dtype of its parameters."""
+    """A module with the device and dtype of its parameters as attributes."""
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters; the CPU without any."""
+        """The device of the parameters; the CPU without parameters."""
         return next((parameter.device for parameter in self.parameters()), CPU_DEVICE)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters; torch's default without any."""
+        """The dtype of the parameters; torch's default without parameters."""
         found = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
         return next(found, torch.get_default_dtype())
 
 
 def given_to_compile(model: Any) -> nn.Module | None:
-    """Return the module that torch.compile was given to return `model`; None if it did not make that."""
+    """Return the module that torch.compile wrapped in `model`; None if `model` is not a result of torch.compile."""
     if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
         return None
     return next(model.children())
@@ -197,14 +197,14 @@ def given_to_compile(model: Any) -> nn.Module | None:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Return whether an error, also one of a worker, says that memory ran out: a device's or the host's."""
+    """Return whether an error, possibly from a worker process, reports that device or host memory ran out."""
     words = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
     return isinstance(exception, (RuntimeError, WorkerError)) and any(word in str(exception) for word in words)
 
 
 def garbage_collection_cuda() -> None:
-    """Free unused memory, also of GPUs."""
-    # before the cache is emptied: cycles, such as an exception and its frames, keep tensors alive
+    """Free unused memory, also on GPUs."""
+    # before emptying the cache, because cycles, such as an exception and its frames, keep tensors alive
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -214,27 +214,27 @@ def garbage_collection_cuda() -> None:
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """Ways to clip gradients."""
+    """Gradient clipping algorithms."""
 
     VALUE = "value"
     NORM = "norm"
 
 
 def main() -> None:
-    """Say that no checkpoint has to be upgraded."""
-    print("Legato reads checkpoints of every Lightning 2 as they are; there is nothing to upgrade.")
+    """Print that checkpoints need no upgrade."""
+    print("Legato reads checkpoints of all Lightning 2 versions, so there is nothing to upgrade.")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
-    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed."""
+    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError if fsspec is not installed."""
     return importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return what `torch.save` wrote to a file, an open file or an address; code in it runs for weights_only=False."""
+    """Load an object saved with `torch.save` from a path, file or address; weights_only=False may run code."""
     from .checkpoint import read
 
     if not isinstance(path_or_url, (str, Path)):
@@ -246,7 +246,7 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
 
 
 def is_local_file_protocol(path: str | Path) -> bool:
-    """Return whether a path is on this machine's file system."""
+    """Return whether a path is on the local file system."""
     return "://" not in str(path) or str(path).startswith("file://")
 
 
@@ -256,5 +256,5 @@ def distributed_is_initialized() -> bool:
 
 
 def num_cuda_devices() -> int:
-    """Return how many CUDA devices there are."""
+    """Return the number of CUDA devices."""
     return torch.cuda.device_count()

@@ -209,8 +209,8 @@ def test_callbacks_go_on_where_they_were(tmp_path, caplog):
     assert timer.time_elapsed() > saved["Timer"]["time_elapsed"]["train"]
     told = "\n".join(caplog.messages)
     assert "checkpoint of Lightning 2.6.6. Going on at step 12 in epoch 2" in told
-    assert "Not taken over: the state of ModelCheckpoint, for which this run has no callback." in told
-    assert "Legato's order from here on" in told
+    assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in told
+    assert "a loader that shuffles uses Legato's order" in told
 
 
 @pytest.mark.slow
@@ -219,8 +219,8 @@ def test_what_is_not_taken_over_is_said(tmp_path, caplog):
     fit(real, "Plain", callbacks=[RealEarlyStopping("val"), saver(real, path, "within")])
     with caplog.at_level(logging.INFO, logger="legato"):
         fit(room, "Plain", source=path)
-    assert "Not taken over: the state of EarlyStopping, for which this run has no callback." in caplog.text
-    assert "the values logged in this epoch so far" in caplog.text
+    assert "Not restored: the state of EarlyStopping, because this run has no such callback." in caplog.text
+    assert "the values logged so far in this epoch" in caplog.text
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_lightning_goes_on_from_the_end_of_a_run_and_with_its_callbacks(tmp_path
 def test_a_file_is_not_converted(tmp_path):
     torch.save({"state_dict": ROOM["Plain"]().state_dict()}, tmp_path / "x.ckpt")
     done = completed(run_module, "legato", "convert", "x.ckpt", "own", cwd=tmp_path)
-    assert (done.returncode, "`legato lightning SCRIPT` goes on from" in done.stderr) == (1, True)
+    assert (done.returncode, "`legato lightning SCRIPT` resumes from" in done.stderr) == (1, True)
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_files_that_no_run_can_go_on_from_are_refused(tmp_path):
         fit(room, "Plain", source=path)
     contents = {"state_dict": module.state_dict(), "pytorch-lightning_version": "1.4.0", "epoch": 1, "global_step": 3}
     torch.save(contents, path)
-    with pytest.raises(CheckpointError, match=r"Lightning 1.4.0 does not say how far .*upgrade_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"Lightning 1.4.0 does not store the progress .*upgrade_checkpoint"):
         fit(room, "Plain", source=path)
     torch.save({**contents, "hyper_parameters": argparse.Namespace(lr=1)}, path)
     with pytest.raises(CheckpointError, match=r"argparse.Namespace.*add_safe_globals"):

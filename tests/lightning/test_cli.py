@@ -330,7 +330,7 @@ def test_a_subclass_is_built_again_if_it_is_imported(tmp_path):
     path = cli.trainer.checkpoint_callback.best_model_path
     loaded = LightningModule.load_from_checkpoint(path)
     assert (type(loaded), loaded.hparams.width) == (Model, 3)
-    with pytest.raises(ValueError, match="no imported subclass of Nested"):
+    with pytest.raises(ValueError, match="not an imported subclass of Nested"):
         Nested.load_from_checkpoint(path)
 
 

@@ -116,7 +116,7 @@ def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
     assert seen["loss"].item() == trainer.callback_metrics["loss"].item()
     assert trainer._accelerator_connector.use_distributed_sampler
     assert trainer._accelerator_connector.strategy is trainer.strategy
-    with pytest.raises(AttributeError, match=r"hpc_save_path.*inner part of Lightning"):
+    with pytest.raises(AttributeError, match=r"hpc_save_path.*internal to Lightning"):
         trainer._checkpoint_connector.hpc_save_path()
 
 
@@ -143,7 +143,7 @@ def test_counts_of_a_run_cannot_be_set(tmp_path):
     trainer.fit(Linear(), loader())
     loop = trainer.fit_loop
     assert loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed == 4
-    with pytest.raises(UnsupportedError, match="resume, fit\\(ckpt_path="):
+    with pytest.raises(UnsupportedError, match="resume, call fit\\(ckpt_path="):
         loop.epoch_progress.current.completed = 2
     assert loop.epoch_progress.current.completed == trainer.current_epoch == 1
 
@@ -322,7 +322,7 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
     assert all(torch.equal(found[name], found["manual"]) for name in ("none", "optimizer", "graph"))
     assert found["norm"] <= 1.001e-3
     assert found["value"] <= 1.001e-6
-    with pytest.raises(UnsupportedError, match=r"subclass of legato\.strategies\.GroupStrategy"):
+    with pytest.raises(UnsupportedError, match=r"subclass legato\.strategies\.GroupStrategy"):
         DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
 
 

@@ -187,7 +187,7 @@ def test_arguments_have_their_effect(arguments, attributes):
 
 @pytest.mark.parametrize("word", [16, "16-mixed"])
 def test_half_precision_on_the_cpu_is_the_one_that_has_kernels_there(word):
-    with pytest.warns(UserWarning, match="on the CPU: taking 'bf16-mixed'"):
+    with pytest.warns(UserWarning, match="on the CPU uses 'bf16-mixed'"):
         assert pl.Trainer(**SILENT, precision=word).precision == "bf16-mixed"
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu")
     assert pl.Trainer(**SILENT, plugins=plugin).precision == "16-mixed"
@@ -234,10 +234,10 @@ class Own(pl.strategies.Strategy):
         ({"strategy": "deepspeed_stage_3"}, UnsupportedError, "strategy='fsdp'"),
         ({"strategy": "dp"}, UnsupportedError, "'ddp'"),
         ({"strategy": "ddpp"}, ValueError, "Did you mean 'ddp'"),
-        ({"strategy": Own()}, UnsupportedError, "one's own"),
-        ({"strategy": 3}, ValueError, "a word or a Strategy"),
+        ({"strategy": Own()}, UnsupportedError, "custom strategy"),
+        ({"strategy": 3}, ValueError, "a name or a Strategy"),
         ({"accelerator": "tpu"}, UnsupportedError, "CPU, CUDA and MPS"),
-        ({"accelerator": "what"}, ValueError, "there are auto"),
+        ({"accelerator": "what"}, ValueError, "expected one of auto"),
         ({"precision": "12"}, ValueError, "precision"),
         ({"gradient_clip_val": "1"}, TypeError, "gradient_clip_val"),
         ({"gradient_clip_algorithm": "nom"}, ConfigError, "norm"),

@@ -80,7 +80,7 @@ def test_inner_workings_can_be_imported_and_not_used():
     from legato.compat.lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
     assert _OMEGACONF_AVAILABLE is True
-    with pytest.raises(UnsupportedError, match="_DataConnector: It is a part of Lightning's inner workings"):
+    with pytest.raises(UnsupportedError, match="_DataConnector: It is internal to Lightning"):
         _DataConnector(1)
     with pytest.raises(ImportError, match="cannot import name 'NoSuch'"):
         exec("from legato.compat.lightning.pytorch.callbacks import NoSuch")
@@ -286,5 +286,5 @@ def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_n
     assert error_of(3) == ""  # refused in words that say what is wrong
     monkeypatch.setattr("legato.trainer.setup.start.make_run", None)
     told = error_of(Fails(), [torch.ones(2, 1)])
-    assert told.startswith("legato: this error arose within Legato (trainer/setup/start.py:")
-    assert "`python train.py --fast` runs it under Lightning itself" in told
+    assert told.startswith("legato: this error occurred within Legato (trainer/setup/start.py:")
+    assert "as it does with Lightning: `python train.py --fast`" in told

@@ -170,7 +170,7 @@ def test_limits_of_the_search(tmp_path):
     assert find_batch_size(trainer, task, datamodule=Data(samples=400), max_val=30) == 30
     assert find_batch_size(trainer, task, datamodule=Data(samples=400), mode="binsearch", margin=0.1) == 90
     assert find_batch_size(trainer, task, datamodule=Data(drop_last=True)) == 32
-    with pytest.raises(ConfigError, match="Memory does not hold"):
+    with pytest.raises(ConfigError, match="does not fit in memory"):
         find_batch_size(trainer, Limited(0), datamodule=Data())
     with pytest.raises(ConfigError, match="'batch_size'"):
         find_batch_size(trainer, Tiny(), datamodule=NoSize())

@@ -1,1 +1,1 @@
-"""Lightning's callbacks whose arguments or effects differ from Legato's own."""
+"""Lightning's callbacks with arguments or effects that differ from Legato's callbacks."""

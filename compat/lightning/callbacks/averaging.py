@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
-"""Methods by which a training_step trains the module itself."""
+"""Methods with which a training_step trains the module in manual optimization."""
 
 
 class TrainingSteps(torch.nn.Module):
@@ -30,20 +30,19 @@ class TrainingSteps(torch.nn.Module):
         self.task, self.training = task, task.training
 
     def forward(self, arguments: tuple[Any, ...]) -> Any:
-        """Call it with the first of (batch, batch_idx)."""
+        """Call training_step with the first item of (batch, batch_idx)."""
         return self.task.training_step(*arguments)
 
 
-OWN_AVERAGES = "averages are computed by Legato: give avg_fn, or override average(averages, weights)."
+OWN_AVERAGES = "Legato computes the averages: pass avg_fn, or override average(averages, weights)."
 
 
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
-    """Averages the weights at the beginning of the last epochs, and leaves the mean in the module after `fit`.
+    """Averages the weights at the beginning of each of the last epochs. After `fit`, the module holds the mean.
 
-    From the first of these epochs on the learning rate goes to `swa_lrs` and stays there, whatever the module's
-    scheduler says. The statistics of batch norms are computed for the averaged weights, by one more pass over the
-    training data. Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization
-    (arXiv:1803.05407).
+    From the first of these epochs, the learning rate anneals to `swa_lrs` and stays there, whatever the module's
+    scheduler does. An extra pass over the training data computes the batch norm statistics of the averaged weights.
+    Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
     """
 
     def __init__(
@@ -60,13 +59,14 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(isinstance(rate, float) and rate > 0 for rate in rates):
             raise ConfigError(
-                f"StochasticWeightAveraging: swa_lrs={swa_lrs!r}: expected a positive float or a list of them."
+                "StochasticWeightAveraging: expected swa_lrs to be a positive float or a list of positive floats, got "
+                f"{swa_lrs!r}."
             )
         fraction = isinstance(swa_epoch_start, float)
         if not (0 <= swa_epoch_start <= 1 if fraction else swa_epoch_start >= 1):
             raise ConfigError(
-                f"StochasticWeightAveraging: swa_epoch_start={swa_epoch_start!r}: expected an epoch from 1 on, or a "
-                f"fraction of max_epochs from 0.0 to 1.0."
+                "StochasticWeightAveraging: expected swa_epoch_start to be an epoch of at least 1, or a fraction of "
+                f"max_epochs from 0.0 to 1.0, got {swa_epoch_start!r}."
             )
         if annealing_strategy not in ("cos", "linear") or annealing_epochs < 0:
             raise ConfigError(
@@ -77,37 +77,37 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self.avg_fn = avg_fn or self.avg_fn  # type: ignore[method-assign]
         self.swa_start = 0
-        """The first epoch to average, counted from 0."""
+        """The first epoch to average, from 0."""
         self._last_epoch = -1
-        """The newest epoch whose first weights are in the averages."""
+        """The latest epoch whose initial weights are in the averages."""
         self._rates_before: list[float] = []
         """Learning rates at the beginning of the first averaged epoch."""
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
-        """Return new averages: the mean of one more value."""
+        """Return the averages after adding a value to the mean."""
         return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
 
     def average(self, averages: torch.Tensor, weights: torch.Tensor) -> None:
-        """Update averages in place by new weights."""
+        """Update averages in place with new weights."""
         averages.copy_(self.avg_fn(averages, weights, torch.tensor(self.updates, device=averages.device)))
 
     # --- training ---------------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Find the first epoch. Raises ConfigError without a last one where a fraction was given."""
+        """Compute the first epoch. Raises ConfigError for a fraction if the run has no last epoch."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             return
         if trainer.strategy.elastic:
             raise ConfigError(
-                "StochasticWeightAveraging ends with a pass over the training data of its own, which cannot be "
-                "repeated where a process dies in it: remove it, or elastic=true."
+                "StochasticWeightAveraging ends with an extra pass over the training data, which cannot be repeated "
+                "if a process dies during it. Remove the callback, or elastic=true."
             )
         start: Any
         start, self._last_epoch, self._rates_before = self.swa_epoch_start, -1, []
         if isinstance(start, float):
             if trainer.max_epochs in (None, -1):
-                raise ConfigError("StochasticWeightAveraging: swa_epoch_start as a fraction needs max_epochs.")
+                raise ConfigError("StochasticWeightAveraging: a fraction as swa_epoch_start needs max_epochs.")
             start = int((trainer.max_epochs or 0) * start)
         self.swa_start = max(start - 1, 0)
 
@@ -116,37 +116,38 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(
-                f"StochasticWeightAveraging takes one optimizer, and one learning rate or one for each parameter group "
-                f"of it; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} rates."
+                "StochasticWeightAveraging: expected one optimizer, and one learning rate for all of its parameter "
+                f"groups or one for each; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} "
+                "rates."
             )
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Add the epoch's first weights to the averages."""
+        """Add the initial weights of the epoch to the averages."""
         epoch = trainer.current_epoch
         if epoch < self.swa_start:
             return
         if not self._rates_before:
             self._rates_before = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
-        # A function of the epoch, and no scheduler of its own: a checkpoint then holds the scheduler that
-        # configure_optimizers makes, and a resume needs nothing but this callback's state.
+        # The rate is a function of the epoch, without a scheduler of this callback. A checkpoint then holds the
+        # scheduler that configure_optimizers creates, and a resume needs only the state of this callback.
         self._set_rates(trainer)
-        # a resume begins its epoch again, whose first weights are in the averages already
+        # a resume starts its epoch again, whose initial weights are already in the averages
         if epoch > self._last_epoch:
             self._last_epoch = epoch
             self.update(task)
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Undo what a scheduler that goes by steps did to the learning rate."""
+        """Undo changes to the learning rate by a scheduler that steps once per step."""
         if self._rates_before:
             self._set_rates(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the next epoch's learning rates, for what looks at them before it begins."""
+        """Set the learning rates of the next epoch, for callbacks that read them before it begins."""
         if self._rates_before:
             self._set_rates(trainer, trainer.current_epoch + 1)
 
     def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
-        """Set the learning rates of an epoch, by default the current one, between those before and `swa_lrs`."""
+        """Set the learning rates of an epoch (by default the current one), between the previous rates and `swa_lrs`."""
         done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
@@ -156,57 +157,57 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             group["lr"] = after * share + before * (1 - share)
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the averages in the task if the run has reached its last epoch, or there is none."""
+        """Leave the averages in the task if the run has reached its last epoch, or has none."""
         if trainer.max_epochs in (None, -1) or trainer.current_epoch >= (trainer.max_epochs or 0):
             super().on_fit_end(trainer, task)
             if self.updates:
                 self._measure_batch_norms(trainer, task)
 
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
-        """Compute the statistics of batch norms as the mean over a pass over the training data, without its logs."""
+        """Compute batch norm statistics as the mean over a pass over the training data, without logging."""
         run, steps = trainer.current_run, TrainingSteps(task)
         batches = (item for step in run.training_data.epoch(run.state.epoch) for item in step.batches)
         moved = ((item, item.batch if run.transfer is None else run.transfer(item.batch, 0)) for item in batches)
-        # training_step logs, and these batches are none of the run's
+        # training_step logs values, but these batches do not belong to the run
         run.metrics.muted = True
-        # a module that calls backward and its optimizer itself must not do so here
+        # a module with manual optimization must not train here
         task.__dict__ |= dict.fromkeys(MANUAL, NoExperiment())
         try:
-            # torch takes the first item of a tuple as a model's input
+            # torch takes the first item of a tuple as the input of the model
             update_bn((((batch, item.batch_idx)[: run.arity],) for item, batch in moved), steps)
         finally:
             run.metrics.muted = False
             for name in MANUAL:
                 del task.__dict__[name]
-        # each process has measured its own share of the data
+        # each process has measured its own shard of the data
         trainer.strategy.align_buffers()
 
     # --- evaluation, which is of the trained weights ----------------------------------------------------------------
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the averages to the beginning of the next epoch."""
+        """Do nothing: the beginning of the next epoch updates the averages."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep the trained weights."""
+        """Keep the training weights."""
 
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Keep the trained weights as the model's, also in a checkpoint of weights alone."""
+        """Store the training weights as those of the model, also in a weights-only checkpoint."""
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and the learning rates before them. Collective under a sharded strategy."""
+        """Return the averages and the previous learning rates. Collective under a sharded strategy."""
         state = super().state_dict()
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages; they are sharded when training begins."""
+        """Restore the averages, which are sharded when training begins."""
         super().load_state_dict(state_dict)
         self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
 
 
 class WeightAveraging(weight_averaging.WeightAveraging, Callback):
-    """Averages the weights after the steps that `should_update(step_idx, epoch_idx)` chooses."""
+    """Averages the weights after the steps that `should_update(step_idx, epoch_idx)` selects."""
 
     def __init__(
         self, device: Any = None, use_buffers: bool = True, avg_fn: Callable[..., Any] | None = None, **kwargs: Any
@@ -219,7 +220,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and what Lightning's callback asks for."""
+        """Return the averages, and the entries that Lightning's callback expects."""
         state = super().state_dict()
         return {**state, "latest_update_step": self._latest_update_step} if state else {}
 
@@ -229,35 +230,35 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._latest_update_step = state_dict.get("latest_update_step", 0)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step, counted from 0, or at the end of this epoch."""
+        """Return whether to average after this step (from 0), or at the end of this epoch."""
         return step_idx is not None
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Average after a step that was chosen."""
+        """Average after a selected step."""
         self._step = trainer.global_step
         if self.should_update(step_idx=self._step - 1):
             self.update(task)
             self._latest_update_step = self._step
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Average at the end of an epoch that was chosen."""
+        """Average at the end of a selected epoch."""
         if self.should_update(epoch_idx=trainer.current_epoch):
             self.update(task)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the trained weights until the first batch."""
+        """Keep the training weights until the first batch."""
 
     def on_validation_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap in the averages."""
+        """Swap the averages in."""
         self._swap_in(task)
 
     def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap out the averages."""
+        """Swap the averages out."""
         self._swap_out(task)
 
     def average(self, averages: Any, weights: Any) -> None:
-        """Update averages in place by new weights."""
+        """Update averages in place with new weights."""
         if self._multi_avg_fn is not None:
             self._multi_avg_fn([averages], [weights], self.updates)
         elif self._avg_fn is None:
@@ -267,7 +268,7 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Averages the weights exponentially."""
+    """Averages the weights with an exponential moving average."""
 
     def __init__(
         self,
@@ -280,12 +281,12 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         super().__init__(device, use_buffers, **kwargs)
-        weight_averaging.ExponentialMovingAverage(decay, every_n_steps=update_every_n_steps)  # refuses wrong values
+        weight_averaging.ExponentialMovingAverage(decay, every_n_steps=update_every_n_steps)  # validates the arguments
         self.decay, self.update_every_n_steps = decay, update_every_n_steps
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether to average after this step, counted from 0, or at the end of this epoch."""
+        """Return whether to average after this step (from 0), or at the end of this epoch."""
         if step_idx is not None:
             begun = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
             return begun and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
@@ -293,5 +294,5 @@ class EMAWeightAveraging(WeightAveraging):
         return first is not None and epoch_idx is not None and epoch_idx >= first
 
     def average(self, averages: Any, weights: Any) -> None:
-        """Update averages in place by new weights."""
+        """Update averages in place with new weights."""
         averages.lerp_(weights, 1.0 - self.decay)

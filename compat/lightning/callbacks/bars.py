@@ -1,4 +1,4 @@
-"""ProgressBar: what a bar of one's own reads, such as totals, descriptions and values."""
+"""ProgressBar: the base class of custom bars, with their totals, descriptions and values."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class of progress bars: totals and descriptions of stages; subclasses show them."""
+    """Base class of progress bars with totals and descriptions of stages; subclasses display them."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None
@@ -41,7 +41,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def total_train_batches(self) -> Number:
-        """Batches of the epoch; infinity where the loader does not say."""
+        """Number of batches in the epoch; infinity if the loader has no length."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
             return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
@@ -49,23 +49,23 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> Number:
-        """Batches of the validation loader that is read."""
+        """Number of batches of the current validation loader."""
         trainer: Any = self.trainer
         return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> Number:
-        """Batches of the test loader that is read."""
+        """Number of batches of the current test loader."""
         return self._current(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> Number:
-        """Batches of the prediction loader that is read."""
+        """Number of batches of the current prediction loader."""
         return self._current(self.trainer.num_predict_batches)
 
     @property
     def total_val_batches(self) -> Number:
-        """Batches of all validation loaders; 0 in an epoch without validation."""
+        """Number of batches of all validation loaders; 0 in an epoch without validation."""
         every = self.trainer.check_val_every_n_epoch
         due = every is None or (self.trainer.current_epoch + 1) % every == 0
         return sum(self.trainer.num_val_batches) if due else 0
@@ -74,20 +74,20 @@ class ProgressBar(ProgressDisplay, Callback):
         return counts[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return whether another evaluation loader is read than at the last call."""
+        """Return whether the evaluation loader has changed since the last call."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
     def reset_dataloader_idx_tracker(self) -> None:
-        """Forget which evaluation loader was read."""
+        """Forget the current evaluation loader."""
         self._current_eval_dataloader_idx = None
 
     def disable(self) -> None:
-        """Show nothing from now on."""
+        """Hide the bar."""
         raise NotImplementedError
 
     def enable(self) -> None:
-        """Show progress again."""
+        """Show the bar."""
         raise NotImplementedError
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -95,13 +95,13 @@ class ProgressBar(ProgressDisplay, Callback):
         print(*args, **kwargs)
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Keep the trainer; show nothing on other ranks than 0."""
+        """Store the trainer; hide the bar on ranks other than 0."""
         self._trainer = trainer
         if not trainer.is_global_zero:
             self.disable()
 
     def get_metrics(self, trainer: "Trainer", pl_module: "Task") -> dict[str, Any]:
-        """Return the values beside the bar; override to show others."""
+        """Return the values to show in the bar; override to show others."""
         return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class ProgressBar(ProgressDisplay, Callback):
 
 
 def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
-    """Raise ConfigError for several progress bars, and for one where none is wanted."""
+    """Raise ConfigError for several progress bars, or for a progress bar despite enable_progress_bar=False."""
     bars = [type(one).__name__ for one in callbacks if isinstance(one, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
-        way_out = "keep one of them" if wanted else "enable_progress_bar=False, so leave it out"
+        way_out = "keep one of them" if wanted else "enable_progress_bar=False, so remove it"
         raise ConfigError(f"callbacks has the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
 
 
@@ -128,5 +128,5 @@ def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
 
 
 def convert_inf(x: Number | None) -> Number | None:
-    """Return a count, or None for infinity and NaN, which tqdm does not take."""
+    """Return a number of batches, or None for infinity and NaN, which tqdm does not accept."""
     return None if x is None or math.isinf(x) or math.isnan(x) else x

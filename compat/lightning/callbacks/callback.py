@@ -1,4 +1,4 @@
-"""Callback, as programs for Lightning subclass it."""
+"""Callback, the base class of callbacks in programs for Lightning."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,13 +11,13 @@ ROOM = __package__.rpartition(".")[0]
 
 
 OUR_NAME, LIGHTNINGS_NAME = "task", "pl_module"
-"""The parameter of hooks that Lightning names otherwise."""
+"""The hook parameter that has a different name in Lightning."""
 EMPTY_HOOKS: set[Any] = set()
-"""Hooks that nothing overrides, under Lightning's names for their parameters: a run need not call them."""
+"""Hooks of the base class with Lightning's parameter names; a run does not call them."""
 
 
 def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that also takes its parameter `task` by Lightning's name."""
+    """Return a function that also accepts its parameter `task` under Lightning's name."""
     parameters = signature(function).parameters.values()
 
     @wraps(function)
@@ -34,24 +34,24 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the calls of a hook that do something; those of callbacks are partial."""
+    """Return the calls of a hook that have an effect; those of callbacks are partials."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 
 class Callback(callback.Callback):
-    """A Legato callback with what programs for Lightning find on one: `log` and `log_dict` while a run is under way."""
+    """A Legato callback with Lightning's attributes: `log` and `log_dict` work during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give the parameters of this package's own classes, also in inherited methods, Lightning's names."""
+        """Give the parameters of this package's classes Lightning's names, also in inherited methods."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Restore the state when a run is resumed."""  # here with Lightning's type, which packages hold theirs against
+        """Restore the state when a run is resumed."""  # packages compare their annotation with this one
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """Return a key for `state_key`: the class's name and the given arguments."""
+        """Return a `state_key` from the class name and the arguments."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     @property
@@ -60,7 +60,7 @@ class Callback(callback.Callback):
 
 
 def name_parameters(cls: type) -> None:
-    """Give the parameters of a class's public methods, also of those that it inherits, Lightning's names."""
+    """Give the parameters of a class's public methods Lightning's names, also in inherited methods."""
     for name, method in getmembers(cls, isfunction):
         if not name.startswith("_") and OUR_NAME in signature(method).parameters:
             setattr(cls, name, with_lightnings_names(method))

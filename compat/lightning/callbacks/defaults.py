@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer: those that it is given, and those that other arguments ask for."""
+"""The callbacks of a Trainer: those that a program passes, and those that other arguments add."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,28 +19,30 @@ from .tqdm_bar import TQDMProgressBar
 
 
 def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
-    """Raise RuntimeError for callbacks whose states a checkpoint would hold under one key."""
+    """Raise RuntimeError if the states of several callbacks would have the same key in a checkpoint."""
     keys = [one.state_key for one in callbacks if overrides(one, Callback, "state_dict")]
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)
         raise RuntimeError(
-            f"Several callbacks have a state under the key {same!r}, of which a checkpoint would keep one: give each a "
-            f"state_key of its own."
+            f"Several callbacks have the state_key {same!r}, so a checkpoint would keep the state of only one. Give "
+            "each a unique state_key."
         )
 
 
 def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) -> list[Callback]:
-    """Return the callbacks that were given, and those that other arguments ask for; none of these logs anything.
+    """Return the passed callbacks and those that other arguments add; the latter log nothing.
 
-    Raises ConfigError for what is no callback.
+    Raises ConfigError for an object that is not a callback.
     """
     given = arguments["callbacks"]
     callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigError(f"Trainer(callbacks=...) takes Callbacks; got {type(callback).__name__}.")
+            raise ConfigError(f"Trainer(callbacks=...): expected Callbacks, got {type(callback).__name__}.")
     if any(isinstance(one, CheckpointCallback) for one in callbacks) and not arguments["enable_checkpointing"]:
-        raise ConfigError("enable_checkpointing=False, but callbacks has a ModelCheckpoint; leave one of them out.")
+        raise ConfigError(
+            "Trainer(enable_checkpointing=False) has a ModelCheckpoint in callbacks. Remove one of the two."
+        )
     defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
         (trainer.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
         (trainer.enable_model_summary, SummaryOfLegato, ModelSummary),
@@ -52,7 +54,7 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
     callbacks += [] if trainer.max_time is None else [Timer(duration=trainer.max_time)]
     refuse_same_keys(callbacks)
     refuse_bars(callbacks, trainer.enable_progress_bar)
-    trainer.enable_checkpointing = False  # no directory of Legato's is needed: these write where Lightning's do
+    trainer.enable_checkpointing = False  # these write to Lightning's folders, so Legato's run directory is not needed
     callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
     trainer.profiler = add_profiler(profiler, callbacks)
     return callbacks

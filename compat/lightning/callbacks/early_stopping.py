@@ -1,4 +1,4 @@
-"""EarlyStopping, with Lightning's arguments, attributes and times of checking."""
+"""EarlyStopping, with Lightning's arguments, attributes and check times."""
 
 import logging
 import warnings
@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 class EarlyStoppingReason(Enum):
-    """Why a run was stopped."""
+    """Reason why a run stopped."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -51,11 +51,11 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        super(early_stopping.EarlyStopping, self).__init__()  # of a class that a program mixes in
+        super(early_stopping.EarlyStopping, self).__init__()  # for a class that a program mixes in
         if mode not in self.mode_dict:
             raise ConfigError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}.")
         self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose  # type: ignore[assignment]
-        # Lightning keeps the sign in the attribute, and programs read it so
+        # Lightning stores the signed value, which programs read
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -68,17 +68,17 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The comparison that an improvement satisfies."""
+        """The comparison that holds for an improvement."""
         return self.mode_dict[self.mode]
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """One key for each metric and mode."""
+        """A key for each metric and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wait count, the best score and why the run was stopped."""
+        """Return the wait count, the best score and the stopping reason."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -89,7 +89,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state, the patience too."""
+        """Restore the state, including the patience."""
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
         self.best_score, self.patience = state_dict["best_score"], state_dict["patience"]
         reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
@@ -98,15 +98,15 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- when to check ----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Choose where to check: at the end of epochs if each ends with one validation, else after validations."""
+        """Choose when to check: at the end of epochs if each ends with one validation, otherwise after validations."""
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave a resumed run to its next check."""
+        """Do nothing: a resumed run checks at its next check time."""
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep nothing of the value before."""
+        """Do nothing: the previous value is not needed."""
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
         """Check after a validation."""
@@ -123,7 +123,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     # --- the check --------------------------------------------------------------------------------------------------
     def _run_early_stopping_check(self, trainer: Any) -> None:
-        metrics = trainer.newest_agreed()  # the same on every rank, and so is what follows from them
+        metrics = trainer.newest_agreed()  # the values are the same on every rank, and so are the decisions
         if trainer.fast_dev_run or not self._validate_condition_metric(metrics):
             return
         should_stop, reason = self._evaluate_stopping_criteria(metrics[self.monitor].squeeze())
@@ -134,7 +134,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
             self._log_info(trainer, reason, self.log_rank_zero_only)
 
     def _validate_condition_metric(self, logs: Mapping[str, Tensor]) -> bool:
-        """Return whether the metric was logged. Raises RuntimeError if not, with `strict`."""
+        """Return whether the metric was logged. Raises RuntimeError if not and `strict` is set."""
         if self.monitor in logs:
             return True
         problem = (
@@ -148,7 +148,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         return False
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        """Return whether to stop for a value, and why; count it."""
+        """Count a value, and return whether to stop, with the reason."""
         name, order, better, reasons = self.monitor, self.order_dict[self.mode], self.monitor_op, EarlyStoppingReason
         end = "Signaling Trainer to stop."
         if self.check_finite and not torch.isfinite(current):

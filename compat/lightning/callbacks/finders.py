@@ -1,4 +1,4 @@
-"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or where a subclass asks for one."""
+"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or in a hook of a subclass."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
-    """Return the data of the run that is under way, as a search takes it."""
+    """Return the data of the current run in the form that a search accepts."""
     given = trainer.run.request_loaders
     if trainer.run.stage == "fit":
         found = {"train_dataloaders": given.get("train")}
@@ -23,16 +23,16 @@ def data_of_run(trainer: Any) -> dict[str, Any]:
 
 
 class Finder(Callback):
-    """Base class of callbacks that search for a setting when a run is asked for, before it begins.
+    """Base class of callbacks that search for a setting before a run begins.
 
-    A subclass that overrides the hook at which Lightning searches is taken to search by itself, or not at all. One that
-    overrides the method that searches, and one that `configure_callbacks` brings, search in that hook.
+    If a subclass overrides the hook in which Lightning searches, the subclass decides when to search. A callback that
+    overrides the search method, or that `configure_callbacks` returns, searches in that hook.
     """
 
     HOOKS: ClassVar[dict[str, str]] = {"fit": "on_fit_start"}
     SEARCH: ClassVar[str]
     has_searched = False
-    """Whether it has searched for the run that begins."""
+    """Whether the callback has searched for the current run."""
 
     def searches_before(self, method: str) -> bool:
         """Return whether to search before fit, validate, test or predict."""
@@ -41,25 +41,27 @@ class Finder(Callback):
         return all(hasattr(own, name) and getattr(type(self), name) is getattr(own, name) for name in names)
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Search with the data that fit, validate, test or predict was given."""
+        """Search with the data passed to fit, validate, test or predict."""
         raise NotImplementedError
 
     def search_once(self, trainer: Any, pl_module: Any) -> None:
-        """Search within the run that begins, unless that was done before."""
-        # a search before the run has set the value already
+        """Search in the current run, unless the callback has already searched."""
+        # a search before the run has already set the value
         done, self.has_searched = self.has_searched, False
         if not done and trainer.world_size == 1:
             getattr(self, self.SEARCH)(trainer, pl_module)
         elif not done:
-            rank_zero_warn(f"{type(self).__name__} searches on one process only, and has not searched for this run.")
+            rank_zero_warn(
+                f"{type(self).__name__} searches only on a single process, and has not searched for this run."
+            )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search."""
+        """Run the search."""
         self.search_once(trainer, task)
 
 
 class LearningRateFinder(Finder):
-    """Sweeps learning rates before a fit, and sets the suggested one."""
+    """Sweeps learning rates before a fit, and sets the suggested rate."""
 
     SUPPORTED_MODES = ("linear", "exponential")
     SEARCH = "lr_find"
@@ -88,11 +90,11 @@ class LearningRateFinder(Finder):
         self.optimal_lr: Any = None
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Sweep, and keep the result as `optimal_lr`."""
+        """Sweep, and store the result as `optimal_lr`."""
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
-        """Sweep within a fit, and go on with the suggested rate."""
+        """Sweep during a fit, and continue with the suggested rate."""
         self.search(trainer, pl_module, "fit", **data_of_run(trainer))
         found = None if self.optimal_lr is None else self.optimal_lr.suggestion()
         if found is not None and self._options["update_attr"]:
@@ -101,7 +103,7 @@ class LearningRateFinder(Finder):
 
 
 class BatchSizeFinder(Finder):
-    """Searches for the largest batch size that memory holds, and sets it."""
+    """Searches for the largest batch size that fits in memory, and sets it."""
 
     HOOKS: ClassVar[dict[str, str]] = {
         "fit": "on_fit_start",
@@ -136,23 +138,23 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size: int | None = init_val
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
-        """Search, and keep the result as `optimal_batch_size`."""
+        """Search, and store the result as `optimal_batch_size`."""
         self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Search within a run, and go on with loaders of the size found."""
+        """Search during a run, and continue with loaders of that batch size."""
         self.search(trainer, pl_module, trainer.state.fn.value, **data_of_run(trainer))
         make_loaders(trainer.run)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search, where the validation is a run of its own."""
+        """Search, if the validation is not part of a fit."""
         if trainer.stage == "validate":
             self.search_once(trainer, task)
 
     def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search."""
+        """Search before a test."""
         self.search_once(trainer, task)
 
     def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search."""
+        """Search before a prediction."""
         self.search_once(trainer, task)

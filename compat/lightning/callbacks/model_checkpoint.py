@@ -1,4 +1,4 @@
-"""ModelCheckpoint, with Lightning's arguments, file names and rules of what to keep."""
+"""ModelCheckpoint, with Lightning's arguments, file names and retention rules."""
 
 import logging
 import os
@@ -33,19 +33,18 @@ class Checkpoint(CheckpointCallback, Callback):
 
 
 class ModelCheckpoint(Checkpoint):
-    """Saves checkpoints under names that are made of metrics, and keeps the `save_top_k` best by `monitor`.
+    """Saves checkpoints whose names contain metrics, and keeps the `save_top_k` best by `monitor`.
 
-    A checkpoint is a file as Lightning writes it (`epoch=3-val_loss=0.12.ckpt`). Only what this run wrote is ever
-    removed.
-    Subclasses may override the methods with one leading underscore, which have Lightning's names.
+    A checkpoint is a file in Lightning's format (`epoch=3-val_loss=0.12.ckpt`). Only files that this run wrote are
+    removed. Subclasses may override the methods with a leading underscore, which have Lightning's names.
 
     Args:
-        dirpath: the folder; None: `checkpoints` beside what the first logger writes.
+        dirpath: the folder; None: `checkpoints` in the folder of the first logger.
         filename: a template such as "{epoch}-{val_loss:.2f}".
-        save_last: also keep the newest as `last.ckpt`; "link": as a symbolic link.
-        save_on_exception: save when the run ends by an exception.
-        auto_insert_metric_name: write `epoch=3` for `{epoch}`, and not `3`.
-        enable_version_counter: write `name-v1.ckpt` where `name.ckpt` exists, instead of replacing it.
+        save_last: also save the newest checkpoint as `last.ckpt`; "link": as a symbolic link.
+        save_on_exception: save when the run ends with an exception.
+        auto_insert_metric_name: replace `{epoch}` with `epoch=3`, not with `3`.
+        enable_version_counter: write `name-v1.ckpt` if `name.ckpt` exists, instead of replacing it.
     """
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
@@ -77,8 +76,8 @@ class ModelCheckpoint(Checkpoint):
         super().__init__()
         if dirpath is not None and "://" in str(dirpath):
             raise UnsupportedError(
-                f"ModelCheckpoint(dirpath={str(dirpath)!r}): checkpoints are written to a file system. Mount that "
-                f"place, or copy them there in on_train_end."
+                f"ModelCheckpoint(dirpath={str(dirpath)!r}): checkpoints must be on a file system. Mount the store as "
+                "a folder, or copy the files in on_train_end."
             )
         self.monitor, self.verbose = monitor, verbose
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -100,10 +99,9 @@ class ModelCheckpoint(Checkpoint):
         self._defer_save_until_validation = False
         self._has_validated = False
         self._error: BaseException | None = None
-        """The error by which the run ends, while `on_exception` saves."""
+        """The error that ends the run, while `on_exception` saves."""
 
-    # programs call these five, and replace them, by the names that Python makes of them, such as
-    # _ModelCheckpoint__resolve_ckpt_dir
+    # programs call and replace these five by their mangled names, such as _ModelCheckpoint__resolve_ckpt_dir
     def __init_monitor_mode(self, mode: str) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"ModelCheckpoint: mode must be 'min' or 'max', got {mode!r}.")
@@ -134,32 +132,32 @@ class ModelCheckpoint(Checkpoint):
         if sum(triggers) > 1:
             raise ConfigError(
                 "ModelCheckpoint: every_n_train_steps, every_n_epochs and train_time_interval are mutually exclusive. "
-                "Give one of them, or use several callbacks."
+                "Pass one of them, or use several callbacks."
             )
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):
             raise ConfigError(
-                f"ModelCheckpoint: save_top_k={self.save_top_k} needs a monitor to rank checkpoints by; without one it "
-                f"is -1 (all), 0 (none) or 1 (the newest)."
+                f"ModelCheckpoint: save_top_k={self.save_top_k} needs a monitor to rank checkpoints. Pass monitor=, or "
+                "save_top_k=-1 (all), 0 (none) or 1 (the newest)."
             )
 
     @property
     def every_n_epochs(self) -> int:
-        """Save every n epochs; 0: not by epochs."""
+        """Number of epochs between checkpoints; 0 disables saving by epochs."""
         return self._every_n_epochs
 
     @property
-    def _fs(self) -> Any:  # private in Lightning, and used by subclasses
+    def _fs(self) -> Any:  # private in Lightning; subclasses use it
         return get_filesystem(self.dirpath or "")
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether `dirpath` was given."""
+        """Whether `dirpath` was passed."""
         return self._dirpath_is_given
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """One key for each monitor, mode and interval."""
+        """A key for each monitor, mode and interval."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -169,7 +167,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return paths and values of the checkpoints."""
+        """Return the paths and scores of the checkpoints."""
         return {
             "monitor": self.monitor,
             "best_model_score": self.best_model_score,
@@ -183,9 +181,9 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore paths and values; where the folder is another one now, only the path of the best."""
+        """Restore the paths and scores; if the folder has changed, only the path of the best checkpoint."""
         saved = state_dict.get("dirpath", self.dirpath)
-        if self.dirpath is None:  # the run was in other processes, and this one did not look for the folder
+        if self.dirpath is None:  # the run was in other processes, so this process has not resolved the folder
             self.dirpath = saved
         if self.dirpath == saved:
             self.best_model_score = state_dict["best_model_score"]
@@ -205,7 +203,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- when to save -----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Find the folder, and warn if it is not empty."""
+        """Resolve the folder, and warn if it is not empty."""
         self.find_folder(trainer)
         self._has_validated = False
         if stage == "fit" and trainer.is_global_zero:
@@ -217,7 +215,7 @@ class ModelCheckpoint(Checkpoint):
             warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """Set `dirpath` as rank 0 finds it; what was given or found before stays."""
+        """Set `dirpath` to the folder that rank 0 resolves, unless it is already set."""
         if trainer.running:
             self.dirpath = trainer.broadcast(self.__resolve_ckpt_dir(trainer))
 
@@ -239,10 +237,10 @@ class ModelCheckpoint(Checkpoint):
         if self._in_a_step(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
-        # not `or`: the clock is asked after each batch, as the first time it is asked counts as the start
+        # not `or`: the clock must be read after each batch, because the first reading starts it
         if not (by_steps | self._time_has_come(trainer)):
             return
-        # values of this step are read from the device only if a decision depends on them
+        # read values of this step from the device only if a decision depends on them
         if self.monitor is not None:
             trainer.current_run.show_step()
         candidates = self._monitor_candidates(trainer)
@@ -253,13 +251,13 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def _in_a_step(self, trainer: "Trainer") -> bool:
-        """Return whether batches of an unfinished step are accumulated, from which no run could go on."""
+        """Return whether gradients of an unfinished step are accumulated, from which a run could not resume."""
         return trainer.training and trainer.metrics.step == trainer.global_step
 
     def _time_has_come(self, trainer: "Trainer") -> bool:
         if self._train_time_interval is None:
             return False
-        # the ranks agree on the time at logging points only, which costs no message of its own
+        # ranks agree on the time at logging points only, so the decision costs no extra message
         now = time.monotonic() if trainer.world_size == 1 else trainer.elapsed
         then = self._last_time_checked if trainer.world_size == 1 else self.__dict__.setdefault("_agreed_time", now)
         if then is None or now - then < self._train_time_interval.total_seconds():
@@ -268,7 +266,7 @@ class ModelCheckpoint(Checkpoint):
         return True
 
     def _validates_next(self, trainer: "Trainer") -> bool:
-        """Return whether a validation follows that will measure the monitored value again."""
+        """Return whether a later validation will measure the monitored metric again."""
         if (
             self._should_save_on_train_epoch_end(trainer)
             or not trainer.is_last_batch
@@ -305,12 +303,12 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save `last.ckpt` if nothing was saved before."""
+        """Save `last.ckpt` if no checkpoint was saved."""
         if self.save_last and not self._last_checkpoint_saved and not trainer.fast_dev_run:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Save when the run ends by an exception, with `save_on_exception`."""
+        """Save when the run ends with an exception, if `save_on_exception` is set."""
         if not self._should_save_on_exception(trainer):
             return
         candidates, self._error = self._monitor_candidates(trainer), exception
@@ -326,7 +324,7 @@ class ModelCheckpoint(Checkpoint):
         return self.save_on_exception and not idle and self._last_global_step_saved != trainer.global_step
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Save before the trainer ends a run that cannot go on."""
+        """Save before the trainer ends a run that cannot continue."""
         self.find_folder(trainer)
         if not trainer.fast_dev_run and self._last_global_step_saved != trainer.global_step:
             self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
@@ -344,7 +342,7 @@ class ModelCheckpoint(Checkpoint):
 
     # --- what to save and to keep -----------------------------------------------------------------------------------
     def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
-        """Return the values that names are made of: the metrics, the epoch and the step."""
+        """Return the values for file names: the metrics, the epoch and the step."""
         found = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = found.get(name)
@@ -378,13 +376,13 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_none_monitor_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, self.best_model_path)
-        previous, self.best_model_path = self.best_model_path, path  # before the save, whose state holds it
+        previous, self.best_model_path = self.best_model_path, path  # before the save, which stores it
         self._save_checkpoint(trainer, path)
         if self.save_top_k == 1 and previous and self._should_remove_checkpoint(trainer, previous, path):
             self._remove_checkpoint(trainer, previous)
 
     def check_monitor_top_k(self, trainer: "Trainer", current: Tensor | None = None) -> bool:
-        """Return whether a value is among the best."""
+        """Return whether a score is among the best."""
         if current is None:
             return False
         if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
@@ -393,7 +391,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(current < worst if self.mode == "min" else current > worst)
 
     def _update_best_and_save(self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
-        """Save a checkpoint that is among the best, and remove the one that is no more."""
+        """Save a checkpoint that is among the best, and remove the one that no longer is."""
         count = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
         surplus = None
         if len(self.best_k_models) == count and count > 0:
@@ -416,7 +414,7 @@ class ModelCheckpoint(Checkpoint):
                 float(self.best_model_score), path, count,
             )  # fmt: skip
         self._save_checkpoint(trainer, path)
-        # removed last: a save that fails leaves the older checkpoint there
+        # removed last, so that a failed save leaves the older checkpoint
         if surplus and self._should_remove_checkpoint(trainer, surplus, path):
             self._remove_checkpoint(trainer, surplus)
 
@@ -437,13 +435,13 @@ class ModelCheckpoint(Checkpoint):
             self._remove_checkpoint(trainer, previous)
 
     def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
-        """Write a checkpoint and tell the loggers. Every rank calls it."""
+        """Write a checkpoint and notify the loggers. Every rank calls it."""
         if self._error is None:
             trainer.save_checkpoint(filepath, self.save_weights_only)
         elif not trainer.saver.save_after_error(Path(filepath), self.save_weights_only):
             return
         else:
-            log.info("%s: %s. The checkpoint %s was saved.", type(self._error).__name__, self._error, filepath)
+            log.info("%s: %s. Checkpoint %s was saved.", type(self._error).__name__, self._error, filepath)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
         for logger in trainer.loggers if trainer.is_global_zero else ():
             tell = getattr(logger, "after_save_checkpoint", None)
@@ -452,7 +450,7 @@ class ModelCheckpoint(Checkpoint):
 
     @staticmethod
     def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
-        """Let a symbolic link lead to a checkpoint, in place of a link or a checkpoint of this run."""
+        """Make a symbolic link to a checkpoint, replacing a link or a checkpoint of this run."""
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
             if os.path.islink(linkpath):
                 os.remove(linkpath)
@@ -462,7 +460,7 @@ class ModelCheckpoint(Checkpoint):
         trainer.strategy.collectives.barrier()
 
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
-        """Return whether a checkpoint may go: not the one just written, nor the one that the run resumed from."""
+        """Return whether a checkpoint may be removed: not if it was just written or the run resumed from it."""
         source = trainer.current_run.source
         if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False
@@ -483,7 +481,7 @@ class ModelCheckpoint(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """Return the path of a checkpoint with these metrics; a metric that is not there counts as 0."""
+        """Return the path of a checkpoint with these metrics; a missing metric counts as 0."""
         name = self._format_checkpoint_name(
             filename or self.filename, metrics, prefix=prefix, auto_insert_metric_name=self.auto_insert_metric_name
         )
@@ -511,7 +509,7 @@ class ModelCheckpoint(Checkpoint):
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: "Trainer", del_filepath: str | None = None
     ) -> str:
-        """Return a path that is free, or that of the checkpoint to be removed."""
+        """Return an unused path, or the path of the checkpoint to remove."""
         path, version = self.format_checkpoint_name(monitor_candidates), self.STARTING_VERSION
         while self._enable_version_counter and path != del_filepath and self.file_exists(path, trainer):
             path = self.format_checkpoint_name(monitor_candidates, ver=version)
@@ -519,7 +517,7 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | Path, trainer: "Trainer") -> bool:
-        """Return whether there is something at a path, as rank 0 sees it. Every rank calls it."""
+        """Return whether a path exists on rank 0. Every rank calls it."""
         return bool(trainer.broadcast(os.path.lexists(filepath) if trainer.is_global_zero else None))
 
     def _find_last_checkpoints(self, trainer: "Trainer") -> set[str]:
@@ -530,7 +528,7 @@ class ModelCheckpoint(Checkpoint):
         return {str(one) for one in found if one.suffix == self.FILE_EXTENSION and pattern.match(one.stem)}
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
-        """Write the paths of the best checkpoints and their values to a file, `best_k_models.yaml` by default."""
+        """Write the paths and scores of the best checkpoints to a file, `best_k_models.yaml` by default."""
         import yaml
 
         best = {path: float(value) for path, value in self.best_k_models.items()}

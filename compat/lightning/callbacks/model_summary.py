@@ -24,10 +24,10 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         self._max_depth, self._summarize_kwargs = max_depth, summarize_kwargs
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the table, on rank 0."""
+        """Log the table on rank 0."""
         if not self._max_depth:
             return
-        # on every rank: the parameters of a sharded module are counted together
+        # on every rank, because a sharded module needs all ranks to count its parameters
         summary = self._summary(trainer, task)
         if trainer.is_global_zero:
             self.summarize(
@@ -53,10 +53,10 @@ class ModelSummary(model_summary.ModelSummary, Callback):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log the table; override to show it elsewhere."""
+        """Log the table; override to display it elsewhere."""
         totals = shown_totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
         log.info("\n%s", format_summary(dict(summary_data), totals))
 
 
 class RichModelSummary(ModelSummary):
-    """The same table, under the name that Lightning's has by rich."""
+    """The same table, under the name of Lightning's rich version."""

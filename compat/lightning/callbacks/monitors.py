@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
-    """Logs learning rates, keeps them in `lrs`, and puts them into `trainer.callback_metrics`."""
+    """Logs learning rates, stores them in `lrs`, and adds them to `trainer.callback_metrics`."""
 
     lrs: dict[str, list[float]]
-    """Every value that was logged, by name."""
+    """All logged values by name."""
     last_momentum_values: dict[str, float | None]
     last_weight_decay_values: dict[str, float | None]
 
@@ -35,7 +35,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.lrs, self.last_momentum_values, self.last_weight_decay_values = {}, {}, {}
 
     def on_train_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Forget the values of the run before. Raises MisconfigurationException without a logger."""
+        """Clear the values of the previous run. Raises MisconfigurationException without a logger."""
         if not trainer.loggers:
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
         if self.log_momentum and not any({"momentum", "betas"} & one.defaults.keys() for one in trainer.optimizers):
@@ -47,14 +47,14 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
 
     def on_train_batch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the rates of a logging step before it, at the number of steps done."""
+        """Log the learning rates before a logging point, at the number of completed steps."""
         step = trainer.state.global_step
         if (step + 1) % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
             self._log(trainer, step, self._rates(trainer, "step"))
 
     def on_train_epoch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the epoch's rates, unless a resume continues within it."""
+        """Log the learning rates of the epoch, unless a resume continues within it."""
         self._logged_step = -1
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
@@ -67,26 +67,26 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         for name, optimizer, own_interval in self._optimizers(trainer):
             names = self._names(name, optimizer)
             for full in names:
-                # once there are several groups, the list of the first goes on under its new name
+                # once there are several groups, the list of the first one continues under its new name
                 alone = full.removesuffix("/pg1")
                 self.lrs.setdefault(full, self.lrs.pop(alone, []) if alone != full else [])
-            # an optimizer without a scheduler is logged in either interval
+            # an optimizer without a scheduler is logged in both intervals
             if self.logging_interval or own_interval in (interval, "any"):
                 values |= self._values_of(names, optimizer)
-        # on every rank, as Lightning has them there
+        # on every rank, as in Lightning
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         return values
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
-        """Yield name, optimizer and interval of each scheduler, then of the optimizers without one, as Lightning does.
+        """Yield name, optimizer and interval of each scheduler, then of each optimizer without one, as in Lightning.
 
-        An optimizer of two schedulers has two names, which count by its class: lr-SGD and lr-SGD-1.
+        An optimizer with two schedulers has two names, numbered by class: lr-SGD and lr-SGD-1.
         """
         seen, kinds = set(), Counter[type]()
         configs = [config for config in trainer.lr_scheduler_configs if hasattr(config.scheduler, "optimizer")]
         rows: list[tuple[str | None, Any, str]]
         rows = [(config.name, config.scheduler.optimizer, config.interval) for config in configs]
-        # strategy zero1 wraps what the module returned
+        # strategy zero1 wraps the optimizers that the module returned
         rows += [(None, getattr(one, "original", one), "any") for one in trainer.optimizers]
         for chosen, optimizer, interval in rows:
             if interval == "any" and id(optimizer) in seen:
@@ -97,7 +97,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             yield name if count < 2 else f"{name}-{count - 1}", optimizer, interval
 
     def _values_of(self, names: list[str], optimizer: "Optimizer") -> dict[str, float]:
-        """Return the values of an optimizer by name, and keep them."""
+        """Return the values of an optimizer by name, and store them."""
         values: dict[str, float] = {}
         for name, group in zip(names, optimizer.param_groups, strict=True):
             values[name] = float(group["lr"])

@@ -1,4 +1,4 @@
-"""TQDMProgressBar, by the package tqdm; RichProgressBar is the same bar under its other name."""
+"""TQDMProgressBar, drawn by tqdm. RichProgressBar is the same bar under another name."""
 
 import math
 import sys
@@ -22,10 +22,10 @@ SECONDS_WITHOUT_TERMINAL = 10.0
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A bar whose numbers keep their width."""
+    """A tqdm bar with numbers of constant width."""
 
     monitor_interval = 0
-    """0: do not start tqdm's monitor thread, which would outlive the run."""
+    """0 disables tqdm's monitor thread, which would outlive the run."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # tqdm's default lock is shared between processes, which costs a semaphore
@@ -34,7 +34,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def format_num(n: Any) -> str:
-        """Return a number with trailing zeros, so that the bar does not move."""
+        """Return a number padded with zeros, so that the bar keeps its width."""
         text = n if isinstance(n, str) else str(tqdm.format_num(n))
         if "e" in text or len(text) >= 5 or not any(sign.isdigit() for sign in text):
             return text
@@ -44,7 +44,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
 
 def stage_bar(stage: str) -> Any:
-    """Return a property for the bar of a stage, which raises TypeError before there is one."""
+    """Return a property for the bar of a stage, which raises TypeError before the bar exists."""
 
     def get(self: Any) -> Any:
         bar = getattr(self, f"_{stage}_progress_bar")
@@ -55,19 +55,19 @@ def stage_bar(stage: str) -> Any:
     def put(self: Any, bar: Any) -> None:
         setattr(self, f"_{stage}_progress_bar", bar)
 
-    return property(get, put, doc=f"The bar of stage {stage!r}. Raises TypeError before there is one.")
+    return property(get, put, doc=f"The bar of stage {stage!r}. Raises TypeError before it exists.")
 
 
 class TQDMProgressBar(ProgressBar):
-    """Shows a bar for the epoch and one for each evaluation, by tqdm on standard output.
+    """Shows a bar for the epoch and a bar for each evaluation on standard output, with tqdm.
 
-    It draws at most ten times a second, and once in ten seconds where standard output is no terminal; the last batch is
-    always drawn. Override `init_train_tqdm` and its like for other bars, `get_metrics` for other values.
+    It draws at most ten times per second, or once in ten seconds if standard output is not a terminal. The last batch
+    is always drawn. Override `init_train_tqdm` and similar methods to change bars, and `get_metrics` to change values.
 
     Args:
-        refresh_rate: batches between two drawings; 0: show nothing.
-        process_position: lines to leave above.
-        leave: keep each epoch's bar.
+        refresh_rate: batches between two updates; 0 disables the bar.
+        process_position: lines to leave free above the bars.
+        leave: keep the bar of each epoch.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -84,7 +84,7 @@ class TQDMProgressBar(ProgressBar):
 
     @staticmethod
     def _resolve_refresh_rate(refresh_rate: int) -> int:
-        """Return the batches between two drawings: at least as many as TQDM_MINITERS says, twenty in Colab."""
+        """Return the batches between two updates: at least TQDM_MINITERS, and twenty in Colab."""
         if get_variable("COLAB_GPU") and refresh_rate == 1:
             return 20
         return max(int(get_variable("TQDM_MINITERS") or refresh_rate), refresh_rate)
@@ -96,30 +96,30 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Batches between two drawings; 0: nothing is shown."""
+        """Batches between two updates; 0 disables the bar."""
         return self._refresh_rate
 
     @property
     def process_position(self) -> int:
-        """Lines left above the bars."""
+        """Lines left free above the bars."""
         return self._process_position
 
     @property
     def is_enabled(self) -> bool:
-        """Whether bars are shown."""
+        """Whether bars are enabled."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether no bars are shown."""
+        """Whether bars are disabled."""
         return not self.is_enabled
 
     def disable(self) -> None:
-        """Show nothing from now on."""
+        """Hide the bars."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Show bars again."""
+        """Show the bars."""
         self._enabled = True
 
     # --- the bars ---------------------------------------------------------------------------------------------------
@@ -140,25 +140,25 @@ class TQDMProgressBar(ProgressBar):
         return self._make(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> Any:
-        """Return the bar of training."""
+        """Return the training bar."""
         return self._make(self.train_description, leave=True, smoothing=0)
 
     def init_validation_tqdm(self) -> Any:
-        """Return the bar of a validation, below that of training if there is one."""
+        """Return the validation bar, below the training bar if there is one."""
         alone = self.trainer.stage == "validate"
         return self._make(self.validation_description, leave=alone, below=int(not alone))
 
     def init_test_tqdm(self) -> Any:
-        """Return the bar of testing."""
+        """Return the test bar."""
         return self._make(self.test_description, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """Return the bar of prediction."""
+        """Return the prediction bar."""
         return self._make(self.predict_description, leave=True, smoothing=0)
 
     # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
     def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the bar of the sanity check, which is a validation's."""
+        """Open the bar of the sanity check as the validation bar."""
         self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
 
     def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
@@ -167,11 +167,11 @@ class TQDMProgressBar(ProgressBar):
         self.val_progress_bar.close()
 
     def on_train_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the bar of training."""
+        """Open the training bar."""
         self.train_progress_bar = self.init_train_tqdm()
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Begin the epoch's bar."""
+        """Reset the bar for the epoch."""
         if self._leave:
             self.train_progress_bar = self.init_train_tqdm()
         self._begin(self.train_progress_bar, self.total_train_batches, f"Epoch {trainer.current_epoch}")
@@ -183,7 +183,7 @@ class TQDMProgressBar(ProgressBar):
             self.train_progress_bar.refresh()
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Show the epoch's values."""
+        """Show the values of the epoch."""
         self._show(trainer, pl_module)
         if self._leave:
             self.train_progress_bar.close()
@@ -194,14 +194,14 @@ class TQDMProgressBar(ProgressBar):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar, unless that of the sanity check is open."""
+        """Open a bar, unless the bar of the sanity check is open."""
         if not trainer.sanity_checking:
             self.val_progress_bar = self.init_validation_tqdm()
 
     def on_validation_batch_start(
         self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Begin the bar of a loader."""
+        """Reset the bar for a loader."""
         if self.has_dataloader_changed(dataloader_idx):
             words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
             total = self.total_val_batches_current_dataloader
@@ -214,7 +214,7 @@ class TQDMProgressBar(ProgressBar):
         self._advance(self.val_progress_bar, batch_idx + 1)
 
     def on_validation_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Close the bar, and show the values beside that of training."""
+        """Close the bar, and show the values beside the training bar."""
         self._end(self.val_progress_bar)
         if trainer.stage == "fit":
             self._show(trainer, pl_module)
@@ -226,7 +226,7 @@ class TQDMProgressBar(ProgressBar):
     def on_test_batch_start(
         self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Begin the bar of a loader."""
+        """Reset the bar for a loader."""
         if self.has_dataloader_changed(dataloader_idx):
             total = self.total_test_batches_current_dataloader
             self._begin(self.test_progress_bar, total, f"{self.test_description} DataLoader {dataloader_idx}")
@@ -248,7 +248,7 @@ class TQDMProgressBar(ProgressBar):
     def on_predict_batch_start(
         self, trainer: "Trainer", pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Begin the bar of a loader."""
+        """Reset the bar for a loader."""
         if self.has_dataloader_changed(dataloader_idx):
             total = self.total_predict_batches_current_dataloader
             self._begin(self.predict_progress_bar, total, f"{self.predict_description} DataLoader {dataloader_idx}")
@@ -264,7 +264,7 @@ class TQDMProgressBar(ProgressBar):
         self._end(self.predict_progress_bar)
 
     def teardown(self, trainer: "Trainer", pl_module: Any, stage: str) -> None:
-        """Close what is open, also after an exception."""
+        """Close all open bars, also after an exception."""
         for name in ("train", "val", "test", "predict"):
             bar = getattr(self, f"_{name}_progress_bar")
             if bar is not None:
@@ -285,7 +285,7 @@ class TQDMProgressBar(ProgressBar):
         self.reset_dataloader_idx_tracker()
 
     def _show(self, trainer: "Trainer", pl_module: "Task") -> None:
-        """Show the newest values beside the bar of training."""
+        """Show the latest values beside the training bar."""
         if self._train_progress_bar is not None and not self._train_progress_bar.disable:
             self._train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
@@ -294,7 +294,7 @@ class TQDMProgressBar(ProgressBar):
         return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
 
     def _draws(self, bar: Any, batches: int) -> bool:
-        """Move a bar, and return whether to draw it: by `refresh_rate`, and by the clock."""
+        """Advance a bar, and return whether to draw it, by `refresh_rate` and by the clock."""
         if bar.disable or not self._should_update(batches, bar.total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL
@@ -305,7 +305,7 @@ class TQDMProgressBar(ProgressBar):
         return True
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bar that is shown, or where none is yet; nothing where bars are switched off."""
+        """Print above the current bar, or directly if there is none; print nothing if bars are disabled."""
         bars = self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar
         shown = next((bar for bar in bars if bar is not None and not bar.disable), None)
         if shown is None and self.is_enabled:
@@ -316,7 +316,7 @@ class TQDMProgressBar(ProgressBar):
 
 @dataclass
 class RichProgressBarTheme:
-    """Styles of Lightning's bar by rich; they are kept, and not used."""
+    """Styles of Lightning's rich bar. They are accepted but not used."""
 
     description: Any = ""
     progress_bar: Any = "#6206E0"
@@ -331,7 +331,7 @@ class RichProgressBarTheme:
 
 
 class RichProgressBar(TQDMProgressBar):
-    """The bar by tqdm, with the arguments of Lightning's bar by rich. Raises UnsupportedError for columns."""
+    """The tqdm bar with the arguments of Lightning's rich bar. Raises UnsupportedError for columns."""
 
     def __init__(
         self,
@@ -340,7 +340,10 @@ class RichProgressBar(TQDMProgressBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        way_out = "bars are drawn by tqdm. Override get_metrics for other values, init_train_tqdm for another bar."
+        way_out = (
+            "tqdm draws the bar, which has no columns. Override get_metrics to "
+            "change the values, or init_train_tqdm to change the bar."
+        )
         refuse_overrides(self, ("configure_columns", "_init_progress"), way_out)
-        super().__init__(int(refresh_rate > 0), leave=leave)  # rich's rate is one of updates a second
+        super().__init__(int(refresh_rate > 0), leave=leave)  # rich's rate is in updates per second
         self.theme = RichProgressBarTheme() if theme is None else theme

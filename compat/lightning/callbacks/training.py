@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
-    """Freezes parts before training, and unfreezes them at the beginning of epochs."""
+    """Freezes layers before training, and unfreezes them at the beginning of epochs."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze, also for an evaluation."""
+        """Freeze the layers, also for an evaluation."""
         super().setup(trainer, task, stage)
         if stage != "fit":
             self.freeze_before_training(task)
 
-    # private in Lightning, and called by programs that unfreeze within an epoch: a checkpoint has the groups anyway
+    # private in Lightning; programs call it to unfreeze within an epoch. Checkpoints store the groups in any case.
     def _store(self, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: list[Any]) -> None:
         pass
 
 
 class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
-    """Freezes `backbone`, and trains it from an epoch on."""
+    """Freezes `backbone`, and trains it from a given epoch."""
 
 
 def logs_stats(hook: str) -> Any:
-    """Return a hook of DeviceStatsMonitor: it logs the statistics of the moment."""
+    """Return a hook of DeviceStatsMonitor that logs the current statistics."""
 
     def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *given: Any, **named: Any) -> None:
         monitor._get_and_log_device_stats(trainer, hook)
@@ -54,7 +54,7 @@ def logs_stats(hook: str) -> Any:
 
 
 class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
-    """Logs what a device's memory and the processor do, before and after the batches of logging steps."""
+    """Logs device memory and CPU statistics, before and after the batches of logging steps."""
 
     on_train_batch_start, on_train_batch_end = map(logs_stats, ("on_train_batch_start", "on_train_batch_end"))
     on_validation_batch_start, on_validation_batch_end = map(
@@ -62,9 +62,9 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
     )
     on_test_batch_start, on_test_batch_end = map(logs_stats, ("on_test_batch_start", "on_test_batch_end"))
 
-    # private in Lightning, and replaced by programs
+    # private in Lightning; programs replace it
     def _get_and_log_device_stats(self, trainer: Any, key: str) -> None:
-        """Log the statistics of rank 0, under the name of a hook."""
+        """Log the statistics of rank 0 under the name of a hook."""
         if not trainer._logger_connector.should_update_logs or not trainer.is_global_zero:
             return
         prefix, step = f"{type(self).__qualname__}.{key}", trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -75,7 +75,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
 
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
-    """Accumulates as many batches for a step as `scheduling` says for the epoch."""
+    """Accumulates the number of batches per step that `scheduling` sets for the epoch."""
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not scheduling:
@@ -85,9 +85,9 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn of a module whose own optimizer_step is not called for every batch."""
+        """Warn about a module whose optimizer_step would not be called for every batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
-            rank_zero_warn(f"{type(task).__name__}.optimizer_step is called for every step, not for every batch.")
+            rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 
 
 class LambdaCallback(lambda_callback.LambdaCallback, Callback):
@@ -95,7 +95,7 @@ class LambdaCallback(lambda_callback.LambdaCallback, Callback):
 
 
 class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
-    """Saves the last finished step when the run ends by an exception."""
+    """Saves the last completed step when the run ends with an exception."""
 
     FILE_EXTENSION = ".ckpt"
 
@@ -106,7 +106,7 @@ class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
 
 
 class WriteInterval(LightningEnum):
-    """Moments at which predictions are written."""
+    """Times at which predictions are written."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -114,24 +114,24 @@ class WriteInterval(LightningEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether after every batch."""
+        """Whether to write after every batch."""
         return self in (self.BATCH, self.BATCH_AND_EPOCH)
 
     @property
     def on_epoch(self) -> bool:
-        """Whether after the last batch."""
+        """Whether to write after the last batch."""
         return self in (self.EPOCH, self.BATCH_AND_EPOCH)
 
 
 class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
-    """Writes what predict_step returns, each process its own."""
+    """Writes the outputs of predict_step, separately in each process."""
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         super().__init__(write_interval)
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
     def kept_for_epoch(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Return the predictions so far, and their dataset indices; a list for each loader."""
+        """Return the predictions so far and their dataset indices, as a list for each loader."""
         return self._predictions, self._indices
 
 
@@ -144,7 +144,7 @@ class ThroughputMonitor(throughput_monitor.ThroughputMonitor, Callback):
         if length_fn is not None or kwargs:
             named: Sequence[str] = [*(["length_fn"] if length_fn is not None else []), *kwargs]
             raise UnsupportedError(
-                f"ThroughputMonitor({', '.join(named)}): Legato counts samples and steps; log items of your own by "
-                f"self.log in training_step."
+                f"ThroughputMonitor({', '.join(named)}) is not supported: Legato counts samples and steps. To log "
+                "other items, call self.log in training_step."
             )
         super().__init__()

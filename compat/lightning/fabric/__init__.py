@@ -10,8 +10,8 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 Fabric, = placeholders(
     __name__, "Fabric",
-    "A loop of one's own needs no Fabric: write the step as a LightningModule's training_step with "
-    "automatic_optimization=False, and give it to a Trainer.",
+    "Legato has no Fabric. Write the step of your loop as the training_step of a LightningModule with "
+    "automatic_optimization=False, and pass the module to a Trainer.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

@@ -1,7 +1,7 @@
-"""`import lightning` means Legato: the folder that goes to the front of the path of a program and its processes.
+"""The folder that `install()` puts at the front of the import path, so that `import lightning` imports Legato.
 
-In it lie packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. Each, when it is imported, gives the
-modules of `legato.compat.lightning` its own name, too.
+It contains packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. When imported, each registers the
+modules of `legato.compat.lightning` under its name.
 """
 
 import sys
@@ -17,7 +17,7 @@ STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightn
 
 
 def take_name(top: str) -> None:
-    """Enter the modules of Legato's tree in sys.modules under Lightning's names below `top`."""
+    """Register the modules of Legato's tree in sys.modules under Lightning's names below `top`."""
     trees = [f"{ROOT}.pytorch", f"{ROOT}.fabric"]
     for tree in trees:
         import_module(tree)
@@ -29,16 +29,16 @@ def take_name(top: str) -> None:
 
 
 def install() -> None:
-    """Let `lightning`, `pytorch_lightning` and `lightning_fabric` mean this package, also in processes started later.
+    """Make `lightning`, `pytorch_lightning` and `lightning_fabric` import this package, also in later processes.
 
-    Raises ConfigError if the real Lightning has been imported already.
+    Raises ConfigError if Lightning itself has already been imported.
     """
     for top, real in STANDS_FOR.items():
         module = sys.modules.get(top)
         if module is not None and module.__name__ != real:
             raise ConfigError(
-                f"{top} is imported already, from {getattr(module, '__file__', None)}. Call "
-                f"legato.compat.lightning.install() before the first import of it."
+                f"{top} is already imported, from {getattr(module, '__file__', None)}. Call "
+                f"legato.compat.lightning.install() before the first import of {top}."
             )
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)

@@ -11,7 +11,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 XLAAccelerator, = placeholders(
     __name__, "XLAAccelerator",
-    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs. Pass accelerator='auto'.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

@@ -11,12 +11,12 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 XLACheckpointIO, XLAEnvironment = placeholders(
     __name__, "XLACheckpointIO XLAEnvironment",
-    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs. Pass accelerator='auto'.",
 )
 KubeflowEnvironment, LSFEnvironment = placeholders(
     __name__, "KubeflowEnvironment LSFEnvironment",
-    "A launcher's place is read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the cluster "
-    "set these.",
+    "Legato reads a launcher's place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Set them in the "
+    "cluster.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

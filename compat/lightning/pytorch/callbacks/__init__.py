@@ -29,11 +29,11 @@ ModelPruning, = placeholders(
 ) = placeholders(
     __name__, "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress CustomTimeColumn "
     "MetricsTextColumn ProcessingSpeedColumn",
-    "RichProgressBar draws by tqdm here: override get_metrics for other values beside it.",
+    "RichProgressBar uses tqdm, which has no columns. Override get_metrics to change the values in the bar.",
 )
 SpikeDetection, TrainingSpikeException = placeholders(
     __name__, "SpikeDetection TrainingSpikeException",
-    "Give Trainer the callback legato.lab.SpikeWatch, which names the samples of a spike and can leave out its update.",
+    "Pass the callback legato.lab.SpikeWatch to Trainer. It names the samples of a spike and can leave out its update.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

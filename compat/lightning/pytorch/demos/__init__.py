@@ -1,4 +1,4 @@
-"""Lightning's demonstrations: programs for it, which are read from the installed package, where there is one."""
+"""Lightning's demos, which are read from the installed Lightning package, if there is one."""
 
 import sys
 from importlib.machinery import PathFinder

@@ -13,8 +13,8 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
     RestartStage, ClosureResult, Closure, OutputResult, AbstractClosure, ManualResult
 ) = placeholders(
     __name__, "RestartStage ClosureResult Closure OutputResult AbstractClosure ManualResult",
-    "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks change "
-    "what happens.",
+    "Legato's loop is the file legato/trainer/trainer.py. Read progress from trainer.fit_loop, and use hooks to "
+    "change a run.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

@@ -18,28 +18,28 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 AsyncCheckpointIO, = placeholders(
     __name__, "AsyncCheckpointIO",
-    "Legato's callback Checkpoint(asynchronous=True) writes in the background; give it to callbacks.",
+    "Pass Legato's Checkpoint(asynchronous=True), which writes in the background, to callbacks.",
 )
 BitsandbytesPrecision, = placeholders(
     __name__, "BitsandbytesPrecision",
-    "Put bitsandbytes' layers into the module in configure_model.",
+    "Use the layers of bitsandbytes in configure_model of the module.",
 )
 DeepSpeedPrecision, = placeholders(
     __name__, "DeepSpeedPrecision",
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does. Pass "
     "Trainer(strategy='fsdp').",
 )
 TransformerEnginePrecision, = placeholders(
     __name__, "TransformerEnginePrecision",
-    "Call transformer_engine's layers and fp8_autocast in the module, and say precision='bf16-true'.",
+    "Use transformer_engine's layers and fp8_autocast in the module, and pass precision='bf16-true'.",
 )
 XLAPrecision, = placeholders(
     __name__, "XLAPrecision",
-    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs. Pass accelerator='auto'.",
 )
 LightningDoublePrecisionModule, = placeholders(
     __name__, "LightningDoublePrecisionModule",
-    "Say Trainer(precision='64-true'), which converts the module and its batches.",
+    "Pass Trainer(precision='64-true'), which converts the module and its batches.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

@@ -9,15 +9,16 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 AdvancedProfiler, = placeholders(
     __name__, "AdvancedProfiler",
-    "Python's own profiler needs no Trainer: python -m cProfile -o out.prof train.py. profiler='simple' times actions.",
+    "Use Python's profiler without a Trainer: python -m cProfile -o out.prof train.py. profiler='simple' measures "
+    "actions.",
 )
 XLAProfiler, = placeholders(
     __name__, "XLAProfiler",
-    "Legato runs on CPU, CUDA and MPS devices, not on XLA; profiler='pytorch' records a trace there.",
+    "Legato runs on CPU, CUDA and MPS devices, not on XLA. profiler='pytorch' records a trace of these devices.",
 )
 ScheduleWrapper, = placeholders(
     __name__, "ScheduleWrapper",
-    "Give torch.profiler.schedule(wait=1, warmup=1, active=3) as `schedule`; it counts the steps of a stage.",
+    "Pass torch.profiler.schedule(wait=1, warmup=1, active=3) as `schedule`, which counts the steps of a stage.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

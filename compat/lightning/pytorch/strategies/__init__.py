@@ -11,16 +11,16 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 DeepSpeedStrategy, remove_module_hooks = placeholders(
     __name__, "DeepSpeedStrategy remove_module_hooks",
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does. Pass "
     "Trainer(strategy='fsdp').",
 )
 SingleDeviceXLAStrategy, SingleTPUStrategy, XLAStrategy = placeholders(
     __name__, "SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy",
-    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs. Pass accelerator='auto'.",
 )
 HPUParallelStrategy, SingleHPUStrategy = placeholders(
     __name__, "HPUParallelStrategy SingleHPUStrategy",
-    "Legato runs on CPU, CUDA and MPS devices, not on HPUs: say accelerator='auto'.",
+    "Legato runs on CPU, CUDA and MPS devices, not on HPUs. Pass accelerator='auto'.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

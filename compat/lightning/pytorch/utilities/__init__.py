@@ -35,44 +35,46 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 ) = placeholders(
     __name__, "DeepSpeedLayerSummary DeepSpeedSummary convert_zero_checkpoint_to_fp32_state_dict "
     "deepspeed_param_size ds_checkpoint_dir",
-    "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer states, and their "
-    "checkpoints are whole.",
+    "Legato has no DeepSpeed. Its strategies fsdp and zero1 shard parameters and optimizer states, and write "
+    "complete checkpoints.",
 )
 is_cuda_out_of_memory, is_cudnn_snafu, is_out_of_cpu_memory = placeholders(
-    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which knows all of them."
+    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory",(
+        "Call is_oom_error, which recognizes all of these errors.")
 )
 extract_batch_size, = placeholders(
-    __name__, "extract_batch_size", "Give the size where it is needed: self.log(..., batch_size=len(batch))."
+    __name__, "extract_batch_size", "Pass the batch size where you need it: self.log(..., batch_size=len(batch))."
 )
 suggested_max_num_workers, = placeholders(
     __name__, "suggested_max_num_workers", "Divide len(os.sched_getaffinity(0)) by the number of processes."
 )
 migrate_checkpoint, pl_legacy_patch = placeholders(
     __name__, "migrate_checkpoint pl_legacy_patch",
-    "Legato reads checkpoints of every Lightning 2 as they are; upgrade older ones with Lightning itself: "
-    "python -m lightning.pytorch.utilities.upgrade_checkpoint FILE.",
+    "Legato reads checkpoints of all Lightning 2 versions. Upgrade older ones with Lightning: python -m "
+    "lightning.pytorch.utilities.upgrade_checkpoint FILE.",
 )
 find_model_local_ckpt_path, download_model_from_registry = placeholders(
     __name__, "find_model_local_ckpt_path download_model_from_registry",
-    "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
+    "Legato has no model registry. Download the checkpoint and pass its path as ckpt_path.",
 )
 clean_namespace, collect_init_args, is_picklable, parse_class_init_keys, save_hyperparameters = placeholders(
     __name__, "clean_namespace collect_init_args is_picklable parse_class_init_keys save_hyperparameters",
-    "self.save_hyperparameters() stores the arguments of __init__ that are data.",
+    "Call self.save_hyperparameters(), which stores the arguments of __init__ that are data.",
 )
 lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
-    __name__, "lightning_getattr lightning_hasattr lightning_setattr", "Use the attribute of the module or its hparams."
+    __name__, "lightning_getattr lightning_hasattr lightning_setattr",(
+        "Read the attribute of the module or its hparams.")
 )
 find_shared_parameters, set_shared_parameters = placeholders(
-    __name__, "find_shared_parameters set_shared_parameters", "Parameters that are shared stay shared in every run."
+    __name__, "find_shared_parameters set_shared_parameters", "Shared parameters stay shared in every run."
 )
 from_compiled, to_uncompiled = placeholders(
-    __name__, "from_compiled to_uncompiled", "Trainer.fit takes what torch.compile has returned for a module."
+    __name__, "from_compiled to_uncompiled", "Trainer.fit accepts the result of torch.compile."
 )
 get_torchvision_model, has_len_all_ranks, is_param_in_hook_signature, is_shared_filesystem, pl_worker_init_function = (
     placeholders(
         __name__, "get_torchvision_model has_len_all_ranks is_param_in_hook_signature is_shared_filesystem "
-        "pl_worker_init_function", "It is a helper of Lightning's own loops; loader workers are seeded by the run.",
+        "pl_worker_init_function", "It is a helper of Lightning's loops. A run seeds loader workers itself.",
     )
 )
 __getattr__ = inner_name(__name__)

@@ -1,4 +1,4 @@
-"""Where Lightning 1 had its command line."""
+"""The location of the command line in Lightning 1."""
 
 from legato.compat.lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 

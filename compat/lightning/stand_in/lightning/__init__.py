@@ -1,4 +1,4 @@
-"""Gives the modules of Legato that stand for this package its name."""
+"""Registers the modules of Legato under the name of this package."""
 
 from legato.compat.lightning.stand_in import take_name
 
