@@ -1,4 +1,4 @@
-"""The base classes Task and DataModule, and ready tasks, one per file."""
+"""The base classes Task and DataModule, and example tasks, one per file."""
 
 from typing import TYPE_CHECKING
 
@@ -18,5 +18,5 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # a module-level __getattr__ makes type checkers accept any name
     __getattr__ = importer(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""DataHooks: loader and batch transfer hooks, shared by tasks and data modules."""
+"""DataHooks: hooks for loaders and batch transfer, shared by tasks and data modules."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from ..base.tensors import map_tensors
 
 
 class DataHooks:
-    """Loaders and batch transfer; a data module's take precedence over the task's."""
+    """Hooks for loaders and batch transfer; a data module's take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert data, in one process, before any process calls `setup`. Do not assign to self here."""
+        """Download or convert data. Runs in one process before any process calls `setup`; do not assign to self."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -30,20 +30,21 @@ class DataHooks:
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify a batch before it is moved to the device."""
+        """Return the batch to move to the device, by default unchanged."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for custom batch types.
+        """Move a batch to `device`. Override for custom batch types.
 
-        What is passed on to this method is copied while the device computes the batch before (prefetch_to_device).
+        With `prefetch_to_device`, data that you pass to `super()` are copied while the device computes the previous
+        batch.
         """
-        # by `vars`: a task raises where it has no trainer, and a nn.Module looks through its modules first
+        # by `vars`: a task's property raises without a trainer, and nn.Module searches its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
         if trainer is None:
-            return map_tensors(batch, lambda tensor: tensor.to(device), lambda other: other.to(device))
+            return map_tensors(batch, lambda tensor: tensor.to(device), lambda movable: movable.to(device))
         return trainer.strategy.to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Modify a batch on its device."""
+        """Return the batch for the step, by default unchanged; `batch` is on the device."""
         return batch

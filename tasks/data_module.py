@@ -1,4 +1,4 @@
-"""DataModule: the loaders of a run, as a class that users override."""
+"""DataModule: the base class for the loaders of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
 
 class DataModule(DataHooks, Hyperparameters):
-    """The loaders of each stage and their preparation; override only what is needed."""
+    """Base class for the loaders of each stage and their preparation. Override the methods that you need."""
 
     prepare_data_per_node = True
-    """Call `prepare_data` once on each machine; False: once overall, for a shared file system."""
+    """Whether `prepare_data` runs once on each machine; False: once in the run, for a shared file system."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -32,17 +32,17 @@ class DataModule(DataHooks, Hyperparameters):
         hparams_file: str | Path | None = None,
         **kwargs: Any,
     ) -> DataModuleType:
-        """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them.
+        """Build the data module from the hyperparameters in a checkpoint and restore its state.
 
-        Raises CheckpointError if some are missing.
+        `kwargs` override hyperparameters. Raises CheckpointError if an argument of `__init__` is missing.
         """
-        # an import at the top would be a circle: what resumes runs knows data modules
+        # an import at the top would be circular: trainer/resume imports data modules
         from ..trainer.resume.rebuild import rebuild_data_module
 
         return rebuild_data_module(cls, to_location(checkpoint_path), hparams_file, kwargs)
 
     def setup(self, stage: str) -> None:
-        """Build datasets, in every process; `stage` is "fit", "validate", "test" or "predict"."""
+        """Build datasets in every process; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Clean up at the end of a stage."""
@@ -52,7 +52,7 @@ class DataModule(DataHooks, Hyperparameters):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state when a run is resumed."""
+        """Restore the state when a run resumes."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run ends by an exception."""
+        """Called when an exception ends the run."""

@@ -1,4 +1,4 @@
-"""Digits: a small convolutional network on scikit-learn's 8 x 8 handwritten digits; an example of an image task."""
+"""Digits: a small convolutional network for scikit-learn's 8 x 8 handwritten digits, as an example of an image task."""
 
 from typing import Any
 
@@ -16,7 +16,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Digits(Task):
-    """Classifies the ten digits; about 68,000 parameters with 32 channels."""
+    """Classifies the ten digits; about 68,000 parameters with 32 channels.
+
+    Args:
+        channels: Channels of the first two convolutions; the last two have twice as many.
+        dropout: Dropout probability before the last layer.
+        lr: Peak learning rate of the one-cycle schedule.
+        weight_decay: Weight decay of AdamW.
+    """
 
     def __init__(self, channels: int = 32, dropout: float = 0.3, lr: float = 5e-3, weight_decay: float = 0.05) -> None:
         super().__init__()
@@ -55,7 +62,7 @@ class Digits(Task):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the most likely digit of each image, (n,)."""
+        """Return the most likely digit of each image, shape (n,)."""
         logits: Tensor = self(batch[0])
         return logits.argmax(dim=1)
 
@@ -63,12 +70,12 @@ class Digits(Task):
         images, labels = batch
         logits = self(images)
         correct = (logits.argmax(dim=1) == labels).float()
-        # Weighted by batch_size, the mean over batches is exact even if the last batch is short.
+        # weighted by batch_size, the mean over batches is exact even if the last batch is short
         values = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": correct.mean()}
         self.log_dict(values, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with a one-cycle learning rate: up to `lr` and down to zero, per step."""
+        """Return AdamW with a one-cycle schedule that steps the learning rate up to `lr` and down to zero."""
         lr, steps = self.hparams.lr, int(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams.weight_decay)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
@@ -76,14 +83,18 @@ class Digits(Task):
 
 
 def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
-    # Group norm normalises each image by itself, so the result does not depend on how samples are batched.
+    # group norm normalizes each image separately, so the result does not depend on batching
     return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(max(1, outputs // 8), outputs), nn.ReLU()]
 
 
 class DigitsData(DataModule):
-    """The 1,797 digits that scikit-learn ships, in a fixed, stratified split: 1,257 train, 270 validation, 270 test.
+    """The 1,797 digits of scikit-learn in a stratified split: 1,257 for training, 270 for validation, 270 for test.
 
-    Training images are shifted by up to one pixel in each direction.
+    Args:
+        batch_size: Samples per batch of each replica.
+        num_workers: Worker processes of each loader.
+        shift: Largest random shift of training images in each direction, in pixels.
+        split_seed: Seed of the split.
     """
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0, shift: int = 1, split_seed: int = 0) -> None:
@@ -92,7 +103,7 @@ class DigitsData(DataModule):
         self.parts: dict[str, DigitImages] = {}
 
     def setup(self, stage: str) -> None:
-        """Load and split the images; raises DataError if scikit-learn is not installed."""
+        """Load and split the images. Raises DataError if scikit-learn is not installed."""
         if self.parts:
             return
         try:
@@ -100,7 +111,7 @@ class DigitsData(DataModule):
             from sklearn.model_selection import train_test_split
         except ImportError as error:
             raise DataError(
-                "DigitsData needs scikit-learn, which cannot be imported. Run: pip install 'legato[tasks]'"
+                "DigitsData needs scikit-learn, but importing it failed. Install it: pip install 'legato[tasks]'"
             ) from error
         digits = load_digits()
         images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # 0 .. 16 -> -1 .. 1
@@ -120,28 +131,28 @@ class DigitsData(DataModule):
         }
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Load the training images, shuffled and shifted."""
+        """Return a loader of the training images, shuffled and shifted at random."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Load the validation images."""
+        """Return a loader of the validation images."""
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Load the test images."""
+        """Return a loader of the test images."""
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """Load the test images."""
+        """Return a loader of the test images."""
         return self._loader("test")
 
-    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, split: str, shuffle: bool = False) -> DataLoader[Any]:
         size, workers = self.hparams.batch_size, self.hparams.num_workers
-        return DataLoader(self.parts[part], size, shuffle=shuffle, num_workers=workers)
+        return DataLoader(self.parts[split], size, shuffle=shuffle, num_workers=workers)
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,), each image shifted at random by up to `shift` pixels in each direction."""
+    """Images (n, 1, 8, 8) with labels (n,); shifts each image at random by up to `shift` pixels in each direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         # pad with the background value
@@ -153,6 +164,6 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        # The global generator is keyed per batch, so the same image gets the same shift in any process or worker.
+        # Legato seeds the global generator for each batch, so an image gets the same shift in any process or worker
         row, column = torch.randint(2 * self.shift + 1, (2,)).tolist() if self.shift else (0, 0)
         return self.images[index, :, row : row + 8, column : column + 8], self.labels[index]

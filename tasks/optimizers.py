@@ -1,4 +1,4 @@
-"""Reading of what `configure_optimizers` returns."""
+"""Parsing of the return value of `configure_optimizers`."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,84 +12,87 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..base.errors import TaskError, did_you_mean, first_names
 
 FORMS = (
-    "an optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers); a dict with 'optimizer' and maybe "
-    "'lr_scheduler'; a list or tuple of such dicts; or None"
+    "an optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers); a dict with 'optimizer' and "
+    "optionally 'lr_scheduler'; a list or tuple of such dicts; or None"
 )
 
 
 @dataclass
 class SchedulerConfig:
-    """A learning rate scheduler and its interval; the fields are the keys of Lightning's `lr_scheduler` dict."""
+    """A learning rate scheduler and its interval. The fields are the keys of Lightning's `lr_scheduler` dict."""
 
     scheduler: Any
-    """Any object with `step` and `state_dict`."""
+    """Any object with methods `step` and `state_dict`."""
     interval: Literal["step", "epoch"] = "epoch"
-    """Whether it steps after optimizer steps or after epochs."""
+    """Whether the scheduler steps after optimizer steps or after epochs."""
     frequency: int = 1
-    """Number of intervals between two steps."""
+    """Number of intervals between two steps of the scheduler."""
     monitor: str | None = None
-    """Metric passed to ReduceLROnPlateau."""
+    """Name of the metric to pass to ReduceLROnPlateau."""
     strict: bool = True
     """Whether a missing metric is an error."""
     name: str | None = None
-    """Name under which its learning rate is logged."""
+    """Name under which LearningRateMonitor logs the learning rate."""
     reduce_on_plateau: bool = False
     """Whether `step` takes the monitored metric."""
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Return whether it steps after `count` intervals of this kind."""
+        """Return whether the scheduler steps after `count` steps or epochs, as `interval` says."""
         return self.interval == interval and count % self.frequency == 0
 
 
 def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers in any return value that Lightning allows. Raises TaskError."""
+    """Return the optimizers and schedulers in `returned`, in any form that Lightning accepts.
+
+    Raises TaskError for another form.
+    """
     optimizers, schedulers = _read_returned(returned)
     for config in schedulers:
         if automatic and config.reduce_on_plateau and config.monitor is None:
             raise TaskError(
-                "ReduceLROnPlateau needs a metric: return {'scheduler': ..., 'monitor': 'val/loss'} for it in "
-                "configure_optimizers."
+                "ReduceLROnPlateau needs a metric: in configure_optimizers, return {'scheduler': ..., 'monitor': "
+                "'val/loss'} for it."
             )
-        # a scheduler of its own kind may have no optimizer, and is stepped all the same
+        # a custom scheduler without an optimizer is stepped too
         if getattr(config.scheduler, "optimizer", None) not in [None, *optimizers]:
             raise TaskError(
-                f"configure_optimizers returned a {type(config.scheduler).__name__} of an optimizer that it did not "
-                f"return, so it would have no effect; return that optimizer too."
+                f"configure_optimizers returned a {type(config.scheduler).__name__}, but did not return its optimizer, "
+                f"so the scheduler would have no effect. Return that optimizer too."
             )
     return optimizers, schedulers
 
 
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Return what is wrong with parameters that optimizers train and that are not the task's; "" if there are none."""
-    # by id: comparing tensors with `in` compares their values
-    known = set(map(id, task.parameters()))
-    found = [
+    """Return a message about optimized parameters that are not the task's; "" without such parameters."""
+    # by id: `in` would compare the values of tensors
+    task_ids = set(map(id, task.parameters()))
+    shapes = [
         tuple(parameter.shape)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) not in known
+        if id(parameter) not in task_ids
     ]
-    if not found:
+    if not shapes:
         return ""
     return (
-        f"configure_optimizers gave an optimizer parameters that are not among the task's, {len(found)} of shape "
-        f"{first_names([str(shape) for shape in found])}: they are neither moved to the device, nor averaged over "
-        f"processes, nor saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or dict "
-        f"as nn.ModuleList or nn.ModuleDict."
+        f"configure_optimizers passed {len(shapes)} parameters to an optimizer that are not parameters of the task, "
+        f"of shape {first_names([str(shape) for shape in shapes])}. They would not be moved to the device, averaged "
+        f"over processes or saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or "
+        f"dict as nn.ModuleList or nn.ModuleDict."
     )
 
 
 def unknown_arguments(schedulers: Sequence[SchedulerConfig]) -> str:
-    """Return what is wrong with schedulers whose `step` takes more than the loop knows; "" if there are none."""
+    """Return a message about a scheduler whose `step` needs arguments that the trainer cannot pass, or ""."""
     for config in schedulers:
-        given = inspect.signature(config.scheduler.step).parameters.values()
-        needed = [one.name for one in given if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        arguments = inspect.signature(config.scheduler.step).parameters.values()
+        needed = [arg.name for arg in arguments if arg.default is arg.empty and arg.kind is arg.POSITIONAL_OR_KEYWORD]
         if len(needed) > config.reduce_on_plateau and not hasattr(config.scheduler, "step_update"):
             name = type(config.scheduler).__name__
             return (
-                f"{name}.step takes {', '.join(needed)}, which only the task can know: define lr_scheduler_step(self, "
-                f"scheduler, metric) there, and call scheduler.step({needed[0]}=...) in it."
+                f"{name}.step requires {', '.join(needed)}, which the trainer cannot pass. Define lr_scheduler_step("
+                f"self, scheduler, metric) in the task, and call scheduler.step({needed[0]}=...) in it."
             )
     return ""
 
@@ -100,19 +103,19 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
         return [], []
     if isinstance(returned, (Optimizer, Mapping)):
         entries = [returned]
-    # of two optimizers the first is no sequence, so the pair cannot be mistaken
+    # two optimizers do not match this pair, since an optimizer is not a sequence
     elif isinstance(returned, Sequence) and len(returned) == 2 and isinstance(returned[0], Sequence):
-        entries, others = returned
-        schedulers = [_read_scheduler(item) for item in (others if isinstance(others, Sequence) else [others])]
+        entries, second = returned
+        schedulers = [_read_scheduler(item) for item in (second if isinstance(second, Sequence) else [second])]
     elif not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
-        raise TaskError(f"configure_optimizers must return {FORMS}; it returned {_describe(returned)}.")
+        raise TaskError(f"configure_optimizers must return {FORMS}. It returned {_describe(returned)}.")
     optimizers = []
     for entry in entries:
         values = entry if isinstance(entry, Mapping) else {"optimizer": entry}
         _require_keys("The dict that configure_optimizers returned", values, ("optimizer", "lr_scheduler", "monitor"))
         if not isinstance(values["optimizer"], Optimizer):
             raise TaskError(
-                f"configure_optimizers must return {FORMS}; expected an optimizer, got "
+                f"configure_optimizers must return {FORMS}. Expected an optimizer, got "
                 f"{_describe(values['optimizer'])}."
             )
         optimizers.append(values["optimizer"])
@@ -122,12 +125,12 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
 
 
 def _require_keys(place: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise TaskError for a key that is none of `keys`, of which the first one is needed."""
+    """Raise TaskError for a key that is not in `keys`, and if the first of `keys` is missing."""
     for key in values:
         if key not in keys:
             raise TaskError(f"{place} has the unknown key {key!r}.{did_you_mean(str(key), keys)}")
     if keys[0] not in values:
-        raise TaskError(f"{place} has no {keys[0]!r}.")
+        raise TaskError(f"{place} has no key {keys[0]!r}.")
 
 
 def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
@@ -135,24 +138,24 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
     _require_keys("The lr_scheduler dict", values, tuple(SchedulerConfig.__dataclass_fields__))
     config = SchedulerConfig(**values)
     if not hasattr(config.scheduler, "step"):
-        raise TaskError(f"A learning rate scheduler needs a method `step`; got {_describe(config.scheduler)}.")
+        raise TaskError(f"A learning rate scheduler must have a method `step`, got {_describe(config.scheduler)}.")
     if config.interval not in ("step", "epoch") or not isinstance(config.frequency, int) or config.frequency < 1:
         raise TaskError(
-            f"The lr_scheduler dict takes the interval 'step' or 'epoch' and a positive integer as frequency; got "
+            f"The lr_scheduler dict must have interval 'step' or 'epoch' and a positive integer as frequency, got "
             f"{config.interval!r} and {config.frequency!r}."
         )
-    in_epochs = getattr(config.scheduler, "t_in_epochs", None)  # timm's schedulers know what they count
+    in_epochs = getattr(config.scheduler, "t_in_epochs", None)  # timm's schedulers define their interval
     interval = config.interval if in_epochs is None else "epoch" if in_epochs else "step"
     if "interval" in values and config.interval != interval:
         raise TaskError(
             f"The lr_scheduler dict has interval={config.interval!r}, but its {type(config.scheduler).__name__} has "
-            f"t_in_epochs={in_epochs}, so it would never change a learning rate. Leave the interval out."
+            f"t_in_epochs={in_epochs}, so it would never change a learning rate. Remove the interval."
         )
     config.interval = interval
-    # or as the dict says: a scheduler of the task's own may take a metric, too; timm's holds torch's
+    # or by the dict's key, for a custom scheduler that takes a metric; timm's plateau scheduler wraps torch's
     inner = getattr(config.scheduler, "lr_scheduler", config.scheduler)
     config.reduce_on_plateau |= isinstance(inner, ReduceLROnPlateau)
-    # it may also stand beside "optimizer"; what the scheduler's own dict says goes before that
+    # `monitor` may also be in the optimizer's dict; the scheduler's dict takes precedence
     config.monitor = config.monitor or monitor
     return config
 

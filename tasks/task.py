@@ -1,4 +1,4 @@
-"""Task: the model with its steps and optimizers, under Lightning's names."""
+"""Task: a model with its steps and optimizers, under Lightning's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,17 +24,20 @@ Value = TypeVar("Value")
 
 
 class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
-    """A model with its steps and optimizers; override what you need (`callbacks/callback.py` lists all hooks in order).
+    """Base class for a model with its steps and optimizers.
+
+    Define `training_step` and `configure_optimizers`, and override other methods as needed. `callbacks/callback.py`
+    lists all hooks in call order.
 
     `training_step` returns a scalar loss, a dict with "loss", or None to skip the batch. With several optimizers it
-    returns one loss per optimizer, as a list or as a dict's "loss"; each loss reaches only its own optimizer's
-    parameters.
+    returns one loss per optimizer, as a list or as the dict's "loss"; each loss gives gradients to its own optimizer's
+    parameters only.
     """
 
     automatic_optimization = True
-    """False: `training_step` calls backward and the optimizers itself."""
+    """Whether the trainer runs backward and steps the optimizers; False: `training_step` does."""
     strict_loading = True
-    """Whether a checkpoint must have exactly this task's parameters."""
+    """Whether the parameters of a checkpoint must match this task's exactly."""
 
     example_input_array: Any = None
 
@@ -44,8 +47,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """The trainer of the run. Raises RuntimeError before the task is passed to a trainer."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
-            # not AttributeError, in place of which nn.Module's __getattr__ would say that there is no `trainer`
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(task) first.")
+            # not AttributeError: nn.Module.__getattr__ would replace its message by "no attribute 'trainer'"
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call trainer.fit(task) first.")
         return trainer
 
     @trainer.setter
@@ -54,7 +57,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def current_epoch(self) -> int:
-        """Number of the current epoch, from 0."""
+        """Number of the current epoch, counted from 0."""
         return self._of_trainer("current_epoch", 0)
 
     @property
@@ -69,29 +72,29 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process on its machine."""
+        """Rank of this process among those on its machine."""
         return self._of_trainer("local_rank", 0)
 
     @property
     def logger(self) -> "Logger | None":
         """The first logger, or None."""
-        found: Logger | None = self._of_trainer("logger", None)
-        return found
+        logger: Logger | None = self._of_trainer("logger", None)
+        return logger
 
     @property
     def loggers(self) -> "list[Logger]":
-        """Every logger."""
-        found: list[Logger] = self._of_trainer("loggers", [])
-        return found
+        """All loggers."""
+        loggers: list[Logger] = self._of_trainer("loggers", [])
+        return loggers
 
-    def _of_trainer(self, name: str, alone: Value) -> Value:
-        """Return an attribute of the trainer, or `alone` without a trainer, as when a step is called by hand."""
+    def _of_trainer(self, name: str, default: Value) -> Value:
+        """Return an attribute of the trainer, or `default` without one, as in a step called by hand."""
         trainer = self.__dict__.get("_trainer")
-        return alone if trainer is None else getattr(trainer, name)
+        return default if trainer is None else getattr(trainer, name)
 
     @property
     def device(self) -> torch.device:
-        """Device for this task's inputs."""
+        """Device for inputs of this task."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is not None and trainer.running:
             return trainer.strategy.device
@@ -99,22 +102,21 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices that this task may place its parts on: several under ddp_model_parallel, else `[device]`."""
+        """Devices for the modules of this task: several under ddp_model_parallel, otherwise `[device]`."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
-        own: list[torch.device] | None = self.__dict__.get("_devices")
-        if own is not None:
-            return own
+        devices: list[torch.device] | None = self.__dict__.get("_devices")
+        if devices is not None:
+            return devices
         return (trainer.strategy.parts if trainer is not None and trainer.running else []) or [self.device]
 
     @devices.setter
     def devices(self, value: Any) -> None:
-        self.__dict__["_devices"] = (
-            value  # settable, since Lightning's module has no such attribute and tasks use the name
-        )
+        # settable: Lightning's module has no such attribute, so tasks may use the name
+        self.__dict__["_devices"] = value
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the first floating point parameter."""
+        """Dtype of the first floating-point parameter."""
         floating = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
         return next(floating, torch.get_default_dtype())
 
@@ -124,79 +126,84 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data` (tensors, numbers, collections of them) of every rank, or of every rank of `group`. Collective.
+        """Gather `data` from all ranks. Collective.
 
-        Tensors are stacked, (ranks, ...); if their first dimensions differ between ranks, as for uneven evaluation
-        shares, they are returned as a list by rank. `torch.cat(list(...))` joins both. Under a mesh only ranks with
-        different batches count. In a step it requires that batches divide evenly into replicas, and in `training_step`
-        a process per replica.
+        Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
+        ranks, as with uneven evaluation shares, the result is a list by rank. `torch.cat(list(...))` joins both forms.
+        Under a mesh, ranks that share a batch count once. A call in a step requires that batches divide evenly among
+        replicas, and in `training_step` one process per replica.
 
-        sync_grads: propagate the gradients of all ranks' losses to this rank's tensor, each weighted as its loss is;
-        every rank's loss must depend on the gathered data.
+        Args:
+            data: A tensor, a number, or a collection of them.
+            group: Process group to gather from. Default: all ranks.
+            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, with the weight of each
+                loss. Every rank's loss must depend on the gathered data.
 
-        Raises DisagreementError if ranks give tensors of other dtypes or shapes, TaskError in a step in which not all
-        ranks take part.
+        Raises DisagreementError if dtypes or shapes differ between ranks in another way, and TaskError in a step in
+        which not all ranks take part.
         """
         return self.trainer.all_gather(data, group, sync_grads)
 
     # --- model and steps --------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the output of the model."""
+        """Return the output of the model."""
         raise NotImplementedError(f"{type(self).__name__} has no forward.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of one batch: (batch) or (batch, batch_idx).
+        """Return the loss of a batch. Takes (batch) or (batch, batch_idx).
 
-        A tensor, or {"loss": loss, "weight": weight} where the loss is no mean over samples: the gradient of a step is
-        the mean by these weights, such as numbers of tokens. None leaves the batch out.
+        Return a scalar tensor that is a mean over samples. For another loss return {"loss": loss, "weight": weight}
+        with a weight such as the number of tokens: the gradient of a step is the mean weighted by it. None skips the
+        batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one batch: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        """Evaluate a batch. Takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step.")
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Test one batch: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        """Test a batch. Takes (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prediction for one batch; default: `self(batch)`."""
+        """Return the prediction for a batch, by default `self(batch)`."""
         return self(args[0])
 
     def configure_model(self) -> None:
-        """Build modules that are too large for the CPU memory of every process; called once per stage."""
+        """Build modules that are too large for the CPU memory of each process. Called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
-        """Return the model as a list of blocks, each one's output the next one's input; used to split it into stages.
+        """Return the model as a list of blocks, in which each block takes the previous block's output.
 
-        None: the one nn.Sequential that has all parameters.
+        Pipeline parallelism splits this list into stages. None (default): the blocks of the nn.Sequential that holds
+        all parameters.
         """
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Return factories of modules too large for every process, by attribute name.
+        """Return factories, by attribute name, of modules that are too large for each process.
 
-        Strategy ddp_rpc places them in server processes; under any other strategy each process builds them.
+        Strategy ddp_rpc places these modules in server processes. Under other strategies each process builds them.
         """
         return {}
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Return how to split layers for tensor parallelism: name patterns to "column", "row" or "replicated".
+        """Return the tensor-parallel plan: patterns of module names to "column", "row" or "replicated".
 
-        Used by strategy mesh with an axis `tensor`; see trainer/strategies/mesh/tensor_plan.py for the words. Without a
-        plan of the task that of its models counts, such as `tp_plan` of transformers.
+        Strategy mesh with an axis `tensor` uses it; trainer/strategies/mesh/tensor_plan.py explains the values. If the
+        plan is empty, plans of the task's models apply, such as `tp_plan` of transformers.
         """
         return {}
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, several, or a dict with "optimizer" and "lr_scheduler"; None to train nothing."""
+        """Return an optimizer, a list of them, or a dict with "optimizer" and "lr_scheduler"; None trains nothing."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
 
     def make_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and learning rate schedulers of a fit, read from what configure_optimizers returns.
+        """Return the optimizers and learning rate schedulers of a fit, parsed from `configure_optimizers`.
 
-        Raises TaskError for any other form, and for parameters that are not the task's.
+        Raises TaskError for an unknown form of its return value, and for parameters that are not the task's.
         """
         optimizers, schedulers = read_optimizers(self.configure_optimizers(), self.automatic_optimization)
         fault = unknown_parameters(self, optimizers)
@@ -207,7 +214,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers, schedulers
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
-        """Return additional callbacks; each replaces a callback of the same type given to the trainer."""
+        """Return additional callbacks; each replaces the trainer's callback of the same type."""
         return []
 
     # --- logged values ----------------------------------------------------------------------------------------------
@@ -228,16 +235,31 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a number, a tensor with one value or a torchmetrics.Metric.
+        """Log a number, a tensor with a single value, or a torchmetrics.Metric.
 
-        The value stays on its device and is reduced over batches and ranks, weighted by samples, or by `batch_size` (a
-        number, or a tensor with one), at the next logging point. The default is `on_step` in `training_step` and
-        `on_epoch` elsewhere; with both, it is logged as `name_step` and `name_epoch`. `sync_dist` is not needed, but
-        for a sum in a hook that runs once per step or epoch: with it the values of all processes are added up. Raises
-        TaskError outside of a run.
+        The value stays on its device. At the next logging step it is reduced over batches and ranks, weighted by the
+        number of samples.
+
+        Args:
+            name: Name of the metric.
+            value: Value of this batch.
+            prog_bar: Show the metric in the progress bar.
+            logger: Write the metric to the loggers. Default: True.
+            on_step: Log at logging steps. Default: True in `training_step`, False elsewhere.
+            on_epoch: Log the reduction over the epoch. Default in `training_step`: False, unless `on_step` is False;
+                elsewhere always True. With both, the metric is logged as `name_step` and `name_epoch`.
+            reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
+            sync_dist: Not needed, except for a sum in a hook that runs once per step or epoch: True adds up the values
+                of all processes.
+            add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
+            batch_size: Weight of the value in place of the number of samples: a number or a tensor with one value.
+            rank_zero_only: Log the value of rank 0 only.
+            enable_graph, sync_dist_group, metric_attribute: Accepted for Lightning's signature, without effect.
+
+        Raises TaskError outside of a run.
         """
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
-        # not by `self.trainer`: torch.compile would trace on into the metrics, and end with a warning about `.grad`
+        # not by `self.trainer`: torch.compile would trace into the metrics and end with a warning about `.grad`
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
         (self.trainer.current_run if run is None else run).metrics.log(name, value, batch_size, options)
@@ -257,43 +279,45 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         batch_size: float | Tensor | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log each item of `dictionary`; the other arguments are those of `log`."""
+        """Log each item of `dictionary` as with `log`, which describes the other arguments."""
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
         if type(self).log is not Task.log or "log" in self.__dict__:  # overridden by the task
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
-            given: dict[str, Any] = dict(zip((*names, "sync_dist"), options, strict=True))
-            given |= {"enable_graph": enable_graph}
-            given |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
-            given |= {} if batch_size is None else {"batch_size": batch_size}  # else the override's default applies
+            kwargs: dict[str, Any] = dict(zip((*names, "sync_dist"), options, strict=True))
+            kwargs |= {"enable_graph": enable_graph}
+            kwargs |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
+            kwargs |= (
+                {} if batch_size is None else {"batch_size": batch_size}
+            )  # without it the override's default applies
             for name, value in dictionary.items():
-                self.log(name, value, **given)
+                self.log(name, value, **kwargs)
             return
         self.trainer.current_run.metrics.log_dict(dictionary, batch_size, options)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several, for manual optimization."""
-        found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
-        return found[0] if len(found) == 1 else list(found)
+        optimizers = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the learning rate scheduler, a list of several, or None."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return found[0] if len(found) == 1 else found or None
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward under manual optimization, with loss scaling and gradient reduction."""
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Require gradients only for the parameters of `optimizer`, until `untoggle_optimizer`."""
+        """Enable gradients for `optimizer`'s parameters only, until `untoggle_optimizer`. Frozen ones stay frozen."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
         for parameter in self.parameters():
-            # setdefault: a second toggle would else take the first one's False for the task's own; frozen ones stay so
+            # setdefault: a second toggle must not record the first toggle's False
             before.setdefault(parameter, parameter.requires_grad)
-            parameter.requires_grad_(id(parameter) in own and before[parameter])
+            parameter.requires_grad_(id(parameter) in ids and before[parameter])
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo `toggle_optimizer`."""
@@ -303,15 +327,15 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments."""
+        """Clip the gradients of `optimizer`'s parameters. Defaults are the Trainer's arguments of the same names."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
-        """Return the number of samples in a batch of a stream, or in a batch that a strategy splits.
+        """Return the number of samples in a batch. Called for iterable datasets and for batches that a strategy splits.
 
-        By default the first dimension of its tensors, the number of its graphs or packed sequences, or where these
-        differ the items that were collated. Override it where the loader does not tell, or they are no samples. Of
-        map-style data the numbers are known. For a loss that is no mean over samples, see `training_step`.
+        The default is the first dimension of the batch's tensors, or its number of graphs or packed sequences; if these
+        differ, the number of collated items. Override it if this is not the number of samples. For a loss that is not a
+        mean over samples, see `training_step`.
         """
         return require_samples(batch)
 
@@ -321,7 +345,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients before a step; override for custom clipping."""
+        """Clip gradients before a step. Override for custom clipping."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -335,18 +359,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. `optimizer_closure` only returns the loss, since backward has run already."""
+        """Step the optimizer. Backward has already run, so the first call of `optimizer_closure` returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the gradients before a step's first backward."""
+        """Zero the gradients before the first backward of a step."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step a learning rate scheduler; `metric` is the monitored value of ReduceLROnPlateau."""
-        if hasattr(
-            scheduler, "step_update"
-        ):  # timm's has a count by steps or by epochs, and leaves the other one alone
+        """Step a learning rate scheduler; `metric` is the monitored value for ReduceLROnPlateau."""
+        # a timm scheduler counts steps or epochs, and ignores the call for the other
+        if hasattr(scheduler, "step_update"):
             scheduler.step_update(self.global_step, metric)
             scheduler.step(self.current_epoch + 1, metric)
         elif metric is None:
@@ -354,19 +377,19 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         else:
             scheduler.step(metric)
 
-    # --- what is said of it -----------------------------------------------------------------------------------------
+    # --- display ----------------------------------------------------------------------------------------------------
     def describe_batch(self, batch: Any) -> str | None:
-        """Return what `legato samples --show` prints of a batch; None: the shapes and ranges of its tensors."""
+        """Return a description of a batch for `legato samples --show`; None: the shapes and ranges of its tensors."""
         return None
 
     # --- rest -------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
-        """Disable gradients of all parameters, and switch to evaluation mode."""
+        """Disable gradients of all parameters and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Enable gradients of all parameters, and switch to training mode."""
+        """Enable gradients of all parameters and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -379,18 +402,25 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> TaskType:
-        """Build the task from the hyperparameters in a checkpoint and load its weights; `kwargs` override them.
+        """Build the task from the hyperparameters in a checkpoint and load its weights.
 
-        Also accepts a Lightning `.ckpt`, a `torch.save` file of weights, or a `.safetensors` file.
+        Args:
+            checkpoint_path: A checkpoint directory, a Lightning `.ckpt`, a `torch.save` file of weights, or a
+                `.safetensors` file.
+            map_location: Device of the weights, as for torch.load.
+            hparams_file: YAML file of hyperparameters that override those of the checkpoint.
+            strict: Whether the parameters must match exactly. Default: the task's `strict_loading`.
+            kwargs: Arguments of `__init__` that override hyperparameters.
 
-        Raises CheckpointError for a broken checkpoint or one of another model, naming the parameters that differ.
+        Raises CheckpointError for a damaged checkpoint and for a checkpoint of another model, naming the parameters
+        that differ.
         """
         from ..trainer.resume.rebuild import rebuild_task
 
         return rebuild_task(cls, to_location(checkpoint_path), map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the trainer out, so that a copy of a model is not a copy of its run."""
+        """Leave out the trainer, so that copying a model does not copy its run."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_trainer", None)
         return state

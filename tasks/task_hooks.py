@@ -1,4 +1,4 @@
-"""TaskHooks: the hooks of tasks; `callbacks/callback.py` lists them in the order of their calls."""
+"""TaskHooks: the hooks of tasks; `callbacks/callback.py` lists them in call order."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class TaskHooks:
-    """Hooks of tasks; those that are not overridden cost nothing."""
+    """Hooks of tasks. A hook that you do not override costs nothing."""
 
     trainer: "Trainer"
 
@@ -17,52 +17,52 @@ class TaskHooks:
         """Called at the beginning of a stage ("fit", "validate", "test", "predict")."""
 
     def teardown(self, stage: str) -> None:
-        """Called at the end of a stage, also after an exception."""
+        """Called at the end of a stage, even after an exception."""
 
     def on_fit_start(self) -> None:
-        """Called when everything is built and on its device."""
+        """Called when the model, optimizers and data are ready, and the model is on its device."""
 
     def on_fit_end(self) -> None:
-        """Called when training is over."""
+        """Called after training ends."""
 
     def on_train_start(self) -> None:
-        """Called before the first epoch, or the resumed one."""
+        """Called before the first epoch, or before the epoch that a resume continues."""
 
     def on_processes_changed(self) -> None:
-        """Called when processes left or joined an elastic run; ranks may have changed, and the epoch continues."""
+        """Called after processes leave or join an elastic run. Ranks may differ; the epoch continues."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Called when an epoch begins, or continues after a resume."""
+        """Called when an epoch begins or a resume continues it."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after an epoch; values may still be logged."""
+        """Called after an epoch; you may still log values."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called for each batch once it is on the device; return -1 to skip the rest of the epoch."""
+        """Called for each batch, once it is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after each batch; after a step's last batch the weights are updated already."""
+        """Called after each batch; for the last batch of a step, after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called once a step, after its optimizers, on every process: for weights that follow the trained ones."""
+        """Called once per step after the optimizers, on every process: the place to update an average of weights."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        """Called before each backward."""
+        """Called before each backward pass."""
 
     def on_after_backward(self) -> None:
-        """Called after each backward."""
+        """Called after each backward pass."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called with the gradients of the whole step, unscaled and not yet clipped."""
+        """Called when `.grad` holds the gradients of the entire step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before gradients are cleared."""
+        """Called before gradients are zeroed."""
 
     def on_validation_start(self) -> None:
-        """Called when an evaluation begins; as all hooks below, also for test and predict."""
+        """Called when an evaluation begins. Like all hooks below, it has test and predict forms."""
 
     def on_validation_end(self) -> None:
         """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
@@ -79,10 +79,10 @@ class TaskHooks:
         """Called before the first evaluation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last evaluation batch; values may still be logged."""
+        """Called after the last evaluation batch; you may still log values."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before each evaluation batch, which is on the device."""
+        """Called before each evaluation batch, once it is on the device."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after each evaluation batch."""
@@ -97,10 +97,10 @@ class TaskHooks:
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called before a checkpoint is written; may add JSON values and tensors to it."""
+        """Called before a checkpoint is written. You may add JSON values and tensors to `checkpoint`."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called after a checkpoint was read and before it is restored."""
+        """Called after a checkpoint is read, before its state is restored."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run ends by an exception."""
+        """Called when an exception ends the run."""

@@ -78,15 +78,15 @@ def test_no_optimizer_trains_nothing(trainer):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda optimizer: "adam", "it returned str"),
-        (lambda optimizer: [optimizer, 3], "expected an optimizer, got int: 3"),
-        (lambda optimizer: ([optimizer], [3]), "needs a method `step`"),
-        (lambda optimizer: ([3], []), "expected an optimizer, got int"),
-        (lambda optimizer: scheduler_of(optimizer), "it returned a StepLR"),
+        (lambda optimizer: "adam", "It returned str"),
+        (lambda optimizer: [optimizer, 3], "Expected an optimizer, got int: 3"),
+        (lambda optimizer: ([optimizer], [3]), "must have a method `step`"),
+        (lambda optimizer: ([3], []), "Expected an optimizer, got int"),
+        (lambda optimizer: scheduler_of(optimizer), "It returned a StepLR"),
         (lambda optimizer: {"optimiser": optimizer}, "unknown key 'optimiser'. Did you mean 'optimizer'?"),
-        (lambda optimizer: {"lr_scheduler": scheduler_of(optimizer)}, "has no 'optimizer'"),
+        (lambda optimizer: {"lr_scheduler": scheduler_of(optimizer)}, "has no key 'optimizer'"),
         (lambda optimizer: ([optimizer], [{"scheduler": scheduler_of(optimizer), "intervall": "step"}]), "'interval'"),
-        (lambda optimizer: ([optimizer], [{"interval": "step"}]), "has no 'scheduler'"),
+        (lambda optimizer: ([optimizer], [{"interval": "step"}]), "has no key 'scheduler'"),
         (lambda optimizer: ([optimizer], [{"scheduler": scheduler_of(optimizer), "interval": "batch"}]), "'batch'"),
         (lambda optimizer: ([optimizer], [{"scheduler": scheduler_of(optimizer), "frequency": 0}]), "frequency"),
         (lambda optimizer: ([optimizer], [ReduceLROnPlateau(optimizer)]), "needs a metric"),
@@ -264,7 +264,7 @@ class Told(Tiny):
 
 
 def test_a_scheduler_that_has_to_be_told_more_is_refused_unless_the_task_tells_it(trainer):
-    with pytest.raises(TaskError, match=r"Counts.step takes number, .* define lr_scheduler_step"):
+    with pytest.raises(TaskError, match=r"Counts.step requires number, .* Define lr_scheduler_step"):
         trainer().fit(Told(), make_loader())
 
     class Tells(Told):
