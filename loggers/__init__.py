@@ -1,4 +1,4 @@
-"""Loggers: where metrics are written. `logger.py` is the interface, each other module one implementation."""
+"""Loggers: `logger.py` has the base class, each other module an implementation."""
 
 from typing import TYPE_CHECKING
 
@@ -24,5 +24,5 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # a module-level __getattr__ makes type checkers accept any name
     __getattr__ = importer(__name__, _HOMES)

@@ -1,4 +1,4 @@
-"""CSVLogger: writes `metrics.csv`, a row for each logged point, and `hparams.yaml` to the run directory."""
+"""CSVLogger: writes `metrics.csv` and `hparams.yaml` to the run directory."""
 
 import csv
 import io
@@ -14,11 +14,11 @@ METRICS_FILE = "metrics.csv"
 
 
 class CSVLogger(Logger):
-    """Writes a row for each call of `log_metrics`, with the columns in order of their names.
+    """Writes `metrics.csv`, a row for each call of `log_metrics`, and `hparams.yaml` to the run directory.
 
-    * Each row reaches the operating system at once, so a killed process loses nothing.
-    * A new metric is a new column, for which the file is replaced by a rename.
-    * A resume removes the rows of later steps, and writes no value twice.
+    * Each row reaches the operating system before the call returns, so a killed process loses no row.
+    * Columns are sorted by name. A new metric adds a column by atomically replacing the file.
+    * A resume removes the rows of later steps and writes no value twice.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class CSVLogger(Logger):
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Remove the rows that a resume voids."""
+        """Read the file, and remove the rows after `resume_step`."""
         super().open(run_dir, resume_step)
         self._path = Path(run_dir, METRICS_FILE)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows, self.columns = _read(self._path)
         kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
-        # the point at the step of the checkpoint is logged again when the run goes on: what it has here stays as it is
+        # the resumed run logs the checkpoint's step again; values that are in the file stay unchanged
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
-        # an empty cell is no value, but a column of other rows
+        # an empty cell is not a value: only other rows have this column
         self._recorded = {name for row in last for name, value in row.items() if value}
         if self.columns:
             self._write_anew(kept)
@@ -56,12 +56,12 @@ class CSVLogger(Logger):
                 return
         row["step"] = int(step)
         if not row.keys() <= set(self.columns) or not self._path.exists():
-            # costs a pass over the whole file, since all rows need the columns of the header
+            # rewrites the file, since all rows need the columns of the header
             rows, _ = _read(self._path)
-            # sorted, so that the header does not depend on which metric came first
+            # sorted, so that the header does not depend on the order in which metrics were logged
             self.columns = sorted({*self.columns, *row})
             self._write_anew(rows)
-        # closed after each row, which hands it to the system: a buffer would be lost with a killed process
+        # closing passes the row to the operating system; a killed process would lose a buffered row
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
@@ -74,19 +74,19 @@ class CSVLogger(Logger):
     def save(self) -> None:
         """Sync the file to disk."""
         if self._path is not None and self._path.exists():
-            # any descriptor will do: fsync writes out what was written to the file by others, too
+            # any descriptor works: fsync also covers what was written through other descriptors
             with self._path.open("a") as file:
                 os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """Sync the file, and write `hparams.yaml` with what was recorded before `open`."""
+        """Sync the file, and write hyperparameters recorded before `open` to `hparams.yaml`."""
         self.save()
         if self.hparams:
             self.log_hyperparams({})
 
     def _write_anew(self, rows: list[dict[str, str]]) -> None:
         assert self._path is not None
-        # beside the file and not in a temporary folder: a rename is atomic only within one file system
+        # beside the file, since a rename is atomic only within a file system
         partial = self._path.with_name(f"{self._path.name}.partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
@@ -98,11 +98,11 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the whole rows of a file and its columns, without one that was torn by a power cut."""
+    """Return the complete rows of a file and its columns."""
     if not path.exists():
         return [], []
-    # a kill leaves whole rows, but a power cut may leave half of the last one
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    reader = csv.DictReader(io.StringIO(whole.decode(errors="replace"), newline=""))
+    # a kill leaves complete rows, but a power cut may truncate the last row
+    lines, _, _ = path.read_bytes().rpartition(b"\n")
+    reader = csv.DictReader(io.StringIO(lines.decode(errors="replace"), newline=""))
     rows = [row for row in reader if None not in row and None not in row.values() and row.get("step", "").isdigit()]
     return rows, list(reader.fieldnames or [])

@@ -1,4 +1,4 @@
-"""Hyperparameters as loggers write them: as YAML, or as one name for each value."""
+"""Conversion of hyperparameters for loggers: to YAML, or to flat names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +10,18 @@ HPARAMS_FILE = "hparams.yaml"
 
 
 def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
-    """Write `hparams.yaml`; values that are neither numbers, texts, nor lists or mappings of these become text."""
+    """Write `hparams.yaml`. Numbers, strings, and lists and mappings of these stay; other values become strings."""
     folder.mkdir(parents=True, exist_ok=True)
-    # "{}" and not an empty file, which YAML reads as null
+    # "{}" instead of an empty file, which YAML reads as null
     (folder / HPARAMS_FILE).write_text(yaml.safe_dump(plain(params), sort_keys=False) if params else "{}\n")
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML and JSON can write it."""
-    # bool before int, of which it is a subclass: True would become 1
+    """Return a value in types that YAML and JSON can write."""
+    # bool first: it is a subclass of int, and True would become 1
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return value if type(value) is kind else kind(value)  # numpy.float64 is a float that YAML refuses
+            return value if type(value) is kind else kind(value)  # YAML refuses subclasses such as numpy.float64
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -32,7 +32,7 @@ def plain(value: Any) -> Any:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
-    """Return nested hyperparameters under "outer/inner" names; values that are not numbers become text."""
+    """Return nested hyperparameters under names such as "outer/inner"; values other than numbers become strings."""
     flat: dict[str, int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):

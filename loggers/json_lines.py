@@ -1,4 +1,4 @@
-"""JSONLinesLogger: writes `metrics.jsonl`, one machine-readable line per logging step."""
+"""JSONLinesLogger: writes `metrics.jsonl`, a line of JSON for each logging step."""
 
 import json
 import logging
@@ -18,31 +18,37 @@ POINTS_FILE = "metrics.jsonl"
 
 
 class JSONLinesLogger(Logger):
-    """Writes `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` lines, each step once.
+    """Writes a line such as `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` for each logging step.
 
-    * Each call reaches the operating system before it returns, so a killed process loses nothing.
-    * Several calls for one step share a line, so the last line may still grow; it gets its newline when the next step
-    begins. Every line that ends in a newline is final.
-    * Strict JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()` parses (a
-    null would look as if nothing was logged).
-    * A metric called "step" or "time" is written as "step_" or "time_".
-    * A resume removes the lines of later steps and invalid lines (torn by a power cut).
+    * "time" is in seconds since the epoch.
+    * Values reach the operating system before the call returns, so a killed process loses none.
+    * Calls for the same step share a line. The newest line may still change; it gets its newline when the next step
+      begins, so every line that ends in a newline is final.
+    * Strict JSON has no NaN: non-finite values are the strings "NaN", "Infinity" and "-Infinity", which `float()`
+      parses.
+    * A metric named "step" or "time" is written as "step_" or "time_".
+    * A resume removes the lines of later steps, and lines that a power cut truncated.
+
+    Args:
+        path: Local path of the file. None: `metrics.jsonl` in the run directory.
+
+    Raises ConfigError for a path in an object store.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
         require_local(path, "JSONLinesLogger's path")
         self.path = None if path is None else Path(os.path.abspath(path))
-        """Path of the file; by default in the run directory."""
+        """Path of the file; None before `open` if it lies in the run directory."""
         self._in_run_dir = path is None
-        # The last line of the file, which has no newline yet, and where it begins
+        # the last line of the file, which has no newline yet, and its offset in bytes
         self._line: dict[str, Any] = {}
         self._line_start = 0
         self._resume_step: int | None = None
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file, without lines that a resume voids."""
+        """Open the file, and remove the lines after `resume_step`."""
         super().open(run_dir, resume_step)
         if self._in_run_dir:
             self.path = Path(run_dir) / POINTS_FILE
@@ -60,7 +66,7 @@ class JSONLinesLogger(Logger):
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
         if step == self._resume_step:
-            # a resume validates again at the step of its checkpoint: the values of then stay, and others join them
+            # a resume validates again at its checkpoint's step: recorded values stay, new ones are added
             values = {name: value for name, value in values.items() if name not in self._recorded}
             if not values:
                 return
@@ -72,23 +78,23 @@ class JSONLinesLogger(Logger):
                 self._line, self._line_start = {"step": int(step), "time": round(time.time(), 3)}, start + len(opening)
             self._line |= values
             file.seek(start)
-            # a single write, so that a kill leaves either the old or the new line
+            # a single write, so that a kill leaves the old or the new line
             file.write(opening + json.dumps(self._line, allow_nan=False).encode())
-            # a value that is logged again at this step may be shorter than before
+            # the new line is shorter if a value is logged again with fewer digits
             file.truncate()
 
     def _append(self) -> BinaryIO:
-        """Open the file; a new one, with a warning, if it was deleted or moved. Raises ConfigError without a folder."""
+        """Open the file. Starts a new one, with a warning, if it was deleted. Raises ConfigError without a folder."""
         assert self.path is not None
-        # opened for each point, since a file that stays open is written to after it was deleted, too
+        # opened for each point, since writes to an open file succeed even after it is deleted
         try:
             file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
         except FileNotFoundError as error:
             raise run_directory_gone(self.path.parent) from error
         if self._line and not os.fstat(file.fileno()).st_size:
-            # without the step of the resume: the new file has none of the values that were recorded at it
+            # no resume step, since the new file has no recorded values
             self._line, self._line_start, self._resume_step = {}, 0, None
-            log.warning("%s was deleted or moved while the run was writing it. A new file begins here.", self.path)
+            log.warning("%s was deleted or moved during the run. The next points go to a new file.", self.path)
         return file
 
     def save(self) -> None:
@@ -108,9 +114,9 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Remove the lines after `resume_step` and invalid lines, and the newline of the last line.
+    """Remove the lines after `resume_step`, invalid lines and the newline of the last line, and replace the file.
 
-    Returns the last line and its offset. The file is replaced atomically.
+    Returns the last point and the offset of its line in bytes. The replacement is atomic.
     """
     if not path.exists():
         return {}, 0
@@ -129,10 +135,10 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
 
 
 def parse_point(line: bytes) -> dict[str, Any] | None:
-    """Return the point that a line of the file is; None for one that was torn."""
+    """Return the point in a line of the file; None for an invalid line."""
     try:
         point = json.loads(line)
-    # RecursionError: brackets nested deeper than the parser goes
+    # RecursionError: brackets nested too deeply for the parser
     except (ValueError, RecursionError):
         return None
     return point if isinstance(point, dict) and isinstance(point.get("step"), int) else None

@@ -1,19 +1,20 @@
-"""Logger: the interface of loggers."""
+"""Logger: the base class of loggers."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PICTURES = " Call its experiment's: TensorBoard's add_image, add_figure and add_histogram, or log of Weights & Biases."
+PICTURES = (
+    " Use logger.experiment: add_image, add_figure and add_histogram with TensorBoard, log with Weights & Biases."
+)
 
 
 class NoExperiment:
-    """No-op writer: any method may be called and does nothing."""
+    """No-op experiment whose methods accept any arguments. A task can use `self.logger.experiment` on every rank."""
 
-    # so that a task may draw and write by `self.logger.experiment` without asking for its rank
     def __getattr__(self, name: str) -> "NoExperiment":
-        # these are protocols: copy.deepcopy would call a __deepcopy__ that is none
+        # names of protocols stay undefined: copy.deepcopy would call __deepcopy__
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -30,35 +31,37 @@ class NoExperiment:
 
 
 class Logger:
-    """Base class of loggers; writes nothing itself.
+    """Base class of loggers. Override the methods that you need; their defaults write nothing.
 
-    Only rank 0 calls `open`, then `log_*` and `save`, and finally `finalize`. A logger that was not opened ignores
-    calls, so that a task may use `self.logger` in every process.
+    On rank 0 the trainer calls `open`, then `log_*` and `save`, and finally `finalize`. Other ranks call only `follow`,
+    and a logger that is not open must ignore calls, so that a task can use `self.logger` in every process.
     """
 
     _directory: Path | None = None
     _is_open = False
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start writing, to `run_dir` or to the logger's own location.
+        """Start writing to `run_dir` or to another location.
 
-        resume_step: the run resumes after this step: values logged for later steps are void, values of this and earlier
-        steps are kept and must not be written again.
+        Args:
+            run_dir: The run directory.
+            resume_step: None in a new run. In a resumed run, the step of its checkpoint: discard points of later steps,
+                keep points up to this step, and do not write those again.
         """
         self._directory, self._is_open = Path(run_dir), True
 
     def follow(self, run_dir: Path) -> None:
-        """Learn where rank 0 writes, in a process that opens nothing: another rank, or the one that started workers."""
+        """Record the run directory in a process that does not write: another rank, or the one that started workers."""
         self._directory = Path(run_dir)
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder of the runs; None before a run."""
+        """Folder that holds all runs; None before a run."""
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
-        """The run's name; None before a run."""
+        """Name of the run; None before a run."""
         return None if self._directory is None else self._directory.parent.name
 
     @property
@@ -66,9 +69,9 @@ class Logger:
         """N of `version_N`, or the folder's name; None before a run."""
         if self._directory is None:
             return None
-        # Lightning's programs count with the number: f"version_{logger.version}"
-        found = re.fullmatch(r"version_(\d+)", self._directory.name)
-        return int(found[1]) if found else self._directory.name
+        # a number, since Lightning's programs write f"version_{logger.version}"
+        match = re.fullmatch(r"version_(\d+)", self._directory.name)
+        return int(match[1]) if match else self._directory.name
 
     @property
     def log_dir(self) -> str | None:
@@ -77,48 +80,47 @@ class Logger:
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions of the run; None before a run."""
+        """Folder that holds all versions of the run; None before a run."""
         return None if self._directory is None else str(self._directory.parent)
 
     @property
     def experiment(self) -> Any:
-        """The underlying writer, for features without a method here."""
+        """The service's writer or run object, for features without a method here."""
         return NoExperiment()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write values of one logging point; several calls for one step are merged."""
+        """Write metrics at optimizer step `step`. Calls for the same step are merged."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Take the values of one logging point from the trainer; `log_metrics` writes them."""
+        """Write the values of a logging step. The trainer calls this method, which calls `log_metrics`."""
         self.log_metrics(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters and, at the end of a run, its final metrics."""
 
     def log_best(self, name: str, value: float) -> None:
-        """Record, at the end of a run, the best value of the metric by which checkpoints are kept."""
+        """Record the best value of the metric that a Checkpoint callback monitors. Called at the end of a run."""
 
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text, such as the config, which is shown as Markdown where the logger can."""
+        """Write a Markdown text, such as the config."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Record the graph of a model, where the logger was asked to."""
+        """Record the graph of a model, if the logger supports it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called on rank 0 after a Checkpoint callback has saved; with background saving it may not be whole yet."""
+        """Called on rank 0 after a Checkpoint callback saves. A background save may not be complete yet."""
 
     def save(self) -> None:
-        """Flush everything logged so far."""
+        """Flush all values logged so far."""
 
     def finalize(self, status: str) -> None:
-        """Close the log; `status` is "success" or one word for how the run ended."""
+        """Close the log; `status` is "success" or a word for the cause of the end."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError; for a method of one service alone it says where that is."""
-        # methods that programs call by Lightning's and Legato's older names
+        """Raise AttributeError, with an alternative for methods of Lightning's loggers."""
         instead = PICTURES if name in ("log_image", "log_figure", "log_histogram") else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel closed: the process that becomes rank 0 opens the logger itself."""
+        """Pickle the logger as closed: the process that becomes rank 0 opens it."""
         return {**vars(self), "_is_open": False}

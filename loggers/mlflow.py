@@ -1,4 +1,4 @@
-"""MLFlowLogger: writes to MLflow, by its own package."""
+"""MLFlowLogger: writes to MLflow with the mlflow package."""
 
 import re
 import time
@@ -13,26 +13,26 @@ from .logger import Logger, NoExperiment
 
 DATABASE = "mlflow.db"
 ID_FILE = "mlflow-id.txt"
-"""File of a run directory that keeps MLflow's id of the run, so that a resume goes on in it."""
+"""File in the run directory with the id of the MLflow run, in which a resume continues."""
 
 
 class MLFlowLogger(Logger):
-    """Writes metrics and hyperparameters to a run of MLflow; `experiment` is the `MlflowClient`.
+    """Writes metrics and hyperparameters to an MLflow run.
 
-    A resume of the run directory goes on in the same MLflow run, and writes no point twice. The package is imported
-    when the logger is made. Pictures and files are logged by `experiment`, for `run_id`.
+    A resume continues in the same MLflow run and writes no point twice. Log images and artifacts with `experiment`, the
+    `MlflowClient`, and `run_id`.
 
     Args:
-        experiment_name: the experiment, made if there is none of this name.
-        run_name: the name of a new run.
-        tracking_uri: the server or store; None: the variable MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
-        tags: tags of a new run.
-        save_dir: the folder of a local store.
-        artifact_location: where a new experiment keeps artifacts.
-        run_id: a run to go on in.
-        synchronous: whether calls wait for the server.
+        experiment_name: Name of the experiment, which is created if it does not exist.
+        run_name: Name of a new MLflow run.
+        tracking_uri: Tracking server or store. None: MLFLOW_TRACKING_URI or, if it is not set, `save_dir/mlflow.db`.
+        tags: Tags of a new MLflow run.
+        save_dir: Folder of the local store.
+        artifact_location: Artifact location of a new experiment.
+        run_id: Id of an existing MLflow run to continue.
+        synchronous: Whether logging calls wait for the server. None: MLflow's default.
 
-    Raises ModuleNotFoundError where the package is not installed.
+    Raises ModuleNotFoundError if the mlflow package is not installed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MLFlowLogger(Logger):
         import mlflow  # noqa: F401
 
         uri = tracking_uri or get_variable("MLFLOW_TRACKING_URI")
-        # MLflow 3 refuses its store of plain files
+        # a database, since MLflow 3 refuses its file store
         self._folder = None if uri else Path(save_dir or ".")
         self._uri = uri or f"sqlite:///{Path(save_dir or '.', DATABASE)}"
         self._experiment_name, self._run_name, self.tags = experiment_name, run_name, dict(tags or {})
@@ -57,24 +57,24 @@ class MLFlowLogger(Logger):
         self._options = {} if synchronous is None else {"synchronous": synchronous}
         self._experiment_id: str | None = None
         self._client: Any = None
-        # The newest step of each metric that the run has from before a resume; None: it is no resume
+        # newest step of each metric from before the resume; None in a new run
         self._written: dict[str, int] | None = None
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, which is begun if there is none."""
+        """Id of the MLflow run. The first access starts a run."""
         _ = self.experiment
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """The id of the experiment, which is made if there is none."""
+        """Id of the experiment. The first access creates it."""
         _ = self.experiment
         return self._experiment_id
 
     @property
     def experiment(self) -> Any:
-        """The `MlflowClient`, with the run begun when it is first asked for on rank 0; a no-op object on the others."""
+        """The `MlflowClient`; a no-op object on ranks other than 0. The first access starts the MLflow run."""
         if current_rank() != 0:
             return NoExperiment()
         if self._client is None:
@@ -85,7 +85,7 @@ class MLFlowLogger(Logger):
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
-        # a database keeps no files, for which MLflow would make a folder where the process happens to run
+        # a database stores no files: without a location, MLflow would put them into the working directory
         artifacts = self._artifact_location
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class MLFlowLogger(Logger):
             self._experiment_id = client.get_run(self._run_id).info.experiment_id
             return client
         experiment = client.get_experiment_by_name(self._experiment_name)
-        # a deleted experiment keeps its name, and takes no runs
+        # a deleted experiment keeps its name but accepts no runs
         if experiment is not None and experiment.lifecycle_stage != "deleted":
             self._experiment_id = experiment.experiment_id
         else:
@@ -106,29 +106,29 @@ class MLFlowLogger(Logger):
         return client
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Begin the run, or go on in that of the run directory."""
+        """Start an MLflow run, or continue the one of the run directory."""
         super().open(run_dir, resume_step)
         if resume_step is not None:
             self.follow(run_dir)
         self._written = None if resume_step is None else {}
         Path(run_dir, ID_FILE).write_text(f"{self.run_id}\n")
-        # a run that goes on may be FINISHED or FAILED there since its last end
+        # before a resume the run may have ended as FINISHED or FAILED
         self.experiment.update_run(self._run_id, "RUNNING")
 
     def follow(self, run_dir: Path) -> None:
-        """Take the id of the run that another process has begun, or one before a resume."""
+        """Read the id of the MLflow run from the run directory."""
         super().follow(run_dir)
-        kept = Path(run_dir, ID_FILE)
-        if self._run_id is None and kept.exists():
-            self._run_id = kept.read_text().strip()
+        id_file = Path(run_dir, ID_FILE)
+        if self._run_id is None and id_file.exists():
+            self._run_id = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a step, unless the run has them from before a resume."""
+        """Write the metrics of a step, except those that the MLflow run has from before a resume."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         values = [
-            # MLflow refuses a point with any other character in a name, and all points beside it
+            # MLflow refuses a batch if a name in it has any other character
             Metric(re.sub(r"[^a-zA-Z0-9_/. -]+", "", name), float(value), now, int(step))
             for name, value in metrics.items()
             if not isinstance(value, str)
@@ -146,20 +146,20 @@ class MLFlowLogger(Logger):
         return self._written[name]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters; those that a run has from before cannot change, and are left as they are."""
+        """Record hyperparameters; MLflow does not allow changes, so recorded ones keep their values."""
         from mlflow.entities import Param
 
-        kept = self.experiment.get_run(self.run_id).data.params
-        # 250 letters are what each version of MLflow takes
-        new = [Param(name, str(value)[:250]) for name, value in flat_params(params).items() if name not in kept]
-        for start in range(0, len(new), 100):  # as many as MLflow takes at once
+        recorded = self.experiment.get_run(self.run_id).data.params
+        # every version of MLflow accepts 250 characters
+        new = [Param(name, str(value)[:250]) for name, value in flat_params(params).items() if name not in recorded]
+        for start in range(0, len(new), 100):  # MLflow's limit per call
             self.experiment.log_batch(self.run_id, params=new[start : start + 100], **self._options)
 
     def finalize(self, status: str = "success") -> None:
-        """End the run."""
+        """End the MLflow run."""
         if self._client is not None:
             self._client.set_terminated(self._run_id, "FINISHED" if status == "success" else "FAILED")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the client when the logger is pickled to another process, which goes on in the run by its id."""
+        """Leave out the client when the logger is pickled; another process continues the run by its id."""
         return {**super().__getstate__(), "_client": None}

@@ -1,4 +1,4 @@
-"""WandbLogger: writes to Weights & Biases, by its own package."""
+"""WandbLogger: writes to Weights & Biases with the wandb package."""
 
 import os
 from collections.abc import Mapping
@@ -10,22 +10,22 @@ from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 
 ID_FILE = "wandb-id.txt"
-"""File of a run directory that keeps W&B's id of the run, so that a resume goes on in it."""
+"""File in the run directory with the id of the W&B run, in which a resume continues."""
 STEP = "trainer/global_step"
-"""The metric that is the x-axis of all others."""
+"""Name of the x-axis of all metrics."""
 
 
 class WandbLogger(Logger):
-    """Writes metrics against `trainer/global_step` to a run of Weights & Biases; `experiment` is that run.
+    """Writes metrics against `trainer/global_step` to a Weights & Biases run.
 
-    A resume of the run directory goes on in the same W&B run, and writes no step twice that W&B knows of. The package
-    is imported when the logger is made. Pictures, tables and files are logged by `experiment`.
+    A resume continues in the same W&B run and skips the steps that W&B already has. Log images, tables and files with
+    `experiment`, the W&B run.
 
     Args:
-        experiment: a run that was made already.
-        init_options: arguments of `wandb.init`: project, name, id, mode="offline" and the rest.
+        experiment: Existing W&B run to write to.
+        init_options: Arguments of `wandb.init`, such as project, name, id and mode="offline".
 
-    Raises ModuleNotFoundError where the package is not installed.
+    Raises ModuleNotFoundError if the wandb package is not installed.
     """
 
     def __init__(self, *, experiment: Any = None, **init_options: Any) -> None:
@@ -33,17 +33,17 @@ class WandbLogger(Logger):
 
         self._run = experiment
         self._init: dict[str, Any] = {"resume": "allow"}
-        self._init.update(**init_options)  # jsonargparse follows a call to wandb.init, and so knows its arguments
+        self._init.update(**init_options)  # a form in which jsonargparse finds the arguments of wandb.init
         if experiment is not None:
             self._init["id"] = experiment.id
-        # The newest step that W&B has from before a resume
+        # newest step that W&B has from before a resume
         self._written = -1
-        # Whether the run is under way in the process that started this worker
+        # whether the process that started this worker has the run open
         self._is_elsewhere = False
 
     @property
     def experiment(self) -> Any:
-        """The run of W&B, begun when it is first asked for on rank 0; a no-op object on the others."""
+        """The W&B run; a no-op object on ranks other than 0. The first access starts the run."""
         if current_rank() != 0:
             return NoExperiment()
         if self._run is None:
@@ -51,57 +51,57 @@ class WandbLogger(Logger):
 
             if self._init.get("dir") is not None:
                 os.makedirs(self._init["dir"], exist_ok=True)
-            # W&B refuses a second `init` of a run that is under way
-            begun = wandb.run or (wandb.attach(self._init["id"]) if self._is_elsewhere else None)
-            self._run = begun or wandb.init(**self._init)
+            # W&B refuses a second `init` of a run in progress
+            open_run = wandb.run or (wandb.attach(self._init["id"]) if self._is_elsewhere else None)
+            self._run = open_run or wandb.init(**self._init)
             self._init["id"] = str(self._run.id)
             self._run.define_metric(STEP)
-            # W&B's own step counts calls of log, of which one step of training may have several
+            # W&B's default step counts calls of log, and a training step may have several
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return self._run
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Begin the run, or go on in that of the run directory."""
+        """Start a W&B run, or continue the one of the run directory."""
         super().open(run_dir, resume_step)
         self._init["dir"] = self._init.get("dir") or str(run_dir)
         if resume_step is not None:
             self.follow(run_dir)
         Path(run_dir, ID_FILE).write_text(f"{self.experiment.id}\n")
-        # a summary has the newest value of each metric: of this one, the last step that W&B knows of
+        # the summary holds the newest value of each metric, and thus the last step that W&B has
         self._written = -1 if resume_step is None else int(self.experiment.summary.get(STEP, -1))
 
     def follow(self, run_dir: Path) -> None:
-        """Take the id of the run that another process has begun, or one before a resume."""
+        """Read the id of the W&B run from the run directory."""
         super().follow(run_dir)
-        kept = Path(run_dir, ID_FILE)
-        if not self._init.get("id") and kept.exists():
-            self._init["id"] = kept.read_text().strip()
+        id_file = Path(run_dir, ID_FILE)
+        if not self._init.get("id") and id_file.exists():
+            self._init["id"] = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a step, unless W&B has them from before a resume."""
+        """Write the metrics of a step, unless W&B has that step from before a resume."""
         if step > self._written:
             self.experiment.log({**metrics, STEP: int(step)})
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters as the run's config."""
-        # a resume may bring other values, which W&B refuses without allow_val_change
+        # a resume may change values, which W&B refuses without allow_val_change
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of a model's gradients or parameters."""
+        """Record histograms of a model's gradients or parameters; the arguments are those of `wandb.watch`."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finalize(self, status: str) -> None:
-        """End the run in a worker; elsewhere it goes on until `wandb.finish()` or the end of the process."""
+        """End the W&B run in a worker. In other processes it stays open until `wandb.finish()` or the process's end."""
         place = find_place()
-        # W&B's hook at exit is not called in a worker, and another process may go on in the run
+        # a worker does not call W&B's exit hook, and another process may continue the run
         is_worker = place is not None and place.origin == "legato"
         if self._run is not None and is_worker and not self._is_elsewhere:
             self._run.finish(exit_code=int(status != "success"))
             self._run = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the run when the logger is pickled to another process, which goes on in it by its id."""
+        """Leave out the run when the logger is pickled; another process continues it by its id."""
         import wandb
 
         is_elsewhere = self._run is not None and self._run is wandb.run
