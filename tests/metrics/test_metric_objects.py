@@ -433,5 +433,5 @@ def test_a_metric_that_a_hook_made_counts_all_replicas(play, replicas, reproduci
 
 
 def test_a_metric_that_is_no_module_of_the_task_is_refused(play):
-    with pytest.raises(TaskError, match=r"log\('mean'\): the MeanMetric is no module of the task.*self.metric ="):
+    with pytest.raises(TaskError, match=r"log\('mean'\): the MeanMetric is not a module of the task.*self.metric ="):
         play(Late(hidden=True))

@@ -339,7 +339,7 @@ def test_one_name_for_steps_and_for_the_epochs_own_value_is_two_series(play):
         ({"a": 1.0}, {}, "got dict"),
         (1.0, {"reduce_fx": "median"}, "expected one of"),
         (1.0, {"reduce_fx": "meen"}, "Did you mean 'mean'"),
-        (1.0, {"reduce_fx": lambda values: values[0]}, "For another reduction log a torchmetrics.Metric"),
+        (1.0, {"reduce_fx": lambda values: values[0]}, "For another reduction, log a torchmetrics.Metric"),
     ],
 )
 def test_wrong_values_are_refused_by_name(play, value, options, message):

@@ -1,7 +1,7 @@
 """Logged values: collected without a host sync, and reduced over batches, replicas and ranks.
 
-`log` only appends to a list; all pending values are read from the device together when a logging point is due. Sums are
-kept per replica in float64 and added up in replica order, so a logged mean is the same on any number of processes.
+`log` only appends to a list; all pending values are read from the device together when a log point is due. Sums are
+kept per replica in float64 and combined in replica order, so a logged mean is the same on any number of processes.
 """
 
 import logging
@@ -47,13 +47,13 @@ log = logging.getLogger("legato")
 # prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
 
-# Weight of a value in its mean; None: the samples of its batch
+# Weight of a value in its mean; None: the number of samples in its batch
 BatchSize = float | Tensor | None
 
 # (weighted value, weight) by replica
 Sums = dict[int, list[float]]
 
-# Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due
+# Maximum number of values, or losses, that wait on the device; beyond it they are read even if no log point is due
 PENDING_LIMIT = 1024
 
 NO_STEP = -2
@@ -64,46 +64,46 @@ class Metrics:
     """All values that the task and callbacks of a run log."""
 
     shares: ClassVar[bool] = False
-    """Whether every rank keeps the training values of all ranks, and they are exchanged before each update."""
+    """Whether ranks exchange training values before each update, so that every rank keeps the values of all ranks."""
 
     def __init__(self, collectives: Ranks, processes: int, task: nn.Module) -> None:
         self.collectives, self.processes, self.task = collectives, processes, task
         self.exchange = Exchange(collectives)
         self.states = self.make_states([0], by_replica=False)
-        # By stage, and by `key_of` the name
+        # Series by stage, then by `key_of` their name
         self.stages: dict[str, dict[str, Series]] = {}
-        # Those of the stage that is open; None: none is
+        # Series of the open stage; None: no stage is open
         self.series: dict[str, Series] | None = None
         self.stage = ""
         self.in_step = False
         # Whether a batch is being processed; False while the hooks after a step's last batch run
         self.in_batch = False
         self.first_replica, self.replica, self.samples = 0, 0, 1
-        self.step = NO_STEP  # none has begun; -1 is the step of a series without values
-        # Added to names logged by one of several evaluation loaders; `loader` is that loader's index
+        self.step = NO_STEP  # before the first step; -1 is the step of a series without values
+        # `suffix`: added to names logged for one of several evaluation loaders; `loader`: that loader's index
         self.suffix, self.loader = "", 0
         self.batches: dict[str, int] = {}
         # Returns a description of the current stage, for messages
         self.describe_place: Callable[[], str] = lambda: self.stage
-        # Step of the value of each name of `trainer.callback_metrics`
+        # Step at which each value in `trainer.callback_metrics` was measured
         self.measured_at: dict[str, int] = {}
         # Batches of this training epoch for which training_step returned None
         self.batches_left_out = 0
-        # Number of evaluation loaders; 0 when there is one
+        # Number of evaluation loaders; 0 for a single one
         self.loaders = 0
         self.loaders_seen: set[int] = set()
         # Evaluation loaders that logged a name without a loader index, by name
         self.loaders_of: dict[str, set[int]] = {}
-        # Series, value, weight, replica and step of what is not read yet
+        # Series, value, weight, replica and step of each value that is not read yet
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
-        # `dropped`: the newest step if it was dropped: values still logged for it are ignored
+        # `dropped`: the newest step if it was dropped, whose later values are ignored too
         self.batches_of_step, self.dropped = 0, -1
-        # Whether logged values are ignored, as for masked batches
+        # Whether to ignore logged values, as for masked batches
         self.muted = False
         self.losses: list[tuple[Tensor, int]] = []
-        # Paths of the metric objects in the task that were logged
+        # Paths of the task's metric objects that were logged
         self.logged: set[str] = set()
-        # The state of an epoch that the run ended within, whose metric objects are reset since
+        # State of an epoch in which the run ended, after which the metric objects were reset
         self.state_at_end: dict[str, Any] | None = None
         # The first step of this process with a non-finite loss, and that loss
         self.bad_loss: tuple[int, float] | None = None
@@ -121,27 +121,27 @@ class Metrics:
         self.series = self.stages[stage]
 
     def open_batch(self, replica: int, samples: int) -> None:
-        """Attribute the following values to one batch of `replica`."""
+        """Attribute subsequent values to one batch of `replica`."""
         self.replica, self.samples, self.in_step, self.in_batch = replica, samples, True, True
         self.batches[self.stage] += 1
         trains = self.stage == "train"
         self.batches_of_step += trains
-        # Not within a training step: if the step is dropped or repeated, its values must not be in the sums yet.
+        # not within a training step: if the step is dropped or repeated, its values must not be in the sums yet
         if len(self.pending) >= PENDING_LIMIT and (self.batches_of_step == 1 or not trains):
             self.flush()
         if self.states.by_path:
             self.states.open_replica(replica)
 
     def leave_batches(self, samples: int) -> None:
-        """Attribute the following values to this process and no batch, as in hooks called once per step or epoch."""
+        """Count subsequent values per process rather than per batch, as in hooks called once per step or epoch."""
         self.replica, self.samples, self.in_batch = self.first_replica, samples, False
 
     def return_to_batch(self, replica: int, samples: int) -> None:
-        """Attribute the following values to a batch that was opened before."""
+        """Attribute subsequent values to a batch that was opened before."""
         self.replica, self.samples, self.in_batch = replica, samples, True
 
     def open_loader(self, index: int) -> None:
-        """Append the loader's index to the following names, if the evaluation has several loaders."""
+        """Append the loader's index to subsequent names, if the evaluation has several loaders."""
         if self.loaders:
             self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)
@@ -160,8 +160,8 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside of any step or epoch, so there is no point to write it to. Log in a "
-                f"step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
+                f"log({name!r}) was called outside of any step or epoch, so there is no point to write it to. Call it "
+                f"in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
             return
@@ -171,7 +171,7 @@ class Metrics:
             key = name + self.suffix if options[5] else name
             series = self.series.get(key if self.in_step else key + BETWEEN_STEPS)
         except TypeError:
-            series = None  # no name
+            series = None  # the name is not a string
         if series is None:
             series = self._open_series(name, value, options)
         if series.metric is not None:
@@ -183,12 +183,12 @@ class Metrics:
         elif isinstance(value, Tensor) and value.requires_grad:
             value = value.detach()
         weight = batch_size if batch_size is not None else self.samples if self.in_step else 1
-        # no value.item() here, which would wait for the device in every step
+        # no value.item(), which would wait for the device in every step
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Record several values: equal to `log` for each, in half the time."""
-        # Checked once for all: for what is rare, no series is looked up, and each value goes through `log`.
+        """Record several values, like `log` for each one, in half the time."""
+        # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}
         replica, step, append = self.replica, self.step, self.pending.append
@@ -206,7 +206,7 @@ class Metrics:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only, synced = options
         assert self.series is not None
         if not isinstance(name, str) or not name:
-            raise TaskError(f"log() needs a name first, and then the value, as in log('loss', loss); got {name!r:.60}.")
+            raise TaskError(f"log() needs a name first, then the value, as in log('loss', loss); got {name!r:.60}.")
         path = None
         if is_metric(value):
             kind, path = "metric", self._path_of(name, value)
@@ -216,17 +216,19 @@ class Metrics:
             kind = read_kind(reduce_fx, name)
             kind = ONCE if kind == "sum" and not (self.in_batch or synced) else kind
         else:
-            shaped = isinstance(value, Tensor)
-            came = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if shaped else type(value).__name__
+            is_tensor = isinstance(value, Tensor)
+            kind = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else type(value).__name__
             raise TaskError(
-                f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {came}."
+                f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {kind}."
             )
         if on_step is False and on_epoch is False:
-            raise TaskError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value.")
+            raise TaskError(
+                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value. Set one to True."
+            )
         if self.in_step and self.stage == "train":
             on_step = on_step is not False
             on_epoch = bool(on_epoch) or not on_step
-        else:  # in evaluations, and between training steps, there is a value per epoch in any case
+        else:  # evaluations, and hooks between training steps, always have a value per epoch
             on_step, on_epoch = bool(on_step) and self.in_step and on_epoch is not False, True
         series = Series(
             name + self.suffix if add_suffix else name,
@@ -251,37 +253,37 @@ class Metrics:
         path = self.states.path_of(metric)
         if path is None:
             raise TaskError(
-                f"log({name!r}): the {type(metric).__name__} is no module of the task, so nobody would move it to a "
-                f"device, save it or add it up over processes. Assign it in the task's __init__, as in self.metric = "
-                f"metric; several in a torch.nn.ModuleDict."
+                f"log({name!r}): the {type(metric).__name__} is not a module of the task, so it would not be moved to "
+                f"a device, saved or reduced over processes. Assign it in the task's __init__, as in self.metric = "
+                f"metric; put several into a torch.nn.ModuleDict."
             )
         return path
 
     def _warn_of_shared(self, name: str, metric: Any) -> None:
-        """Warn of a metric object logged in two open stages: it mixes their samples."""
+        """Warn of a metric object logged in two open stages, whose samples it mixes."""
         for stage, series in self.stages.items():
-            if stage != self.stage and any(other.metric is metric for other in series.values()):
+            if stage != self.stage and any(item.metric is metric for item in series.values()):
                 log.warning(
-                    "log(%r): the same %s is logged in %s and in %s, which mixes their samples. Give each stage a "
-                    "metric of its own (metric.clone()).", name, type(metric).__name__, stage, self.stage,
+                    "log(%r): the same %s is logged in %s and in %s, which mixes their samples. Use a separate metric "
+                    "for each stage (metric.clone()).", name, type(metric).__name__, stage, self.stage,
                 )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
-        """Record a loss, to check later that it is finite."""
+        """Record a loss for a later check that it is finite."""
         self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
 
-    # --- reading: at logging steps and at the end of epochs ---------------------------------------------------------
+    # --- reading: at log points and at the end of epochs ------------------------------------------------------------
     def flush(self) -> None:
         """Add all pending values to their sums, with one transfer per device and dtype."""
         self.count(self.read_pending())
 
     def read_pending(self) -> list[Row]:
-        """Return all pending values as numbers, without those of a dropped step."""
+        """Return all pending values as numbers, except those of a dropped step."""
         pending = self.pending if self.dropped < 0 else [item for item in self.pending if item[4] != self.dropped]
         self.pending, self.dropped = [], -1
-        # Of a series that has values of steps alone only the newest step's are read: each takes a microsecond.
+        # If a series only has values of steps, only the newest step's are read: each takes a microsecond.
         newest = {series: step for series, _, _, _, step in pending}
         pending = [item for item in pending if item[0].keeps_sums or item[4] == newest[item[0]]]
         if not pending:
@@ -290,7 +292,7 @@ class Metrics:
         return list(zip(series, replicas, to_floats(values), to_floats(weights), steps, strict=True))
 
     def count(self, rows: Iterable[Row]) -> None:
-        """Add values to the sums of the epoch and of their step, which is the newest one of its series."""
+        """Add values to the sums of the epoch, and to those of their series' newest step."""
         for series, replica, value, weight, step in rows:
             if series.keeps_sums:
                 accumulate(series.sums, replica, series.kind, value, weight)
@@ -300,7 +302,7 @@ class Metrics:
                 accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
-        """Ignore all values logged for the newest step, including later ones."""
+        """Discard all values logged for the newest step, and ignore later ones."""
         self.pending = [item for item in self.pending if item[4] not in (self.step, self.dropped)]
         self.dropped = self.step
 
@@ -312,7 +314,7 @@ class Metrics:
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        """Read the pending losses; return the first step whose loss is not finite, or NEVER."""
+        """Read the pending losses. Return the first step whose loss is not finite, or NEVER."""
         losses, self.losses = self.losses, []
         for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
             if value - value != 0.0 and self.bad_loss is None:
@@ -321,18 +323,18 @@ class Metrics:
 
     def _refuse_bad_loss(self, first: float) -> None:
         if first != NEVER:
-            own = self.bad_loss
-            came = f"is {own[1]}" if own is not None and own[0] == first else "is not finite on another rank"
+            bad = self.bad_loss
+            problem = f"is {bad[1]}" if bad is not None and bad[0] == first else "is not finite on another rank"
             raise NonFiniteError(
-                f"The loss of step {int(first) + 1} {came}. Lower the learning rate, clip gradients "
-                f"(gradient_clip_val) or look for the cause with detect_anomaly=true; nan=ignore trains on. Earlier "
-                f"checkpoints are untouched."
+                f"The loss of step {int(first) + 1} {problem}. Lower the learning rate, clip gradients "
+                f"(gradient_clip_val), or find the cause with detect_anomaly=true. nan=ignore continues training. "
+                f"Earlier checkpoints are untouched."
             )
 
     def running_values(self) -> dict[str, float]:
-        """Return training's values of the epoch so far that are for the progress bar, read from the device.
+        """Return the progress bar's means over the training epoch so far, read from the device.
 
-        None on several processes, of which each has its part alone: the bar shows the newest logged values there.
+        Empty with several processes, where each has only its own values: the bar then shows the newest log point.
         """
         if self.stage != "train" or self.series is None or self.processes > 1:
             return {}
@@ -349,7 +351,7 @@ class Metrics:
 
         Both take one collective, which with `checks_losses` also does the work of `check_losses`.
         """
-        # negated, since the exchange takes maxima and the first bad step is a minimum
+        # negated, since the exchange takes maxima but the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
         values, maxima = self.gather_step(extra)
         self._refuse_bad_loss(-maxima[0])  # the maximum of the negative is the first step
@@ -358,8 +360,8 @@ class Metrics:
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
         """Return the values of the newest step over all replicas, and the maxima of `extra`. Collective."""
         self.flush()
-        own = {series: series.step for series in self.with_values_of_step()}
-        gathered, maxima = self._gather(own, self.batches_of_step == 0, extra)
+        local = {series: series.step for series in self.with_values_of_step()}
+        gathered, maxima = self._gather(local, self.batches_of_step == 0, extra)
         return [(series, total(series.kind, sums)) for series, sums in gathered.items()], maxima
 
     def with_values_of_step(self) -> list[Series]:
@@ -368,7 +370,7 @@ class Metrics:
         return [series for series in open_series if series.step_at == self.step and series.step]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the current stage's values over the whole epoch; close the stage unless `keep` is set. Collective."""
+        """Return the current stage's values over the epoch; close the stage unless `keep` is set. Collective."""
         assert self.series is not None
         gathered = self.gather_epoch()
         self._read_metrics([series for series in gathered if series.kind == "metric"], keep)
@@ -387,28 +389,28 @@ class Metrics:
         """Return every series of the epoch with its sums over all replicas. Collective."""
         self.flush()
         reduced = (series for series in (self.series or {}).values() if series.on_epoch)
-        own = {series: series.sums for series in reduced if series.sums or series.metric is not None}
+        local = {series: series.sums for series in reduced if series.sums or series.metric is not None}
         absent = self.batches[self.stage] == 0 or len(self.loaders_seen) < self.loaders
-        return self._gather(own, absent)[0]
+        return self._gather(local, absent)[0]
 
     def is_complete(self, series: Series) -> bool:
-        """Return whether this rank has the values of all ranks, so that they are not exchanged."""
+        """Return whether this rank already has the values of all ranks, so that none are exchanged."""
         return series.alone
 
-    def _read_metrics(self, others: list[Series], keep: bool) -> None:
-        """Compute torchmetrics objects over all ranks, skipping those without an update since the last time.
+    def _read_metrics(self, logged: list[Series], keep: bool) -> None:
+        """Compute torchmetrics objects over all ranks, except those without an update since the last time.
 
-        With `keep` their states stay, so that hooks at the end of an epoch can read them.
+        With `keep`, their states stay, so that hooks at the end of an epoch can read them.
         """
-        stale = torch.tensor([series.read_at != updates_within(series.metric) for series in others], dtype=torch.int32)
-        if self.processes > 1 and others:  # reading is collective: all ranks read a metric that any has updated
+        stale = torch.tensor([series.read_at != updates_within(series.metric) for series in logged], dtype=torch.int32)
+        if self.processes > 1 and logged:  # reading is collective: all ranks read a metric that any rank has updated
             self.collectives.all_reduce(stale, "max")
-        unread = [series for series, is_stale in zip(others, stale.tolist(), strict=True) if is_stale]
+        unread = [series for series, is_stale in zip(logged, stale.tolist(), strict=True) if is_stale]
         states = self.states
         if unread:
             states.merge([series.metric for series in unread], self.collectives)
         values = [value_of(series.metric) for series in unread]
-        if not states.swaps_states:  # a hook's compute() merges what this rank holds
+        if not states.swaps_states:  # a hook's compute() then merges this rank's states
             states.open_replica(states.replica)
         elif keep:
             states.merge(states.with_states.values(), self.collectives)
@@ -416,21 +418,20 @@ class Metrics:
             series.value, series.read_at = value, updates_within(series.metric)
 
     def _gather(
-        self, own: dict[Series, Sums], absent: bool, extra: Sequence[float] = ()
+        self, local: dict[Series, Sums], absent: bool, extra: Sequence[float] = ()
     ) -> tuple[dict[Series, Sums], list[float]]:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
-        own: the series of this rank with the sums of its replicas.
-        absent: this rank had no batch and may have logged fewer names; series that only other ranks have are created
-        here.
+        local: this rank's series with the sums of its replicas. Series that only other ranks have are created here.
+        absent: whether this rank had no batch, so that it may have logged fewer names.
 
-        Raises DisagreementError, naming ranks and names, when ranks that had batches logged different names.
+        Raises DisagreementError, with ranks and names, if ranks that had batches logged different names.
         """
         if self.processes == 1:
-            return own, list(extra)
+            return local, list(extra)
         rows = [
             (series, replica, value, weight, series.step_at)
-            for series, sums in own.items()
+            for series, sums in local.items()
             if not self.is_complete(series)
             for replica, (value, weight) in (sums or {NAME_ONLY: [0.0, 0.0]}).items()
         ]
@@ -443,38 +444,40 @@ class Metrics:
             gathered.setdefault(series, {}).update({} if replica == NAME_ONLY else {replica: [value, weight]})
         for series, of_ranks in gathered.items():
             self._require_equal(series, [value for value, _ in of_ranks.values()])
-        return own | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
+        return local | gathered, [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal(self, series: Series, values: list[float]) -> None:
-        """Raise DisagreementError for a sum that counts once and of which the ranks logged different values."""
-        if series.kind == ONCE and len(set(map(str, values))) > 1:  # as text, where NaN is NaN
+        """Raise DisagreementError if ranks logged different values of a sum that counts once."""
+        if series.kind == ONCE and len(set(map(str, values))) > 1:  # as strings, in which NaN equals NaN
             raise DisagreementError(
                 f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with "
-                f"different values on the ranks: {values}. What a hook logs counts once, so log the same value on "
-                f"every rank; or pass sync_dist=True to add up those of all ranks."
+                f"different values on the ranks: {values}. A value logged in a hook counts once, so log the same value "
+                f"on every rank, or pass sync_dist=True to sum over ranks."
             )
 
     def compare(self, logged: list[list[int]], absent: list[bool]) -> None:
-        """Raise DisagreementError unless all ranks logged the same series in the same order; absent ones some of them.
+        """Raise DisagreementError unless all ranks logged the same series in the same order.
 
-        logged: the numbers of each rank's series.
+        Absent ranks may have logged only some of them. `logged`: the numbers of each rank's series.
         """
         descriptions = self.exchange.descriptions
         names = [list(dict.fromkeys(descriptions[number][0] for number in numbers)) for numbers in logged]
-        present = {rank: own for rank, own in enumerate(names) if not absent[rank]} or dict(enumerate(names))
+        present = {rank: of_rank for rank, of_rank in enumerate(names) if not absent[rank]} or dict(enumerate(names))
         expected = next(iter(present.values()))
-        strays = {rank: own for rank, own in enumerate(names) if not set(own) <= set(expected)}
+        strays = {rank: of_rank for rank, of_rank in enumerate(names) if not set(of_rank) <= set(expected)}
         compared = {**present, **strays}
-        if not strays and all(own == expected for own in present.values()):
+        if not strays and all(of_rank == expected for of_rank in present.values()):
             return
         common = set.intersection(*map(set, compared.values()))
-        told = [
-            f"rank {rank} also logged {sorted({*own} - common)}" for rank, own in compared.items() if {*own} - common
+        differences = [
+            f"rank {rank} also logged {sorted({*of_rank} - common)}"
+            for rank, of_rank in compared.items()
+            if {*of_rank} - common
         ]
         raise DisagreementError(
             f"The ranks logged different names in {self.describe_place()}: all logged {sorted(common)}, but "
-            f"{'; '.join(told) or 'not in the same order'}. Call self.log with the same names in the same order on "
-            f"every rank, never under a condition on the rank or on the content of a batch."
+            f"{'; '.join(differences) or 'not in the same order'}. Call self.log with the same names in the same order "
+            f"on every rank, regardless of the rank and the content of a batch."
         )
 
     def find_series(self, among: dict[str, Series], description: Sequence[Any]) -> Series:
@@ -483,19 +486,19 @@ class Metrics:
         if key not in among:
             among[key] = series = Series(*description)
             if series.path is not None and series.path not in self.states.by_path:
-                self.states.find_metrics()  # one that another rank has made and logged
+                self.states.find_metrics()  # another rank has created and logged this metric
             series.metric = self.states.by_path.get(series.path or "")
         return among[key]
 
     def share(self) -> None:
-        """Give every rank the training values of all ranks, where they are shared. Collective."""
+        """If `shares`, give every rank the training values of all ranks. Collective."""
 
     def share_step(self) -> None:
-        """Give every rank those of the current step, before the weights are updated, where they are shared."""
+        """If `shares`, give every rank the current step's values of all ranks, before the update. Collective."""
 
     # --- another step, epoch or layout ------------------------------------------------------------------------------
     def rewind(self, step: int) -> None:
-        """Discard values logged in `step` and later, so that these steps can be repeated."""
+        """Discard values logged in `step` and later, so that the run can repeat these steps."""
         self.pending = [item for item in self.pending if item[4] < step and item[0].in_step]
         self.losses = [item for item in self.losses if item[1] < step]
         self.step, self.suffix = step - 1 if step else NO_STEP, ""
@@ -505,12 +508,12 @@ class Metrics:
         self.open("train", fresh=False)
 
     def forget_epoch(self) -> None:
-        """Drop all sums of the training epoch, because it has ended or starts over."""
+        """Discard all sums of the training epoch, which has ended or starts over."""
         self.states.forget(series.metric for series in self.stages["train"].values() if series.metric is not None)
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """Reduce values with the other ranks from now on; `replicas` are those of this process."""
+        """From now on, reduce values with the other ranks. `replicas`: those of this process."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 
@@ -518,35 +521,35 @@ class Metrics:
         """Set the number of processes and the replicas of this process."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
-        # a rank that joins knows none of the numbers of series, so all agree on them anew
+        # a rank that joins does not know the numbers of series, so all ranks agree on them again
         self.exchange = Exchange(self.collectives)
 
     def take_states(self, by_replica: bool) -> None:
-        """Find the metric objects of the task, which hold what they held before the run on the first rank alone."""
+        """Find the task's metric objects; only the first rank keeps their states from before the run."""
         self.states = self.make_states(self.states.replicas, by_replica)
-        if self.first_replica > 0:  # else it would count once a rank
+        if self.first_replica > 0:  # otherwise these states would count once per rank
             for metric in self.states.by_path.values():
                 metric.reset()
 
     def make_states(self, replicas: list[int], by_replica: bool) -> MetricStates:
-        """Return the states of the task's metrics, for the replicas of this process."""
+        """Return the states of the task's metrics for these replicas."""
         return MetricStates(self.task, replicas, by_replica)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the training epoch's sums so far, over all ranks. Collective.
 
-        Without values that hooks log between steps: a resumed epoch calls these hooks again.
+        Values that hooks log between steps are omitted: a resumed epoch calls these hooks again.
         """
         if self.state_at_end is not None:
             return self.state_at_end
         self.flush()
         saved = self.stages.setdefault("train", {})
         kept = (series for series in saved.values() if series.in_step and series.on_epoch)
-        own = {series: series.sums for series in kept if not series.alone}
-        # `_gather` looks up other ranks' series in self.series, which is validation's if that saves
+        local = {series: series.sums for series in kept if not series.alone}
+        # `_gather` looks up series in self.series, which holds validation's if a validation saves
         stage, self.series = self.series, saved
-        gathered, _ = self._gather(own, absent=not own)
+        gathered, _ = self._gather(local, absent=not local)
         self.series = stage
         metrics = [series.metric for series in gathered if series.metric is not None]
         return {
@@ -560,13 +563,13 @@ class Metrics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums of this process's replicas."""
         owned, before = set(self.states.replicas), self.stages.get("train", {})
-        # not in checkpoints: series that only rank 0 logs, and those without values of an epoch
+        # not in checkpoints: series that only rank 0 logs, and series without a value per epoch
         kept = {key: series for key, series in before.items() if series.alone or not series.on_epoch}
         self.stages["train"], self.pending = kept, []
         for saved in state["series"]:
             self.load_sums(self.find_series(kept, [*saved["description"], True]), saved, owned)
         numbers = [series for series in kept.values() if series.metric is None]
-        # 0 if the replicas that this process now owns had no batch in the epoch so far
+        # 0 if the replicas of this process had no batch in the epoch so far
         self.batches["train"] = sum(bool(series.sums) for series in numbers) if numbers else len(state["series"])
         self.states.load(state["states"])
 
@@ -577,9 +580,9 @@ class Metrics:
             series.sums = {self.first_replica: saved["sums"][0][1:]}
 
     def finish(self) -> None:
-        """Reset the metric objects of an epoch that the run of one process ends within, for the next fit to begin anew.
+        """Reset metric objects if a run of one process ends within an epoch, so that the next fit starts without them.
 
-        A checkpoint that is saved later has what they held.
+        A checkpoint saved later still contains their states.
         """
         metrics = [series.metric for series in self.stages.get("train", {}).values() if series.metric is not None]
         if metrics and self.processes == 1:
@@ -590,19 +593,19 @@ class Metrics:
     def gather_unlogged(self) -> list[str]:
         """Load the states of all replicas into the metric objects that were never logged. Collective.
 
-        Returns the names of those that were updated but not computed.
+        Returns the names of metrics that were updated but not computed.
         """
         states = self.states
         if not states.by_path or self.processes == len(states.replicas) == 1:
             return []
         computed = {path for path, metric in states.with_states.items() if is_computed(metric)}
-        # a rank without a batch has logged nothing, and all must gather the same
+        # a rank without a batch has logged nothing, but all ranks must gather the same metrics
         of_ranks = self.gather_objects((self.logged, computed))
         self.logged = set().union(*(logged for logged, _ in of_ranks))
         computed = set.intersection(*(computed for _, computed in of_ranks))
         unlogged = {path: metric for path, metric in states.with_states.items() if path not in self.logged}
         parts = self.gather_states(unlogged.values())
-        updated = [path for path in unlogged if any(one[COUNT] for one in parts.get(path, {}).values())]
+        updated = [path for path in unlogged if any(states[COUNT] for states in parts.get(path, {}).values())]
         for path in updated:
             load_states(unlogged[path], merged_in_order(unlogged[path], parts[path]))
         return [path for path in updated if path not in computed] if self.processes > 1 else []
@@ -612,10 +615,10 @@ class Metrics:
         return self.collectives.gather_objects(value)
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
-        """Return the states of metrics over all ranks, by path and replica. Collective."""
+        """Return the states of metrics on all ranks, by path and replica. Collective."""
         return self.states.gather(metrics, self.collectives)
 
 
 def as_lists(sums: Sums) -> list[list[float]]:
-    """Return sums in replica order, as a checkpoint has them."""
+    """Return sums in replica order, as a checkpoint stores them."""
     return [[replica, *sums[replica]] for replica in sorted(sums)]

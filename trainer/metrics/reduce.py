@@ -14,15 +14,15 @@ from ..processes.ranks import Ranks
 KINDS = ("mean", "sum", "min", "max")
 # Separator between a name and the index of its evaluation loader
 LOADER_MARK = "/dataloader_idx_"
-# Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`
+# Kinds averaged over the batches of a step; the epoch's value of a "metric" is the result of its `compute`
 AVERAGED = ("mean", "metric")
 # Kind of a sum that hooks log once per step or epoch: every process logs the same values, and one of them counts
 ONCE = "once"
 
 
-# The attributes of a series that ranks tell each other, in the order of its arguments
+# The attributes of a series that ranks exchange, in the order of its arguments
 Description = tuple[Any, ...]
-# Added to the names of series that are logged between steps; one that is logged within steps may have the same name
+# Added to the names of series logged between steps, as a series logged within steps may have the same name
 BETWEEN_STEPS = "\n"
 
 
@@ -37,49 +37,49 @@ class Series:
     prog_bar: bool
     to_loggers: bool
     path: str | None = None
-    """The name of the metric's module in the task."""
+    """Path of the metric's module in the task."""
     alone: bool = False
-    """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
+    """Whether only replica 0 logs it (`rank_zero_only`), for loggers but not for `callback_metrics`."""
     in_step: bool = True
     metric: Any = None
     """The logged torchmetrics.Metric, if any."""
     value: float = float("nan")
-    """The metric's value when it was last computed."""
+    """The metric's most recently computed value."""
     read_at: int = -1
-    """The metric's number of updates at that time."""
+    """The metric's number of updates at that computation."""
     sums: dict[int, list[float]] = field(default_factory=dict)
     """(weighted value, weight) of the epoch so far, by replica."""
     step: dict[int, list[float]] = field(default_factory=dict)
     """(weighted value, weight) of the step `step_at`, by replica."""
     step_at: int = -1
     synced: bool = False
-    """Whether it was logged with `sync_dist`, so that a process never shows its own value alone."""
+    """Whether it was logged with `sync_dist`, so that a process never shows only its local value."""
     keeps_sums: bool = False
-    """Whether `sums` are kept: of what is reduced over epochs, and for the running values of a progress bar."""
+    """Whether to keep `sums`, for values per epoch and for the progress bar's running means."""
 
     def __post_init__(self) -> None:
         self.keeps_sums = self.kind != "metric" and (self.on_epoch or self.prog_bar)
 
     @property
     def description(self) -> Description:
-        """The attributes by which another rank, or a resumed run, makes this series."""
+        """The attributes from which another rank or a resumed run creates this series."""
         flags = self.on_step, self.on_epoch, self.prog_bar, self.to_loggers
         return (self.name, self.kind, *flags, self.path, self.alone, self.in_step)
 
 
 def key_of(name: str, in_step: bool) -> str:
-    """Return what a series is found by; no tuple, whose hash costs half of `log`."""
+    """Return the key of a series; not a tuple, whose hash would take half the time of `log`."""
     return name if in_step else name + BETWEEN_STEPS
 
 
 @dataclass
 class Reduced:
-    """Values of one logging point, the same on every rank."""
+    """Values of one log point, equal on every rank."""
 
     all: dict[str, float] = field(default_factory=dict)
     """Values for `trainer.callback_metrics`."""
     alone: dict[str, float] = field(default_factory=dict)
-    """Values with `rank_zero_only`, which only rank 0 has."""
+    """Values with `rank_zero_only`, which exist on rank 0 only."""
     loggers: dict[str, float] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ def to_floats(values: Sequence[Any]) -> list[float]:
         if isinstance(value, Tensor) and not value.is_cpu:
             groups.setdefault((value.device, value.dtype), []).append(index)
         else:
-            out[index] = float(value)  # no sync on the CPU, and stacking costs 3 us a value
+            out[index] = float(value)  # a CPU value needs no sync, and stacking would take 3 us per value
     for indices in groups.values():
         for index, number in zip(indices, torch.stack([values[i].reshape(()) for i in indices]).tolist(), strict=True):
             out[index] = float(number)
@@ -104,13 +104,13 @@ def to_floats(values: Sequence[Any]) -> list[float]:
 
 
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
-    """Return the member of KINDS that `reduce_fx` names: a string, or torch's or Python's function of that name."""
+    """Return the member of KINDS for `reduce_fx`: a string, or the torch or Python function of that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:
         raise TaskError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}, or torch's or Python's function of that "
-            f"name.{did_you_mean(str(kind), KINDS)} For another reduction log a torchmetrics.Metric."
+            f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}, or the torch or Python function of that "
+            f"name.{did_you_mean(str(kind), KINDS)} For another reduction, log a torchmetrics.Metric."
         )
     return kind
 
@@ -128,8 +128,8 @@ def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: flo
 
 
 def extreme(kind: str, values: Sequence[float]) -> float:
-    """Return the minimum or maximum; NaN if one of the values is NaN, as in torch."""
-    # Python's min and max keep or drop a NaN by its place, which depends on the replicas
+    """Return the minimum or maximum; as in torch, NaN if any value is NaN."""
+    # Python's min and max return a NaN or not depending on its position, that is, on the replicas
     if any(map(math.isnan, values)):
         return math.nan
     return min(values) if kind == "min" else max(values)
@@ -142,7 +142,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
     if kind in AVERAGED:
         value, weight = entries[0] if entries else (0.0, 0.0)
         if weight and entries.count(entries[0]) == len(entries):
-            return value / weight  # equal on every process, as from epoch hooks: no rounding by the number of processes
+            return value / weight  # equal entries, as from epoch hooks: rounding must not depend on the processes
         weight = sum(weight for _, weight in entries)
         return sum(values) / weight if weight else float("nan")
     if kind == ONCE:
@@ -151,7 +151,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`."""
+    """Name values and sort them by output; a series with steps and epochs gets `name_step` and `name_epoch`."""
     reduced = Reduced()
     for series, value in values:
         name = shown = series.name
@@ -170,23 +170,23 @@ def sort_out(values: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
 def by_loader(
     metrics: Mapping[str, Any], loaders: int, owners: Mapping[str, set[int]] | None = None
 ) -> list[dict[str, float]]:
-    """Split an evaluation's metrics into one dict per loader; metrics of no loader are in all of them.
+    """Split an evaluation's metrics into one dict per loader. Metrics without a loader are in all of them.
 
-    owners: the loaders that logged a name without their index.
+    owners: the loaders that logged each name without their index.
     """
     marks = [f"{LOADER_MARK}{index}" for index in range(loaders)]
-    found: list[dict[str, float]] = [{} for _ in marks]
+    dicts: list[dict[str, float]] = [{} for _ in marks]
     for name, value in metrics.items():
         marked = [index for index, mark in enumerate(marks) if name.endswith(mark)]
         base = name if owners is None or name in owners else name.removesuffix("_epoch")
         for index in marked or (owners or {}).get(base) or range(loaders):
-            found[index][name] = float(value)
-    return found
+            dicts[index][name] = float(value)
+    return dicts
 
 
-# Replica number in a row without values, which only states that its series was logged
+# Replica number of a row without values, which only shows that its series was logged
 NAME_ONLY = -1
-# Rows that a rank may send at first; when too few, the buffer grows to twice what was needed
+# Initial number of rows in the buffer; if a rank needs more, it grows to twice that number
 ROWS = 16
 _HEADER, _WIDTH = 2, 5
 
@@ -196,10 +196,9 @@ Row = tuple[Series, int, float, float, int]
 
 
 class Exchange:
-    """Gathers rows of all ranks in one all_gather, in which a number stands for each series.
+    """Gathers rows of all ranks in one all_gather, where each series is represented by a number.
 
-    Before new series, or more rows than fit, the ranks agree on their numbers by pickle. Every rank calls it at the
-    same points.
+    For a new series, or more rows than fit, the ranks first exchange descriptions by pickle. Collective.
     """
 
     def __init__(self, collectives: Ranks) -> None:
@@ -209,18 +208,18 @@ class Exchange:
 
     @property
     def descriptions(self) -> list[Description]:
-        """The description of the series with each number."""
+        """The descriptions of all series, by number."""
         return list(self.numbers)
 
     def gather(
         self, rows: Sequence[Row], extra: Sequence[float]
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
-        """Return every rank's rows, with agreed series numbers, and every rank's `extra` (same length on each)."""
+        """Return every rank's rows, with agreed series numbers, and every rank's `extra`, of equal length on all."""
         start = _HEADER + len(extra)
         while True:
             numbers = [self.numbers.get(row[0].description, -1) for row in rows]
-            # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row
-            # everything as float64, in which the numbers of series and steps are exact up to 2^53
+            # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row;
+            # all as float64, in which series numbers and steps are exact up to 2^53
             sent = [float(len(rows)), float(-1 in numbers), *extra]
             for number, row in zip(numbers[: self.rows], rows, strict=False):
                 sent += (number, *row[1:])
@@ -229,15 +228,15 @@ class Exchange:
             most = int(max(rank[0] for rank in ranks))
             if most <= self.rows and not any(rank[1] for rank in ranks):
                 return [_unpack_values(rank, start) for rank in ranks], [rank[_HEADER:start] for rank in ranks]
-            # every rank takes this way together, so that all assign the same numbers to new descriptions
+            # all ranks get here together, so all assign the same numbers to new descriptions
             for descriptions in self.collectives.gather_objects([row[0].description for row in rows]):
                 for description in descriptions:
                     self.numbers.setdefault(description, len(self.numbers))
-            # twice, so that a run that logs ever more names needs few of these exchanges
+            # doubled, so that a run that logs ever more names needs few of these exchanges
             self.rows = 2 * most if most > self.rows else self.rows
 
 
 def _unpack_values(sent: list[float], start: int) -> list[tuple[int, int, float, float, int]]:
     values = iter(sent[start : start + _WIDTH * int(sent[0])])
-    rows = zip(*[values] * _WIDTH, strict=True)  # of one iterator, so that each row takes the next values
+    rows = zip(*[values] * _WIDTH, strict=True)  # one iterator, so that each row takes the next values
     return [(int(number), int(replica), value, weight, int(step)) for number, replica, value, weight, step in rows]

@@ -1,12 +1,12 @@
 """States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
 
-States that are summed, concatenated or taken the maximum or minimum of can be merged at any time, so a process holds
-one for all of its replicas, under the first of them. Others (dist_reduce_fx "mean", None or a function) can only be
-combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has states per
-replica, which are swapped into the metric objects in turn and merged in replica order.
+States reduced by sum, concatenation, maximum or minimum can be merged at any time, so a process holds a single state
+for all of its replicas, stored under the first one. Other states (dist_reduce_fx "mean", None or a function) can only
+be combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one
+state per replica; these are swapped into the metric objects in turn and merged in replica order.
 
-States reduced by "mean" are weighted by their number of updates, as torchmetrics' own `forward` does; that equals the
-single-process value when updates have equal sizes. States without an update are ignored.
+States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`; that equals the
+single-process value if updates have equal sizes. States without an update are ignored.
 """
 
 import sys
@@ -23,7 +23,7 @@ from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..accelerators import widest_float
 from ..processes.ranks import Ranks
 
-# torchmetrics' functions for the words of dist_reduce_fx whose merged state can be updated further with the same result
+# torchmetrics' reductions whose merged state can be updated further with the same result
 MERGED_EARLY = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")
 
 # The states of one metric by name, and its number of updates
@@ -38,41 +38,41 @@ def is_metric(value: Any) -> bool:
 
 
 def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return every rank's `state`, by rank: what a metric's `compute()` calls in a hook. Collective.
+    """Return every rank's `state`, by rank; a metric's `compute()` calls this function in a hook. Collective.
 
-    torchmetrics sends an empty float vector for a list state without an update, at which gloo aborts the process where
-    the other ranks hold matrices or integers. So states are sent as objects, and empty ones are left out.
+    For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
+    ranks hold matrices or integers. So states are sent as objects, and empty ones are left out.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())
-    return [one.to(state.device) for one in states if one.numel()] or [state]
+    return [item.to(state.device) for item in states if item.numel()] or [state]
 
 
 class MetricStates:
-    """The metrics of a task, and the states of those of this process's replicas that the metrics do not hold."""
+    """The metrics of a task, and the states of this process's replicas that the metric objects do not hold."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         """Collect the metrics in `task`.
 
-        replicas: those of this process.
-        by_replica: give each replica its own states also where they could be merged early.
+        replicas: the replicas of this process.
+        by_replica: keep separate states per replica even if they could be merged early.
         """
         self.task, self.replicas, self.by_replica = task, list(replicas), by_replica
         self.by_path: dict[str, Any] = {}
-        # Those that own states; a composition such as a sum of two metrics has none
+        # Metrics with states; a composition such as a sum of two metrics has none
         self.with_states: dict[str, Any] = {}
-        # Whether each replica has its own: swapping costs time between batches, and is left out where it may be
+        # Whether each replica has separate states; only if needed, as swapping takes time between batches
         self.swaps_states = False
-        # States of all replicas but the one that the metrics hold, whose entries are from before, by path
+        # States by path and replica; the entry of the replica that the metrics hold is outdated
         self.kept: dict[str, dict[int, States]] = {}
         # The replica whose states the metrics hold
         self.replica = self.replicas[0]
-        # The numbers of updates of those that hold merged states of all replicas instead, by path
+        # Number of updates, by path, of metrics that hold the merged states of all replicas instead
         self.merged: dict[str, int] = {}
         self.find_metrics()
 
     def find_metrics(self) -> None:
-        """Look for the metrics of the task: hooks may have made some since the last time."""
+        """Find the task's metrics. Hooks may have created some since the last call."""
         self.by_path = {path: module for path, module in self.task.named_modules() if is_metric(module)}
         self.with_states = {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
         self.swaps_states |= bool(self.by_path) and (
@@ -91,7 +91,7 @@ class MetricStates:
         return replica in self.replicas
 
     def open_replica(self, replica: int) -> None:
-        """Let the metrics hold the states of a replica, and keep those that they held before."""
+        """Load the states of a replica into the metrics, and keep the states they held before."""
         replica = replica if self.swaps_states else self.replicas[0]
         if replica != self.replica or self.merged:
             self.save()
@@ -110,11 +110,11 @@ class MetricStates:
                 if self.replica in self.kept[path]:
                     load_states(metric, self.kept[path][self.replica])
                 if self.merged.pop(path, None):
-                    # back to what the metric was made with, which a program may have switched off
+                    # the metric's own setting, which its program may have switched off
                     set_synced(metric, metric.sync_on_compute)
 
     def save(self) -> None:
-        """Keep the states that the metrics hold; of merged ones what a hook has reset or updated in the meantime."""
+        """Store the states that the metrics hold; of merged states, only what a hook has reset or updated since."""
         for path, metric in self.with_states.items():
             count = self.merged.get(path)
             if count is None:
@@ -131,24 +131,24 @@ class MetricStates:
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
         """Restore states from a `snapshot`."""
-        for path, own in snapshot.items():
-            others = {replica: states for replica, states in self.kept[path].items() if replica not in self.replicas}
-            self.kept[path] = {**others, **own}
+        for path, local in snapshot.items():
+            remote = {replica: states for replica, states in self.kept[path].items() if replica not in self.replicas}
+            self.kept[path] = {**remote, **local}
         self._load([*self.with_states])
 
     def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
-        """Let these metrics hold the states of all replicas of all ranks until the next batch. Collective."""
+        """Load the merged states of all replicas of all ranks into these metrics until the next batch. Collective."""
         if collectives.size == len(self.replicas) == 1:
-            return  # the metrics hold all there is
+            return  # the metrics already hold the only states
         for path, parts in self.gather(metrics, collectives).items():
             metric = self.by_path[path]
             if any(states[COUNT] for states in parts.values()):
                 load_states(metric, merged_in_order(metric, parts))
             elif parts:
-                metric.reset()  # no batch updated it; drop states from before
+                metric.reset()  # no batch updated it: discard older states
             self.merged[path] = metric.update_count
             if metric.update_count:
-                set_synced(metric, False)  # merged already: torchmetrics' own sync would count it once per rank
+                set_synced(metric, False)  # already merged: torchmetrics' sync would count it once per rank
 
     def forget(self, metrics: Iterable[Any]) -> None:
         """Reset these metrics for every replica."""
@@ -158,35 +158,35 @@ class MetricStates:
                 self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: Ranks) -> dict[str, dict[int, States]]:
-        """Return the states of these metrics over all ranks, by path and replica. Collective."""
+        """Return the states of these metrics on all ranks, by path and replica. Collective."""
         paths = [path for path in self.paths_of(metrics) if path in self.with_states]
         self.save()
-        own = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in paths}
-        # by pickle: list states differ in length from rank to rank
-        ranks = collectives.gather_objects(own)
+        local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in paths}
+        # by pickle, as list states differ in length between ranks
+        ranks = collectives.gather_objects(local)
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
 
     def paths_of(self, metrics: Iterable[Any]) -> list[str]:
-        """Return the module paths of metrics and of those nested in them, where they are the task's."""
+        """Return the paths of metrics and their nested metrics in the task; others are omitted."""
         return [path for path in map(self.path_of, metrics_within(metrics)) if path is not None]
 
     def _own(self, path: str) -> dict[int, States]:
         return {replica: states for replica, states in self.kept[path].items() if replica in self.replicas}
 
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
-        """Load this process's part of what `gather` returned, on any number of processes."""
+        """Load the states of this process's replicas from a result of `gather`, on any number of processes."""
         self.save()
         for path, states_of_all in saved.items():
-            own = {replica: states for replica, states in states_of_all.items() if self.keeps(replica)}
-            if own and not self.swaps_states:
-                own = {self.replicas[0]: merged_in_order(self.by_path[path], own)}
-            self.kept[path] = own
+            local = {replica: states for replica, states in states_of_all.items() if self.keeps(replica)}
+            if local and not self.swaps_states:
+                local = {self.replicas[0]: merged_in_order(self.by_path[path], local)}
+            self.kept[path] = local
         self.replica = self.replicas[0]
         self._load([*self.with_states])
 
 
 def must_stay_apart(metric: Any) -> bool:
-    """Return whether a metric has a state that, once merged over replicas, cannot be updated further."""
+    """Return whether a metric has a state that cannot be updated further once it is merged over replicas."""
     return any(
         isinstance(getattr(metric, name), Tensor) and getattr(reduction, "__name__", "") not in MERGED_EARLY
         for name, reduction in reductions_of(metric).items()
@@ -196,17 +196,17 @@ def must_stay_apart(metric: Any) -> bool:
 def metrics_within(metrics: Iterable[Any]) -> list[Any]:
     """Return metrics and the metrics nested in them (compositions, wrappers), each once."""
     every = (module for metric in metrics for module in metric.modules() if is_metric(module))
-    return list({id(module): module for module in every}.values())  # by id: the hash of a metric is that of its states
+    return list({id(module): module for module in every}.values())  # by id, as a metric's hash depends on its states
 
 
 def updates_within(metric: Any) -> int:
     """Return the number of updates of a metric and its nested metrics."""
-    # a program may update a metric past its wrapper, which then counts nothing
+    # a program may update a metric directly rather than its wrapper, whose count then stays 0
     return sum(inner.update_count for inner in metrics_within([metric]))
 
 
 def held_by(metric: Any) -> States:
-    """Return the states that a metric holds; a list is copied, since `reset` empties it in place."""
+    """Return the states that a metric holds; lists are copied, since `reset` empties them in place."""
     held = {name: getattr(metric, name) for name in reductions_of(metric)}
     return {
         **{name: list(state) if isinstance(state, list) else state for name, state in held.items()},
@@ -215,7 +215,7 @@ def held_by(metric: Any) -> States:
 
 
 def copied(states: States) -> States:
-    """Copy states; list states are copied shallowly, since their tensors are never changed in place."""
+    """Copy states; lists are copied shallowly, since their tensors never change in place."""
     return {
         name: list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
         for name, value in states.items()
@@ -223,13 +223,13 @@ def copied(states: States) -> States:
 
 
 def on_host(states: States) -> States:
-    """Copy states to the host, lists and all."""
+    """Copy states, including lists, to the host."""
     copies: States = map_tensors(states, lambda tensor: tensor.detach().cpu().clone())
     return copies
 
 
 def states_of(metric: Any) -> States:
-    """Return a copy of a metric's states, on the CPU."""
+    """Return a copy of a metric's states on the CPU."""
     return on_host(held_by(metric))
 
 
@@ -237,15 +237,15 @@ def load_states(metric: Any, states: States) -> None:
     """Load states into a metric, on its device."""
     for name in reductions_of(metric):
         value, device = states[name], metric.device
-        setattr(metric, name, [part.to(device) for part in value] if isinstance(value, list) else value.to(device))
+        setattr(metric, name, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
     set_updates(metric, states[COUNT])
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
-    """Return the states of all these replicas merged in replica order."""
+    """Return the states of all these replicas, merged in replica order."""
     parts = [by_replica[replica] for replica in sorted(by_replica)]
     if len(parts) == 1:
-        return copied(parts[0])  # unchanged: a stacked state has a shape that `update` cannot continue from
+        return copied(parts[0])  # unchanged: `update` could not continue from the shape of a stacked state
     counts = [part[COUNT] for part in parts]
     merged: States = {
         name: merged_state(reduction, [part[name] for part in parts], counts)
@@ -257,7 +257,7 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
 def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
     """Return one state merged from `values`, in order.
 
-    counts: the number of updates of each. Without an update a state only counts in sums, because it may hold no valid
+    counts: the number of updates of each. A state without an update counts in sums only, since it may hold no valid
     number.
     """
     if isinstance(values[0], list):
@@ -274,8 +274,8 @@ def merged_state(reduction: Any, values: list[Any], counts: list[int]) -> Any:
 
 
 def value_of(metric: Any) -> float:
-    """Compute a metric from the states that it holds, which are those of all ranks."""
-    # disable torchmetrics' sync, and its warning on ranks without an update
+    """Compute a metric from the states that it holds, which must be merged over all ranks."""
+    # without torchmetrics' sync and its warning on ranks without an update
     parts = metrics_within([metric])
     before = [(set_synced(part, False), part.update_count) for part in parts]
     for part in parts:
@@ -288,7 +288,7 @@ def value_of(metric: Any) -> float:
             set_updates(part, updates)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TaskError(
-            f"{type(metric).__name__}.compute() returned {type(value).__name__}, not one number; log its parts by name "
-            f"with self.log_dict in on_validation_epoch_end."
+            f"{type(metric).__name__}.compute() returned {type(value).__name__}, not a single number. Log its parts by "
+            f"name with self.log_dict in on_validation_epoch_end."
         )
     return float(value)
