@@ -142,7 +142,7 @@ def test_a_run_that_differs_by_many_keys_has_a_short_row(capsys):
 
 def test_where_there_is_no_run_that_is_said(capsys):
     assert said(capsys, "runs") == "There are no runs in runs.\n"
-    assert "'rusn' is no folder." in said(capsys, "runs", "rusn", code=2)
+    assert "'rusn' is not a folder." in said(capsys, "runs", "rusn", code=2)
     Path("runs").mkdir()
     assert "Did you mean 'runs'?" in said(capsys, "runs", "rnus", code=2)
     assert "Did you mean '--state'?" in said(capsys, "runs", "--sate", "done", code=2)

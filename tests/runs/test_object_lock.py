@@ -38,7 +38,7 @@ FAR = {"host": "far", "pid": 7, "stage": "fit", "since": "today", "token": "thei
 def test_a_second_run_is_refused_until_the_first_ends(folder: str) -> None:
     first, second = ObjectLock(folder, "fit"), ObjectLock(folder, "fit")
     first.take()
-    with pytest.raises(ConfigError, match=rf"{folder} is being written to by process \d+ on .* \(fit, since"):
+    with pytest.raises(ConfigError, match=rf"{folder} is in use by process \d+ on .* \(fit, since"):
         second.take()
     first.check()
     first.release()
@@ -117,7 +117,7 @@ def test_a_failing_store_is_asked_a_few_times_and_named(folder: str, monkeypatch
         raise TimeoutError("Read timeout on endpoint")
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
-    with pytest.raises(ConfigError, match=rf"{folder} cannot be written to: .*Read timeout on endpoint"):
+    with pytest.raises(ConfigError, match=rf"{folder} is not writable: .*Read timeout on endpoint"):
         ObjectLock(folder, "fit").take()
     assert len(calls) == stores.TRIES
 

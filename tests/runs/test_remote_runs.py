@@ -107,7 +107,7 @@ def test_a_run_that_died_goes_on(root: str, cache: Path, machine: str) -> None:
 def test_of_two_runs_one_is_refused(root: str) -> None:
     def second(step: int) -> None:
         if step == 3:
-            with pytest.raises(ConfigError, match=r"/tiny/version_0 is being written to by process \d+ on"):
+            with pytest.raises(ConfigError, match=r"/tiny/version_0 is in use by process \d+ on"):
                 train(root, 8)
 
     train(root, 4, second)

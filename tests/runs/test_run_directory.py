@@ -91,7 +91,7 @@ def interrupts():
         (fails, ZeroDivisionError, "failed", "ZeroDivisionError: a bug of the user"),
         (exits, WorkerError, "failed", "sys.exit(0) in exits ("),
         (interrupts, KeyboardInterrupt, "preempted", "Ctrl-C"),
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit, "preempted", "a signal asked it to end"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit, "preempted", "ended by a signal"),
     ],
 )
 def test_a_run_that_ends_early_says_why(tmp_path, end, error, state, said):
@@ -123,7 +123,7 @@ def test_a_killed_run_has_failed_and_a_running_one_runs(tmp_path):
     process.communicate(timeout=60)
     run = only_run(tmp_path)
     assert run.state == "failed"
-    assert "ended without a word" in run.error
+    assert "ended without an error message" in run.error
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_runs_are_found_below_a_folder_and_nothing_else(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [one.name for one in find_runs(tmp_path)] == ["a/version_9", "a/version_10", "team/b/version_0"]
     assert not is_run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"'.*/tem' is no folder. Did you mean 'team'\?"):
+    with pytest.raises(ConfigError, match=r"'.*/tem' is not a folder. Did you mean 'team'\?"):
         find_runs(tmp_path / "tem")
 
 
@@ -290,7 +290,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path, monkeypatch):
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     odd.mkdir()
     monkeypatch.chdir(odd)
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="not valid text in this locale"):
         lg.Trainer(default_root_dir="runs", max_steps=1).fit(Validated(), make_loader())
     assert list(odd.iterdir()) == []
     trainer = lg.Trainer(default_root_dir=tmp_path / "runs", max_steps=1)

@@ -96,7 +96,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: A
     with pytest.raises(ConfigError) as caught:
         train(tmp_path)
     holder = f"process {first.pid} on {socket.gethostname()} (fit, since"
-    assert f"version_0 is being written to by {holder}" in str(caught.value)
+    assert f"version_0 is in use by {holder}" in str(caught.value)
     assert contents(tmp_path) == before
     if step:  # an evaluation has a directory of its own
         weights = max(tmp_path.rglob("step-*"))
@@ -133,7 +133,7 @@ def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices:
 def test_a_folder_of_its_own_has_one_writer_too(tmp_path: Path, standing: Any) -> None:
     own = tmp_path / "own"
     standing(dirpath=own, logger=False)
-    with pytest.raises(ConfigError, match="own is being written to by process"):
+    with pytest.raises(ConfigError, match="own is in use by process"):
         train(tmp_path, dirpath=own, logger=False, run_name="other")
 
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_where_somebody_deletes_the_file(tmp_path: Path) -> None:
             if batch_idx == 2:
                 assert not (trainer.run_dir / LOCK).unlink()
             if batch_idx == 4:  # a save was between
-                with pytest.raises(ConfigError, match="is being written to by process"):
+                with pytest.raises(ConfigError, match="is in use by process"):
                     RunLock(trainer.run_dir, "fit").take()
 
     train(tmp_path)

@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     try:
         second = fit(root, "second", "trainer.devices=1")
         assert second.returncode == 2, second.stderr
-        assert f"{root}/digits/version_0 is being written to by process" in second.stderr
+        assert f"{root}/digits/version_0 is in use by process" in second.stderr
     finally:
         run.kill()
     resumed = fit(root, "second", f"trainer.devices={after}")

@@ -1,4 +1,4 @@
-"""Run directories in Python: `legato.runs`, also what `legato runs`, `show` and `compare` print from. Without torch.
+"""Reads run directories in Python, as `legato.runs`; the commands `runs`, `show` and `compare` use it. Without torch.
 
 run = legato.runs.open("digits")     # a path, or the newest run of a name below runs/
 print(run.state, run.step, run.best)

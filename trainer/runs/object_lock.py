@@ -1,8 +1,9 @@
-"""ObjectLock: at most one run at a time writes to a folder of an object store, and a dead one does not keep it.
+"""ObjectLock: at most one run at a time writes to a folder of an object store, and a dead run does not block it.
 
-The lock is an object, `.lock`, that the holder creates where none is, and writes anew every BEAT seconds. A run that
-finds it unchanged for LEASE seconds, by its own clock, takes it over; one whose holder is dead on this machine at once.
-A store has no lock that is a guarantee: a holder that stood still for long finds out at its next save.
+The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. Another run takes it over at
+once if the holder is a dead process of its machine, and otherwise if the object stays unchanged for LEASE seconds of
+that run's clock. A store offers no guaranteed lock: a holder that stood still for long learns of its loss at its next
+save.
 """
 
 import json
@@ -15,18 +16,18 @@ from typing import Any
 
 from ...base.errors import CheckpointError, ConfigError
 from ..checkpoints.stores import connect, retried
-from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, refusal, tell_of_wait, this_process
+from .lock import END_WAIT, LOCK, RELEASE_WAIT, is_alive, log_wait, refusal, this_process
 
 LEASE, BEAT = 60.0, 20.0
-"""Seconds without a change after which a holder counts as dead, and between two changes."""
+"""Seconds without a change after which a holder counts as dead, and seconds between two changes."""
 SETTLE, POLL = 3.0, 1.0
-"""Seconds in which two runs that write at the same time see each other, and between two looks at a holder."""
+"""Seconds within which two simultaneous writers see each other, and seconds between two reads of a lock."""
 EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Stores whose library creates an object only where none is; others might replace one that came meanwhile."""
+"""Stores whose library can create an object exclusively; others might replace an object that another run creates."""
 
 
 class ObjectLock:
-    """Right to write to a folder of a store, from `take` to `release`; forked children do not have it."""
+    """Exclusive right to write to a folder of a store, from `take` to `release`; forked children do not inherit it."""
 
     def __init__(self, folder: str, stage: str) -> None:
         self.folder, self.stage, self.token = folder, stage, ""
@@ -34,7 +35,7 @@ class ObjectLock:
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process; where it is sent to, `check` works, and `release` does nothing."""
+        """Leave out this process's state: in another process `check` works, and `release` does nothing."""
         return {**vars(self), "_process": 0, "_released": None}
 
     def take(self, patient: bool = False) -> None:
@@ -42,20 +43,20 @@ class ObjectLock:
         try:
             is_new = self._wait(patient)
             self.token = uuid.uuid4().hex
-            with suppress(FileExistsError):  # another one was faster: then the object is its
+            with suppress(FileExistsError):  # another run was faster and owns the object
                 self._write(is_new)
             if not is_new or self.folder.partition(":")[0] not in EXCLUSIVE:
                 time.sleep(SETTLE)
             holder = self.holder()
         except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written to: {error}.") from error
+            raise ConfigError(f"{self.folder} is not writable: {error}.") from error
         if holder.get("token") != self.token:
             raise ConfigError(refusal(self.folder, holder))
         self._process, self._released = os.getpid(), threading.Event()
         threading.Thread(target=self._beat, args=(self._released,), name="legato-lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken the lock meanwhile; write it again if it was deleted."""
+        """Raise CheckpointError if another run has taken the lock; write it again if it was deleted."""
         if not self.token:
             return
         try:
@@ -65,7 +66,7 @@ class ObjectLock:
                     self._write(is_new=True)
                 holder = self.holder()
         except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be written to: {error}.") from error
+            raise CheckpointError(f"{self.folder} is not writable: {error}.") from error
         if holder.get("token") != self.token:
             raise CheckpointError(f"This run has lost its folder: {refusal(self.folder, holder)}")
 
@@ -73,17 +74,17 @@ class ObjectLock:
         """Release the lock."""
         if self._released is not None and self._process == os.getpid():
             self._released.set()
-            with suppress(OSError):  # it runs out by itself
+            with suppress(OSError):  # the lease expires anyway
                 if self.holder().get("token") == self.token:
                     retried(self.folder, connect(self.folder).rm_file, f"{self.folder}/{LOCK}")
         self._released, self.token = None, ""
 
     def holder(self) -> dict[str, Any]:
-        """Return what the newest holder wrote of itself; {} if there is none. Raises OSError."""
+        """Return the newest holder's record; {} if there is none. Raises OSError."""
         return holder_in(self.folder)
 
     def _wait(self, patient: bool) -> bool:
-        """Wait until the lock may be taken; return whether nobody has it. Raises ConfigError if its holder lives."""
+        """Wait until the lock can be taken; return True if it has no holder. Raises ConfigError if its holder lives."""
         last: dict[str, Any] = {}
         began = seen = time.monotonic()
         while holder := self.holder():
@@ -91,12 +92,12 @@ class ObjectLock:
             if alive is False:
                 return False
             if not last and alive is None:
-                tell_of_wait(self.folder, holder, LEASE)
+                log_wait(self.folder, holder, LEASE)
             if alive is None and holder == last and now - seen > LEASE:
                 return False
             wait = RELEASE_WAIT if patient else END_WAIT
-            is_at_work = alive if alive is not None else bool(last) and holder != last
-            if is_at_work and now - began > wait:
+            is_active = alive if alive is not None else bool(last) and holder != last
+            if is_active and now - began > wait:
                 raise ConfigError(refusal(self.folder, holder))
             if holder != last:
                 last, seen = holder, now
@@ -112,20 +113,20 @@ class ObjectLock:
 
     def _beat(self, released: threading.Event) -> None:
         while not released.wait(BEAT):
-            # a store that does not answer now may do so before the lease is over
+            # a store that does not answer now may answer before the lease expires
             with suppress(OSError):
                 if self.holder().get("token") != self.token:
-                    return  # lost, or deleted: the next save finds out
+                    return  # the lock was lost or deleted; the next save reports it
                 if not released.is_set():
                     self._write(is_new=False)
 
 
 def holder_in(folder: str) -> dict[str, Any]:
-    """Return what the holder of a folder's lock wrote of itself; {} if nobody holds it. Raises OSError."""
+    """Return the record of the holder of a folder's lock; {} if nobody holds it. Raises OSError."""
     try:
         record = json.loads(retried(folder, connect(folder).cat_file, f"{folder}/{LOCK}"))
     except FileNotFoundError:
         return {}
     except ValueError:
         record = None
-    return record if isinstance(record, dict) and record else {"host": None}  # of a holder that only time tells of
+    return record if isinstance(record, dict) and record else {"host": None}  # an unknown holder

@@ -1,11 +1,11 @@
-"""Record of a run in its directory: command line, versions, host and code of each start.
+"""Records the command line, versions, host and code of each start in the run directory.
 
-environment.json     a list of starts, the newest last; a resume adds one
-uncommitted.diff     what was not committed, as `git apply` takes it; a resume with other code: uncommitted-1.diff
+environment.json     a list of starts, newest last; each resume adds one
+uncommitted.diff     uncommitted changes for `git apply`; a resume with other code adds uncommitted-1.diff
 config.yaml          the config that trained the newest weights
-config_given.yaml    the same without defaults
+config_given.yaml    the same config without defaults
 starts/N.yaml        the config of start N, counted from 0 as in environment.json
-epochs.jsonl         the step after which each epoch began; of two lines for an epoch the later one counts
+epochs.jsonl         the step before each epoch; if an epoch has two lines, the later one counts
 """
 
 import hashlib
@@ -34,27 +34,27 @@ from .run_file import identity_of, replace_text
 RECORD, DIFF, GIVEN_CONFIG = "environment.json", "uncommitted.diff", "config_given.yaml"
 EPOCHS = "epochs.jsonl"
 STARTS = "starts"
-"""Folder of the configs of all starts of a run, in its directory."""
+"""Folder in a run directory with the configs of all starts."""
 LARGEST_DIFF = 1_000_000
-"""Bytes of uncommitted changes that are stored; of more only the names of the files are."""
+"""Maximum bytes of uncommitted changes that are stored; of larger changes only the file names are."""
 GIT_SECONDS = 3.0
-"""Time that all calls of git may take together: a start must not wait for a large repository on a slow disk."""
+"""Seconds for all git commands together: a start must not wait for a large repository on a slow disk."""
 MOST_NAMES = 200
 _TRAINERS = count(1)
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
-    """Add a start of the run to the record; `facts`: what the caller knows of it; `config`: what it runs with."""
+    """Add a start to the record; `facts`: entries from the caller; `config`: the start's config."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
-        os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read it
-    from ..switches import environment, versions  # who reads records needs no torch
+        os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read the file
+    from ..switches import environment, versions  # not at the top: readers of records need no torch
 
     code = code_of(Path.cwd()) if save_code else None
     if code is not None:
         diff = code.pop("diff")
-        before = starts[-1]["git"] or {} if starts else {}
-        code["diff_file"] = _store_diff(directory, diff, len(starts), before.get("diff_file")) if diff else None
+        previous = starts[-1]["git"] or {} if starts else {}
+        code["diff_file"] = _store_diff(directory, diff, len(starts), previous.get("diff_file")) if diff else None
     starts.append(
         {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -77,9 +77,10 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 
 
 def command_of_process() -> dict[str, Any]:
-    """Return the command of this process, and the place in its script of the Trainer that asks for it.
+    """Return this process's command, and the number of the calling Trainer in its script.
 
-    script, module: what runs as `__main__`, None in a notebook; of `python -m` its name. fit: counted as runs begin.
+    "script": the file that runs as `__main__`, None in a notebook. "module": the module of `python -m`. "trainer" and
+    "fit" count the Trainers, and the runs of this Trainer.
     """
     main = sys.modules["__main__"]
     script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -95,7 +96,7 @@ def command_of_process() -> dict[str, Any]:
 
 
 def hash_of(file: str) -> str | None:
-    """Return the SHA-256 of a script; None where it cannot be read."""
+    """Return the SHA-256 of a script; None if it cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
@@ -107,15 +108,15 @@ def start_config(directory: Path, number: int) -> Path:
     return directory / STARTS / f"{number}.yaml"
 
 
-def store_config(directory: Path, config: str, given: str | None) -> None:
-    """Write the config that trained the weights in a run directory, and the same without defaults."""
-    for name, text in ((CONFIG, config), (GIVEN_CONFIG, given)):
+def store_config(directory: Path, config: str, explicit: str | None) -> None:
+    """Write the config that trained the weights to a run directory, and the same config without defaults."""
+    for name, text in ((CONFIG, config), (GIVEN_CONFIG, explicit)):
         if text is not None:
             replace_text(directory / name, text)
 
 
 def is_stored(directory: Path, config: str) -> bool:
-    """Return whether a run directory has this config."""
+    """Return whether a run directory holds this config."""
     try:
         return (directory / CONFIG).read_text(encoding="utf-8") == config
     except (OSError, UnicodeDecodeError):
@@ -123,20 +124,20 @@ def is_stored(directory: Path, config: str) -> bool:
 
 
 def note_epoch(directory: Path, epoch: int, step: int) -> None:
-    """Record that an epoch begins after a step, in a run directory."""
+    """Record in a run directory that an epoch starts after a step."""
     if not identity_of(directory):
         return
-    # a full disk must not end the training; without the line `legato samples` refuses to tell
+    # a full disk must not end the training; without the line, `legato samples` refuses to answer
     with suppress(OSError), (directory / EPOCHS).open("a", encoding="ascii") as file:
         file.write(f'{{"epoch": {epoch}, "step": {step}}}\n')
 
 
 def epochs_begun(directory: Path) -> dict[int, int]:
-    """Return the steps done before each epoch that was begun, by epoch, without what a resume has voided."""
+    """Return epoch -> steps before it, for each epoch that has started; a resume drops the epochs that it repeats."""
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
         for line in (directory / EPOCHS).read_text(encoding="ascii").splitlines():
-            with suppress(ValueError):  # a kill may have torn the line
+            with suppress(ValueError):  # a kill may have cut the line off
                 entry = json.loads(line)
                 begun = {epoch: step for epoch, step in begun.items() if epoch < entry["epoch"]}
                 begun[entry["epoch"]] = entry["step"]
@@ -144,13 +145,13 @@ def epochs_begun(directory: Path) -> dict[int, int]:
 
 
 def last_replicas(directory: Path) -> int | None:
-    """Return the replicas of a run, as its newest start has recorded them."""
-    found = [one.get("replicas") for one in read_starts(directory) if one.get("stage", "fit") == "fit"]
-    return found[-1] if found and isinstance(found[-1], int) else None
+    """Return the number of replicas of a run, from the record of its newest start."""
+    counts = [start.get("replicas") for start in read_starts(directory) if start.get("stage", "fit") == "fit"]
+    return counts[-1] if counts and isinstance(counts[-1], int) else None
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts of the run in a run directory, the newest last; none where there is no readable record."""
+    """Return the starts of a run, newest last; [] without a readable record."""
     try:
         return list(parse_small(directory / RECORD)["starts"])
     except (KeyError, TypeError):
@@ -158,14 +159,14 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def jobs_of(directory: Path) -> set[str | None]:
-    """Return the ids of the SLURM jobs in which the run in a run directory was started; None for none."""
+    """Return the ids of the SLURM jobs that started the run, with None for a start outside of SLURM."""
     return {start.get("slurm_job") for start in read_starts(directory)}
 
 
-def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -> str:
-    """Write the uncommitted changes of a start, unless the start before had the same; return the file's name."""
-    if before is not None and (directory / before).is_file() and (directory / before).read_bytes() == diff:
-        return before
+def _store_diff(directory: Path, diff: bytes, number: int, previous: str | None) -> str:
+    """Write a start's uncommitted changes, unless the previous start had the same; return the file's name."""
+    if previous is not None and (directory / previous).is_file() and (directory / previous).read_bytes() == diff:
+        return previous
     name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF
     (directory / name).write_bytes(diff)
     return name
@@ -173,11 +174,11 @@ def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -
 
 # --- versions ---------------------------------------------------------------------------------------------------------
 def installed_packages() -> dict[str, str]:
-    """Return the versions of all installed packages, as the names of their folders of metadata have them."""
-    # importlib.metadata opens a file for each package: 0.19 s for a hundred of them, at every start
+    """Return the versions of all installed packages, from the names of their metadata folders."""
+    # importlib.metadata would open a file for each package: 0.19 s for a hundred packages at every start
     names: list[str] = []
-    for folder in reversed(sys.path):  # the first on the path counts
-        with suppress(OSError):  # no folder, or one that may not be read
+    for folder in reversed(sys.path):  # the first folder on the path wins
+        with suppress(OSError):  # not a folder, or not readable
             names += os.listdir(folder or ".")
     pairs = (name.removesuffix(".dist-info").rpartition("-") for name in names if name.endswith(".dist-info"))
     return dict(sorted((package, version) for package, _, version in pairs))
@@ -185,22 +186,22 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the file of each loaded module that is no library's, by its path from a folder."""
+    """Return path -> SHA-256 of the source of each loaded module outside of libraries; paths relative to `folder`."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for file in sorted(file for file in files if isinstance(file, str) and file.endswith(".py")):
-        if not file.startswith((legato, *libraries)) and "-packages/" not in file and len(found) < MOST_NAMES:
+        if not file.startswith((legato, *libraries)) and "-packages/" not in file and len(hashes) < MOST_NAMES:
             with suppress(OSError):
-                found[os.path.relpath(file, folder)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return found
+                hashes[os.path.relpath(file, folder)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashes
 
 
 def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
-    """Return the git repository of a folder: root, commit, branch, and what differs from `base`; None if there is none.
+    """Return root, commit and branch of a folder's git repository, and its changes since `base`; None without one.
 
-    "diff" holds changed files and new .py files, as `git apply` takes them; None where there is nothing, where it has
-    over LARGEST_DIFF bytes, or where git took too long. "changed" holds the names of these files.
+    "diff" holds changed files and new .py files, as input for `git apply`; None if there are none, if the diff exceeds
+    LARGEST_DIFF bytes, or if git took too long. "changed" holds the names of these files.
     """
     deadline = time.monotonic() + GIT_SECONDS
     places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
@@ -221,34 +222,34 @@ def code_of(folder: Path, base: str = "HEAD") -> dict[str, Any] | None:
 
 
 def _difference(root: Path, index: Path, objects: Path, base: str, deadline: float) -> bytes | None:
-    """Return what differs from a commit, new .py files included; None where git does not tell."""
-    # Git itself writes new files into the diff, links as links, once it means to add them. It does so in a copy of its
-    # index, with a place of its own for objects: the repository is not touched.
+    """Return the diff from a commit, with new .py files; None if git fails."""
+    # `git add --intent-to-add` makes git include new files in the diff, and links as links. It runs on a copy of the
+    # index with a separate object folder, so the repository is not changed.
     with tempfile.TemporaryDirectory() as scratch:
         variables = {
             "GIT_INDEX_FILE": os.path.join(scratch, "index"),
             "GIT_OBJECT_DIRECTORY": scratch,
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": os.path.abspath(objects),
         }
-        with suppress(OSError):  # a repository without an index yet
-            # with its time: a file as old as the index is compared by its content, which a later copy would spare
+        with suppress(OSError):  # the repository may have no index yet
+            # keep its time: git compares files that are as old as the index by content, and a newer copy would not be
             shutil.copy2(index, variables["GIT_INDEX_FILE"])
-        _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails where there is none
+        _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails without new .py files
         return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base, variables=variables)
 
 
 def _git(
     folder: Path, deadline: float, *words: str, variables: Mapping[str, str] = MappingProxyType({})
 ) -> bytes | None:
-    """Return what git answers; None where it is not installed, fails, or is not done at the deadline."""
-    # no optional locks: a git command that the user gives at the same time must not find the index locked
+    """Return git's output; None if git is not installed, fails, or exceeds the deadline."""
+    # no optional locks: the user may run a git command at the same time, which must not find the index locked
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "git", *options, *words]
-    # a file and no pipe: what a filter of git's has started may hold a pipe open after git was ended
-    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as answer:
+    # a file, not a pipe: a process that a git filter has started may hold a pipe open after git has ended
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as output:
         limit = max(deadline - time.monotonic(), 0.0)
         silent = subprocess.DEVNULL
-        subprocess.run(command, cwd=folder, stdin=silent, stdout=answer, stderr=silent, timeout=limit, check=True)
-        answer.seek(0)
-        return answer.read()
+        subprocess.run(command, cwd=folder, stdin=silent, stdout=output, stderr=silent, timeout=limit, check=True)
+        output.seek(0)
+        return output.read()
     return None

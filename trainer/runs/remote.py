@@ -1,9 +1,9 @@
-"""Run directories in an object store: a run writes to a folder of this machine, which is mirrored there.
+"""Run directories in an object store: a run writes to a local folder, which is mirrored to the store.
 
     s3://bucket/runs/digits/version_3      ~/.cache/legato/runs/s3/bucket/runs/digits/version_3
 
-So loggers write files as they always do, and no other module knows of stores: `location_of` (base/location.py) tells of
-such a folder where it belongs. Checkpoints are not copied; they are read and written there (ObjectFolder).
+So loggers write ordinary files, and other modules need not handle stores: `location_of` (base/location.py) returns the
+address of such a folder. Checkpoints are not mirrored; they are read and written in the store (ObjectFolder).
 """
 
 import atexit
@@ -30,17 +30,17 @@ from .record import EPOCHS, GIVEN_CONFIG, RECORD, STARTS
 log = logging.getLogger("legato")
 
 EVERY = 60.0
-"""Seconds between two uploads of what has changed."""
+"""Seconds between two uploads of changed files."""
 AT_ONCE = 8
-"""Files that are downloaded at a time."""
+"""Number of files that are downloaded in parallel."""
 READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
-"""Names of the files that a reader of runs looks at, besides the folder `starts`."""
+"""Files that a reader of runs needs, besides the folder `starts`."""
 
 
 class RemoteLock(RunLock):
-    """Right to write to a run directory in a store; while a run holds it, what it writes is mirrored there.
+    """Exclusive right to write to a run directory in a store, whose local folder is mirrored while a run holds it.
 
-    Two locks: that of the folder here knows at once whether its holder lives, the object is for other machines.
+    It has two locks: the lock of the local folder detects a dead holder at once; the lock object is for other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -49,7 +49,7 @@ class RemoteLock(RunLock):
         self._released: threading.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: a worker checks the lock and uploads, and cannot release it."""
+        """Leave out this process's state: a worker checks the lock and uploads, but cannot release it."""
         return {name: value for name, value in vars(self).items() if name != "_lease"} | {"_released": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class RemoteLock(RunLock):
         vars(self).update(state)
 
     def take(self, patient: bool = False) -> None:
-        """Take both locks, download what the run has written elsewhere, and begin to mirror what it writes here."""
+        """Take both locks, download files that the run has written elsewhere, and start mirroring the local folder."""
         super().take(patient)
         try:
             self.object.take(patient)
@@ -71,17 +71,17 @@ class RemoteLock(RunLock):
         threading.Thread(target=self._mirror, args=(self._released,), name="legato-mirror", daemon=True).start()
 
     def check(self) -> None:
-        """Raise CheckpointError if another run has taken one of the locks meanwhile."""
+        """Raise CheckpointError if another run has taken one of the locks."""
         super().check()
         self.object.check()
 
     def release(self) -> None:
-        """Upload what is left, and release both locks."""
+        """Upload the remaining changes and release both locks."""
         if self._released is not None:
             self._released.set()
             self._released = None
             self.mirror.upload()
-            self.mirror.tell_end()
+            self.mirror.report_missing()
         self.object.release()
         super().release()
 
@@ -91,18 +91,18 @@ class RemoteLock(RunLock):
 
 
 class Mirror:
-    """Keeps the files of a run directory here and in its store alike."""
+    """Copies the files of a run directory between its local folder and its store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, location_of(folder)
         self._problem = ""
-        """What the last upload failed with."""
+        """Error of the last upload; "" if it succeeded."""
         self._same: dict[str, tuple[int, int]] = {}
-        """Size and time of the files that the store has as they are here."""
+        """File -> local size and time, for files that are equal in the store."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock, which is for the threads of this process."""
+        """Leave out the lock, which serves the threads of this process."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Mirror:
         vars(self).update(state, _lock=threading.Lock())
 
     def upload(self) -> None:
-        """Upload the files that have changed. A failure ends nothing: it is told once, and tried again."""
+        """Upload changed files. A failure does not end the run: it is logged once, and the next upload tries again."""
         with self._lock:
             try:
                 for name in _names_below(self.folder):
@@ -121,33 +121,33 @@ class Mirror:
             except OSError as error:
                 if not self._problem:
                     log.warning(
-                        "The files of the run cannot be uploaded: %s. The run goes on; they are in %s.",
+                        "The run's files cannot be uploaded: %s. The run continues; its files are in %s.",
                         error, self.folder,
                     )  # fmt: skip
                 self._problem = str(error)
             else:
                 self._problem = ""
 
-    def tell_end(self) -> None:
-        """Say at the end of a run where its files are, if the last upload has failed."""
+    def report_missing(self) -> None:
+        """Warn at the end of a run if the last upload has failed, and name the folder with all files."""
         if self._problem:
             log.warning(
-                "Files of the run are not in %s: %s. All are in %s; copy them there.",
+                "Some of the run's files are not in %s: %s. All of them are in %s; copy them from there.",
                 self.address, self._problem, self.folder,
             )  # fmt: skip
 
     def download(self) -> None:
-        """Download the files that are not here, or are otherwise. Raises ConfigError.
+        """Download files that are missing or different in the local folder. Raises ConfigError.
 
-        One that begins with what the store has is kept: it has the last minute of a run that was killed here.
+        A local file that starts with the stored contents is kept: it also has the last minute of a run killed here.
         """
 
         def fetch(name: str) -> None:
             data, path = _read(f"{self.address}/{name}"), self.folder / name
-            before = path.read_bytes() if path.is_file() else None
-            if before is None or not before.startswith(data):
+            local = path.read_bytes() if path.is_file() else None
+            if local is None or not local.startswith(data):
                 _write(path, data)
-            if before is None or len(before) <= len(data):
+            if local is None or len(local) <= len(data):
                 self._same[name] = _stamp(path)
 
         names = objects_below(Address(self.address))
@@ -155,15 +155,15 @@ class Mirror:
 
 
 def lock_of(folder: Location, stage: str) -> "RunLock | ObjectLock":
-    """Return the lock of a folder that a run writes to: a run directory, or a folder of checkpoints."""
+    """Return the lock of a folder that a run writes to: a run directory or a folder of checkpoints."""
     if isinstance(folder, Address):
         return ObjectLock(folder, stage)
     return RunLock(folder, stage) if isinstance(location_of(folder), Path) else RemoteLock(folder, stage)
 
 
-# --- the run directories of a store -----------------------------------------------------------------------------------
+# --- run directories in a store ---------------------------------------------------------------------------------------
 def names_in(folder: Address) -> list[str]:
-    """Return the names in a folder of a store; none where it is not there. Raises ConfigError."""
+    """Return the names in a folder of a store; [] if the folder does not exist. Raises ConfigError."""
     try:
         entries = retried(folder, connect(folder).ls, folder, detail=False)
     except FileNotFoundError:
@@ -174,39 +174,39 @@ def names_in(folder: Address) -> list[str]:
 
 
 def make(run: Address, record: bytes) -> Path | None:
-    """Make a run directory in a store by its `run.json`, and the folder for it here; None if somebody has made it."""
+    """Make a run directory in a store, by its `run.json`, and its local folder; None if the run exists already."""
     folder, place = local_folder(run), f"{run}/{RUN_FILE}"
     if names_in(run) or is_held(folder):
         return None
     try:
         retried(run, connect(run).pipe_file, place, record, mode="create")
-        shutil.rmtree(folder, ignore_errors=True)  # of a run of this name that was deleted in the store
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run of this name that was deleted in the store
         _write(folder / RUN_FILE, record)
     except FileExistsError:
         return None
     except OSError as error:
-        raise ConfigError(f"The run directory {run} cannot be made: {error}. Set run.root elsewhere.") from error
+        raise ConfigError(f"The run directory {run} cannot be made: {error}. Set run.root to another place.") from error
     return folder
 
 
 def upload(folder: Path) -> None:
-    """Upload what was written to a run directory after its run has ended; of a local one nothing."""
+    """Upload files written to a run directory after its run has ended; does nothing for a local run."""
     if isinstance(location_of(folder), Address):
         mirror = Mirror(folder)
         mirror.upload()
-        mirror.tell_end()
+        mirror.report_missing()
 
 
 def refresh(folder: Path) -> Path:
-    """Return a run directory; of a store the files are downloaded, unless a run on this machine is writing them."""
+    """Return a run directory, after a download from its store unless a run on this machine is writing to it."""
     if isinstance(location_of(folder), Address) and not is_held(folder):
         Mirror(folder).download()
     return folder
 
 
 def copy_of(root: Address) -> Path:
-    """Return a folder with what readers look at of all runs at and below an address; it is deleted at the exit."""
-    area = f"read-{os.getpid()}"  # not where a run on this machine may be writing
+    """Download the files that readers of runs need, at and below an address, to a folder that is deleted at exit."""
+    area = f"read-{os.getpid()}"  # not the folder to which a run on this machine may be writing
     folder = local_folder(root, area)
     atexit.register(shutil.rmtree, cache_folder() / area, ignore_errors=True)
 
@@ -216,7 +216,7 @@ def copy_of(root: Address) -> Path:
         _write(path, data)
         if path.name == LOCK:
             _write(path.with_name(HOLDER), data)
-            with suppress(NotImplementedError):  # then the run counts as being at work
+            with suppress(NotImplementedError):  # then the run counts as running
                 written = connect(root).modified(place).timestamp()
                 os.utime(path, (written, written))
 
@@ -226,25 +226,25 @@ def copy_of(root: Address) -> Path:
 
 
 def objects_below(address: Address) -> list[str]:
-    """Return the names of all objects below an address, without it. Raises ConfigError."""
+    """Return the relative names of all objects below an address. Raises ConfigError."""
     try:
         names = sizes_below(address)
     except OSError as error:
         raise ConfigError(f"{address} cannot be read: {error}.") from error
-    return [name for name in names if ".." not in name.split("/")]  # a store takes any name
+    return [name for name in names if ".." not in name.split("/")]  # a store accepts any name
 
 
 def _names_below(folder: Path) -> Iterator[str]:
-    for here, folders, files in os.walk(folder):
-        above = Path(here).relative_to(folder)
-        names = ((above / file).as_posix() for file in sorted(files))
+    for path, folders, files in os.walk(folder):
+        relative = Path(path).relative_to(folder)
+        names = ((relative / file).as_posix() for file in sorted(files))
         yield from filter(_is_mirrored, names)
-        if above == Path():
+        if relative == Path():
             folders[:] = [name for name in folders if _is_mirrored(name)]
 
 
 def _is_mirrored(name: str) -> bool:
-    """Return whether a file of a run directory is mirrored: no temporary one, nor one that has another way there."""
+    """Return whether a file of a run directory is mirrored: not temporary files, checkpoints and evaluations."""
     first, last = name.partition("/")[0], name.rpartition("/")[2]
     return first not in (CHECKPOINTS, EVALUATIONS) and not last.startswith(".") and not last.endswith(".partial")
 
@@ -261,7 +261,8 @@ def _read(place: str) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # processes of a job download at the same time
+    # the pid, because processes of a job download at the same time
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)
 

@@ -1,8 +1,8 @@
-"""Removal of runs and checkpoints: what Legato has written goes, and nothing else.
+"""Removes runs and checkpoints: only files that Legato has written are deleted.
 
-A run is a folder with a `run.json`. A checkpoint goes by `Folder.remove`, which checks
-that this run wrote it and that it holds no other file. Of the rest regular files of known names go, then the folders
-that are empty. Links are neither followed nor deleted.
+A run is a folder with a `run.json`. `Folder.remove` deletes a checkpoint after a check that this run wrote it and that
+it holds no other file. Of the other files, regular files with known names are deleted, and then empty folders. Links
+are neither followed nor deleted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,24 +29,24 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "hang": ("rank-*.txt",),
     STARTS: ("*.yaml",),
 }
-"""Patterns of the files that Legato writes to a run directory, by folder; `""` is the run directory itself."""
+"""Folder -> patterns of the files that Legato writes to it; `""` is the run directory itself."""
 
 
 def is_own_run(directory: Path) -> bool:
-    """Return whether a folder, and no link to one, is the directory of a run."""
+    """Return whether a path is a run directory, and not a link to one."""
     return not directory.is_symlink() and identity_of(directory) != ""
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return whether a checkpoint was written by the run in whose directory it lies."""
+    """Return whether a checkpoint was written by the run in whose directory it is."""
     run = identity_of(path.parent.parent)
     return run != "" and not path.parent.is_symlink() and is_checkpoint_of(run, path)
 
 
 def remove_run(directory: Path) -> None:
-    """Delete what Legato has written to a run directory, but for the lock, which the caller holds.
+    """Delete the files that Legato has written to a run directory, but not the lock, which the caller holds.
 
-    `run.json` goes last, so that the rest of an interrupted removal is still a run.
+    `run.json` is deleted last, so that an interrupted removal leaves a run.
     """
     for evaluation in _evaluations(directory):
         _remove_known_files(evaluation)
@@ -67,9 +67,9 @@ def _remove_checkpoints(folder: Path, identity: str) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     checkpoints = folder_at(folder)
-    checkpoints.sweep()  # temporary names are no checkpoints, and would be left
+    checkpoints.sweep()  # deletes leftovers with temporary names, which are not checkpoints
     for path in _entries(folder):
-        # what another run wrote, or a person has changed, stays; `clean` names what is left
+        # checkpoints that another run wrote or a person has changed stay; `clean` names the remaining files
         with suppress(CheckpointError):
             checkpoints.remove(path.name, identity)
     _remove_files(folder, (INDEX,))
@@ -85,7 +85,7 @@ def _remove_known_files(directory: Path) -> None:
 
 def _remove_files(folder: Path, patterns: tuple[str, ...]) -> None:
     for path in _entries(folder):
-        # a person may have linked a file of theirs into the run
+        # somebody may have linked a file into the run directory
         is_regular = path.is_file() and not path.is_symlink()
         if is_regular and any(fnmatchcase(path.name, pattern) for pattern in patterns):
             path.unlink()
@@ -94,10 +94,10 @@ def _remove_files(folder: Path, patterns: tuple[str, ...]) -> None:
 def _remove_empty(*folders: Path) -> None:
     for folder in folders:
         if not folder.is_symlink():
-            with suppress(OSError):  # it is not there, or not empty
+            with suppress(OSError):  # the folder does not exist or is not empty
                 folder.rmdir()
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder; nothing where it is a link, or none."""
+    """Return the entries of a folder; [] for a link or anything else."""
     return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []

@@ -1,14 +1,14 @@
-"""RunFile: `run.json`, which makes a folder a run directory, and says which run that is and how it stands.
+"""RunFile: `run.json`, which makes a folder a run directory and holds the run's identity and state.
 
-legato, id, stage        version, identity of the run, and what was called: fit, validate, test or predict
+legato, id, stage        version, identity of the run, and its stage: fit, validate, test or predict
 state                    starting, running, done, failed or preempted; error and traceback of the last two
-created, began, ended    times of the first start, of the newest one, and of its end, in seconds since 1970
-step, epoch, elapsed     of the training, when it began or ended; max_steps and max_epochs
-monitor, mode, best      the metric that checkpoints go by, its best value, and best_checkpoint that has it
-config, set              the config under dotted keys, and those of them that files or the command line have set
+created, began, ended    times of the first start, of the newest start and of its end, in seconds since 1970
+step, epoch, elapsed     of the training, when it started or ended; also max_steps and max_epochs
+monitor, mode, best      the metric that ranks checkpoints, and its best value; best_checkpoint has that value
+config, set              the config by dotted keys, and the keys that files or the command line have set
 
-Rank 0 replaces it when a run starts, begins to train and ends. A process that is killed writes nothing, so "running"
-holds only while somebody has the directory's lock.
+Rank 0 replaces the file when a run starts, begins to train and ends. A killed process writes nothing, so "running" is
+true only while somebody holds the directory's lock.
 """
 
 import json
@@ -26,52 +26,52 @@ from ..checkpoints.storage import replace_file
 
 STARTING, RUNNING, DONE, FAILED, PREEMPTED = "starting", "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
-"""Characters of a traceback that are kept, from its end."""
-_RESUME_ME = 75  # processes/signals.py, which loads more than a reader needs
+"""Maximum number of characters of a traceback; its end is stored."""
+_RESUME_ME = 75  # as in processes/signals.py, whose imports a reader does not need
 _BEFORE = (".run", "status.json")
 
 
 class RunFile:
-    """The `run.json` that one call of fit, validate, test or predict keeps in its run directory."""
+    """Maintains `run.json` during one call of fit, validate, test or predict."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, Any] = {}
-        """What was written when the training began; empty before."""
+        self._started: dict[str, Any] = {}
+        """Contents written when the training began; empty before."""
 
     def begin(self, directory: Path, stage: str, values: Mapping[str, Any]) -> None:
-        """Write that the run is under way; `values`: what it has of the fields above."""
-        if _takes(directory, stage):
-            known = {**read(directory), "state": RUNNING, "began": time.time()}
+        """Write that the run is running; `values`: fields listed above."""
+        if _owns(directory, stage):
+            previous = {**read(directory), "state": RUNNING, "began": time.time()}
             ended = ("ended", "error", "traceback")
-            self._begun = {name: value for name, value in known.items() if name not in ended} | dict(values)
-            _replace(directory, self._begun)
+            self._started = {name: value for name, value in previous.items() if name not in ended} | dict(values)
+            _replace(directory, self._started)
 
     def store_config(self, directory: Path, values: Mapping[str, Any]) -> None:
-        """Write the config of a start that goes on with a run, once it has trained weights; `values`: `config_of`."""
-        self._begun |= values
+        """Write the config of a resumed start once it has trained a step; `values`: from `config_of`."""
+        self._started |= values
         _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
-        """Write how the run ended. A resume that was refused before it began leaves the file as it is."""
-        if _takes(directory, stage) and (self._begun or read(directory)["state"] == STARTING):
-            _replace(directory, {**read(directory), **self._begun, **values, "ended": time.time(), **_outcome(error)})
+        """Write how the run ended. A resume that was refused before it began leaves the file unchanged."""
+        if _owns(directory, stage) and (self._started or read(directory)["state"] == STARTING):
+            _replace(directory, {**read(directory), **self._started, **values, "ended": time.time(), **_outcome(error)})
 
 
 def create(directory: Path, identity: str, stage: str) -> None:
-    """Make a folder the directory of a run. Raises OSError where it cannot be written to."""
+    """Make a folder a run directory. Raises OSError if it is not writable."""
     if identity_of(directory) != identity:
         _write(directory, new_run(identity, stage))
 
 
 def new_run(identity: str, stage: str) -> dict[str, Any]:
-    """Return the first contents of the file."""
+    """Return the initial contents of the file."""
     return {"legato": __version__, "id": identity, "stage": stage, "state": STARTING, "created": time.time()}
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:
-    """Write how workers ended that this process started at the time `since`: it knows which of them failed first.
+    """Write the end of a run whose workers this process started at the time `since`: it knows which failed first.
 
-    A file of before is left as it is: the workers refused to resume that run.
+    An older file stays unchanged: the workers refused to resume that run.
     """
     values = read(directory)
     if values and values.get("began", since) >= since:
@@ -79,8 +79,8 @@ def fail(directory: Path, error: BaseException, since: float) -> None:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the `run.json` of a run directory; {} for a folder that is none."""
-    # both words, as other programs write a run.json, too; nothing of theirs is listed or deleted
+    """Return the `run.json` of a run directory; {} for any other folder."""
+    # require both keys, because other programs write a run.json too; their folders are never listed or deleted
     values = parse_small(directory / RUN_FILE)
     if not isinstance(values, dict) or not values.get("legato"):
         return {}
@@ -88,7 +88,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def identity_of(directory: Path | None) -> str:
-    """Return the identity of the run in a run directory; "" for a folder that is none."""
+    """Return the identity of the run in a run directory; "" for any other folder."""
     return "" if directory is None else str(read(directory).get("id", ""))
 
 
@@ -96,20 +96,20 @@ def require_readable(directory: Path) -> None:
     """Raise ConfigError for a run directory of an earlier Legato."""
     if not (directory / RUN_FILE).exists() and any((directory / name).is_file() for name in _BEFORE):
         raise ConfigError(
-            f"{directory} is the run directory of an earlier Legato, without {RUN_FILE}; the last commit that reads it "
+            f"{directory} is a run directory of an earlier Legato, without {RUN_FILE}; the last commit that reads it "
             f"is {LAST_READER_OF_RUNS}."
         )
 
 
-def config_of(text: str | None, given: str | None) -> dict[str, Any]:
-    """Return what `run.json` holds of a config: its values, and the keys that files and the command line have set."""
-    found: dict[str, Any] = {} if text is None else {"config": flat_config(text)}
-    return found if given is None else {**found, "set": list(flat_config(given))}
+def config_of(text: str | None, explicit: str | None) -> dict[str, Any]:
+    """Return the config's entries in `run.json`; `explicit`: the config without defaults."""
+    entries: dict[str, Any] = {} if text is None else {"config": flat_config(text)}
+    return entries if explicit is None else {**entries, "set": list(flat_config(explicit))}
 
 
 def flat_config(text: str) -> dict[str, Any]:
-    """Return the values of a YAML config under dotted keys; a list is one value."""
-    import yaml  # a reader of runs does without
+    """Return the values of a YAML config by dotted keys; a list is a single value."""
+    import yaml  # not at the top: readers of runs do not need it
 
     flat: dict[str, Any] = {}
 
@@ -124,28 +124,28 @@ def flat_config(text: str) -> dict[str, Any]:
     return flat
 
 
-def _takes(directory: Path, stage: str) -> bool:
-    """Return whether a call writes here: the evaluation of a trainer's own run must not overwrite how that ended."""
-    # an evaluation may also run in the directory of its training
+def _owns(directory: Path, stage: str) -> bool:
+    """Return whether a call may write the file: an evaluation must not overwrite the end of its training run."""
+    # an evaluation may run in the directory of its training
     return read(directory).get("stage") == stage
 
 
 def _outcome(error: BaseException | None) -> dict[str, Any]:
-    """Return the state that an error leaves a run in, with the error's text and traceback."""
+    """Return the run's state after an error, with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
-    # asked to end is not failed: `legato runs` lists what can simply go on
+    # a run that was asked to end has not failed: `legato runs` lists it as resumable
     if isinstance(error, KeyboardInterrupt):
         return {"state": PREEMPTED, "error": "Ctrl-C"}
     if isinstance(error, SystemExit) and error.code == _RESUME_ME:
-        return {"state": PREEMPTED, "error": "a signal asked it to end"}
+        return {"state": PREEMPTED, "error": "ended by a signal"}
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    said = "".join(traceback.format_exception_only(type(error), error)).strip()
-    return {"state": FAILED, "error": said, "traceback": "".join(lines)[-LONGEST_TRACEBACK:]}
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return {"state": FAILED, "error": text, "traceback": "".join(lines)[-LONGEST_TRACEBACK:]}
 
 
 def _replace(directory: Path, values: Mapping[str, Any]) -> None:
-    # a directory that is gone, full or read-only is for those to report who write results
+    # writers of results report a directory that is missing, full or read-only
     with suppress(OSError):
         _write(directory, values)
 
@@ -155,6 +155,6 @@ def _write(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of a run directory; a kill leaves either the old or the new one."""
-    # a byte of a path that is no character is a lone surrogate in Python, which this makes an escape of JSON
+    """Replace a file of a run directory; a kill leaves the old file or the new one."""
+    # Python stores a path's invalid bytes as lone surrogates, which backslashreplace turns into JSON escapes
     replace_file(path, text.encode("utf-8", "backslashreplace"))
