@@ -87,7 +87,9 @@ def test_manual_updates_draw_alike_and_their_replicas_do_not(results, processes)
 def test_zero1_has_equal_weights_on_all_ranks_and_no_bits_to_promise(results):
     ranks = results[2]["zero1"]
     assert largest_difference(ranks.weights[0], ranks.weights[1]) == 0.0
-    with pytest.raises(ConfigError, match="Langevin draws random numbers, under zero1 each process for its part"):
+    with pytest.raises(
+        ConfigError, match="Langevin draws random numbers, which under zero1 depend on the number of processes"
+    ):
         vars(results[2]["zero1 bitwise"])
 
 

@@ -125,7 +125,7 @@ def test_a_group_of_the_script_is_joined(ranks, name):
         ("more devices", ("has 2 processes", "devices=3", "ask for 3", "cluster=off")),
         ("two nodes", ("has 2 processes", "devices=2 and num_nodes=2 ask for 2 processes on each of 2 nodes")),
         ("one device", ("has 2 processes", "devices=1", "ask for 1")),
-        ("single", ("'single' runs in one process", "one of 2", "cluster=off")),
+        ("single", ("'single' runs in one process", "this run has 2", "cluster=off")),
         ("elastic", ("elastic", "no process group of its own")),
         ("rpc", ("ddp_rpc makes process groups of its own",)),
         ("backend", ("process_group_backend='nccl'", "gloo for cpu")),

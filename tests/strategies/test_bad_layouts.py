@@ -82,7 +82,7 @@ CASES = {
     "a task of no blocks": (
         Net,
         {**named("ddp_model_parallel"), "devices": 4},
-        "does not say how its model can be cut",
+        "does not define how to split its model",
     ),
     "a split of others": (Blocks, {**named("ddp_model_parallel", split=[9, 1]), "devices": 4}, "split"),
     "stages of others": (Blocks, named("mesh", pipeline=2, split=[9, 1]), "split"),

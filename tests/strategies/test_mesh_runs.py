@@ -318,7 +318,7 @@ def test_a_batch_that_is_left_out_ends_the_run_with_its_reason(two):
 
 
 def test_arguments_that_no_processes_can_take():
-    with pytest.raises(ConfigError, match="zero1 cannot be elastic"):
+    with pytest.raises(ConfigError, match="zero1 does not support elastic"):
         fit(CNN(), strategy={"name": "zero1", "elastic": True})
     with pytest.raises(ConfigError, match="expected a positive number of processes or 'auto', got shard=0"):
         fit(CNN(), strategy=mesh(shard=0))

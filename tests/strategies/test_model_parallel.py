@@ -119,7 +119,7 @@ def test_a_part_that_was_forgotten_is_named(stray):
             super().configure_model()
             self.get_submodule(stray).cpu()
 
-    with pytest.raises(ConfigError, match=rf"{stray}.weight \(cpu\), {stray}.bias \(cpu\). Place them"):
+    with pytest.raises(ConfigError, match=rf"{stray}.weight \(cpu\), {stray}.bias \(cpu\). Move them"):
         simulated(Forgets())
 
 
@@ -334,24 +334,24 @@ def returns(make):
 
 
 BAD = [
-    (Chain, 3, {}, r"trainer.devices has 3 = 1 x 2 \+ 1. Take 2 or 4"),
-    (Chain, 1, {}, r"trainer.devices has 1 = 0 x 2 \+ 1. Take 2;"),
-    (Chain, 4, {"devices_per_replica": 3}, r"has 4 = 1 x 3 \+ 1. Take 3 or 6"),
-    (Chain, 2, {"devices_per_replica": 1}, "devices_per_replica=1; expected 2 or more"),
+    (Chain, 3, {}, r"trainer.devices has 3 = 1 x 2 \+ 1. Use 2 or 4 devices"),
+    (Chain, 1, {}, r"trainer.devices has 1 = 0 x 2 \+ 1. Use 2 devices;"),
+    (Chain, 4, {"devices_per_replica": 3}, r"has 4 = 1 x 3 \+ 1. Use 3 or 6 devices"),
+    (Chain, 2, {"devices_per_replica": 1}, "expected devices_per_replica >= 2, got 1"),
     (Chain, 2, {"split": [3, 5]}, r"3 \+ 5 = 8 blocks, but the task has 7: net.0, .*net.6"),
-    (Chain, 2, {"split": [3, 2, 2]}, "has 3 counts, but there are 2 parts"),
+    (Chain, 2, {"split": [3, 2, 2]}, "has 3 numbers, but there are 2 parts"),
     (Chain, 2, {"split": "even"}, "expected 'auto'"),
     (Chain, 2, {"split": [0, 7]}, "expected 'auto'"),
     (Chain, 8, {"devices_per_replica": 8}, "7 blocks .* cannot make 8 parts"),
-    (Chain, 2, {"micro_batches": 0}, "micro_batches=0; expected 1 or more"),
-    (Chain, 2, {"elastic": True}, "elastic=true is for strategy ddp"),
+    (Chain, 2, {"micro_batches": 0}, "expected micro_batches >= 1, got 0"),
+    (Chain, 2, {"elastic": True}, "elastic=true needs strategy ddp"),
     (Placed, 2, {"split": [3, 4]}, None),
     (Unsaid, 2, {}, r"def configure_blocks\(self\): return"),
-    (Tied, 2, {}, "net.2.weight and net.6.weight are one tensor, which parts 0 and 1"),
-    (Outside, 2, {}, "(first|net.0.weight) and (first|net.0.weight) are one tensor"),
-    (returns(lambda self: [self.net, nn.Linear(1, 1)]), 2, {}, "entry 1 is a Linear that is no part of the task"),
+    (Tied, 2, {}, "net.2.weight and net.6.weight are the same tensor, but belong to parts 0 and 1"),
+    (Outside, 2, {}, "(first|net.0.weight) and (first|net.0.weight) are the same tensor"),
+    (returns(lambda self: [self.net, nn.Linear(1, 1)]), 2, {}, "entry 1 is a Linear outside of the task"),
     (returns(lambda self: [self.net, "head"]), 2, {}, "entry 1 is a str"),
-    (returns(lambda self: [self.net[0], self.net]), 2, {}, "net.0 comes twice"),
+    (returns(lambda self: [self.net[0], self.net]), 2, {}, "net.0 appears twice"),
 ]
 
 
@@ -380,13 +380,13 @@ def test_manual_optimization_takes_no_micro_batches():
     run(ours, devices=2, strategy=parts())
     run(alone)
     assert torch.equal(flat(ours), flat(alone))
-    with pytest.raises(ConfigError, match="micro_batches=2 calls training_step for each piece"):
+    with pytest.raises(ConfigError, match="micro_batches=2 calls training_step for each micro-batch"):
         run(Manual(), devices=2, strategy=parts(micro_batches=2))
 
 
 @pytest.mark.slow
 def test_batch_norm_over_all_processes_takes_whole_batches():
-    with pytest.raises(ConfigError, match="of which micro_batches makes pieces"):
+    with pytest.raises(ConfigError, match="which micro_batches splits"):
         run(Chain(norm=True), devices=4, strategy=parts(micro_batches=2), sync_batchnorm=True)
 
 
@@ -406,7 +406,7 @@ def test_too_many_processes_for_the_devices_of_a_machine():
     strategy = DDPModelParallelStrategy(devices_per_replica=2)
     from legato.base.place import Place
 
-    with pytest.raises(ConfigError, match="need 3 x 2 = 6 devices, but there are 4"):
+    with pytest.raises(ConfigError, match="need 3 x 2 = 6 devices on this machine, but there are 4"):
         strategy.join(Place(0, 0, 0, 3, 3), [torch.device("cuda", index) for index in range(4)], 32)
 
 

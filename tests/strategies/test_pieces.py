@@ -97,10 +97,10 @@ def test_what_is_split_comes_together_again(samples, devices, shape):
 
 
 def test_outputs_that_differ_are_refused():
-    for outputs, what in (([1.0, "a"], "kinds"), ([{"a": 1.0}, {"b": 1.0}], "keys")):
-        with pytest.raises(TaskError, match=f"differs in its {what}"):
+    for outputs, what in (([1.0, "a"], "types"), ([{"a": 1.0}, {"b": 1.0}], "keys")):
+        with pytest.raises(TaskError, match=f"outputs with different {what}"):
             combine(outputs, [1, 1], CPU)
-    with pytest.raises(TaskError, match="differs in its lengths"):
+    with pytest.raises(TaskError, match="outputs with different lengths"):
         combine([[torch.ones(1)], [torch.ones(1)] * 2], [1, 1], CPU)
 
 

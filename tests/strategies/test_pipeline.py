@@ -403,11 +403,16 @@ class Own(Chain):
 
 
 STOPPED = [
-    (Between, {"split": [1, 6]}, TaskError, "Between 'net.2' and 'net.3' the task does something"),
-    (Backwards, {}, TaskError, "order of configure_blocks; 'net.2' came where 'net.1' was due|Between 'net.0'"),
-    (Before, {}, TaskError, "before 'net.0', the first of the task's blocks, depends on parameters"),
-    (Never, {}, TaskError, "never called 'net.0', the first"),
-    (Twice, {}, TaskError, r"calls each of the task's blocks once; it called 'net.0' again\. Join the inputs"),
+    (Between, {"split": [1, 6]}, TaskError, "computation between 'net.2' and 'net.3'"),
+    (
+        Backwards,
+        {},
+        TaskError,
+        "order of configure_blocks; training_step called 'net.2' instead of 'net.1'|between 'net.0'",
+    ),
+    (Before, {}, TaskError, "uses parameters before 'net.0', the first block"),
+    (Never, {}, TaskError, "did not call 'net.0', the first"),
+    (Twice, {}, TaskError, r"must call each block of the task once; it called 'net.0' again\. Join the inputs"),
     (Fails, {}, ValueError, "the last stage fails"),
 ]
 
@@ -430,17 +435,17 @@ REFUSED = [
     (Several, {}, {}, "one optimizer, got 2"),
     (Own, {}, {}, "runs backward itself"),
     (Nothing, {}, {}, r"Stage 1 of the pipeline \(net.1\) has nothing to train"),
-    (Unsaid, {}, {}, "does not say how its model can be cut"),
-    (Chain, {"micro_batches": 0}, {}, "micro_batches=0; expected a positive count"),
+    (Unsaid, {}, {}, "does not define how to split its model"),
+    (Chain, {"micro_batches": 0}, {}, "expected micro_batches to be positive or null, got 0"),
     (Chain, {"split": [3, 5]}, {}, r"3 \+ 5 = 8 blocks, but the task has 7"),
-    (Chain, {"split": [3, 2, 2]}, {}, "has 3 counts, but there are 2 parts"),
+    (Chain, {"split": [3, 2, 2]}, {}, "has 3 numbers, but there are 2 parts"),
     (Chain, {}, {"reproducible": "off"}, "reproducible: order"),
     (Chain, {}, {"reproducible": "bitwise", "replicas": 2}, "bitwise"),
     (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
-    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "are for a pipeline; set pipeline"),
+    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "need a pipeline; set pipeline"),
     (Chain, {"data": 2}, {}, "= 4, but there are 2"),
     (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "averages all weights"),
-    (Chain, {"meta_init": True}, {}, "meta_init hands out parts"),
+    (Chain, {"meta_init": True}, {}, "meta_init does not support a pipeline"),
     (with_norm, {}, {"replicas": 2, "sync_batchnorm": True}, "sync_batchnorm"),
 ]
 

@@ -113,5 +113,5 @@ def test_zero1_takes_those(tmp_path, name):
 
 @pytest.mark.slow
 def test_zero1_refuses_a_wrapper(tmp_path):
-    with pytest.raises(ConfigError, match="Lookahead wraps another optimizer, which zero1 cannot deal out"):
+    with pytest.raises(ConfigError, match="Lookahead wraps another optimizer, which zero1 cannot shard"):
         train(Made(UNKNOWN["Lookahead"], tmp_path), tmp_path, replicas=2, devices=2, strategy="zero1")

@@ -1,1 +1,1 @@
-"""Data parallel: one process that drives several devices, each with a part of every batch."""
+"""Data parallelism in one process: each batch is split over several devices."""

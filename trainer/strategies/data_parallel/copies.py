@@ -19,32 +19,32 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list[ModuleType]:
-    """Return a shallow copy of `module` for each of `devices`; the first one must be the module's own.
+    """Return a shallow copy of `module` for each device; the module must be on the first one.
 
-    Gradients of all copies reach the module's parameters, added up in the order of the devices. The first copy shares
-    the module's buffers. On accelerators this is torch.nn.parallel.replicate, which CPU devices do not have.
+    Gradients of all copies accumulate in the module's parameters, in the order of the devices. The first copy shares
+    the module's buffers. On accelerators this is torch.nn.parallel.replicate, which does not support CPU devices.
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
-    # Not functional_call, which calls forward alone: a step is another method
+    # not functional_call, which calls forward only, and not a step
     parameters, buffers = list(module.parameters()), list(module.buffers())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
     copies = []
     for index in range(len(devices)):
-        # frozen parameters are shared: nothing flows back to them
+        # frozen parameters are shared, since they get no gradient
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
-        own = flat[index * len(trainable) : (index + 1) * len(trainable)]
-        tensors.update((id(parameter), part) for parameter, part in zip(trainable, own, strict=True))
+        broadcast = flat[index * len(trainable) : (index + 1) * len(trainable)]
+        tensors.update((id(parameter), value) for parameter, value in zip(trainable, broadcast, strict=True))
         tensors.update((id(buffer), buffer if index == 0 else buffer.clone()) for buffer in buffers)
         copies.append(copy_modules(module, tensors))
     return copies
 
 
 class _Broadcast(Function):
-    """Hand the same tensors to several copies; add up their gradients in the order of the copies.
+    """Broadcast of tensors to several copies, whose gradients are summed in the order of the copies.
 
-    Without it autograd adds first what was computed last.
+    Autograd alone would sum them in the order in which it computes them.
     """
 
     @staticmethod
@@ -68,39 +68,39 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Copy buffers that a step reassigned on the first copy back to the task; in-place changes are there already."""
+    """Copy buffers that a step reassigned on the first copy back to the task, which shares in-place changes."""
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
-        own, new = own_buffers(original), own_buffers(twin)
-        for name, buffer in list(own.items()):
+        buffers, new = own_buffers(original), own_buffers(twin)
+        for name, buffer in list(buffers.items()):
             value = new[name]
             if value is not buffer and value is not None and (buffer is None or value.data_ptr() != buffer.data_ptr()):
-                own[name] = value.detach()
+                buffers[name] = value.detach()
 
 
 def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Log on `task` what a copy of it logs for so many samples, unless the step names a batch_size."""
-    # `Task.log` finds a metric's name by the object itself, which is in the task
+    """Log a copy's value on `task`, with batch_size=`samples` unless the step sets it."""
+    # `Task.log` finds the name of a metric by identity, so it needs the task's object
     value = value.metric if isinstance(value, SharedMetric) else value
     task.log(name, value, *args, **({"batch_size": samples} | kwargs))
 
 
 class SharedMetric:
-    """Lets several copies of a task feed the one torchmetrics object that the task logs.
+    """Forwards the updates of all copies to the task's torchmetrics object.
 
-    A copy's own metric would count one chunk and be thrown away with the copy.
+    A metric of a copy would be updated with one chunk and dropped with the copy.
     """
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self.metric, self.device = metric, device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Count one chunk and return its value."""
+        """Update the metric with a chunk and return the chunk's value."""
         return self.metric(*to_device(args, self.device), **to_device(kwargs, self.device))
 
     forward = __call__
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Count one chunk."""
+        """Update the metric with a chunk."""
         self.metric.update(*to_device(args, self.device), **to_device(kwargs, self.device))
 
     def __getitem__(self, key: str) -> "SharedMetric":
@@ -111,7 +111,7 @@ class SharedMetric:
 
 
 def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return parent's name, own name and object for every torchmetrics object of `task`, the outermost ones."""
+    """Return (name of the parent, name in the parent, metric) for each outermost torchmetrics object of `task`."""
     library = sys.modules.get("torchmetrics")
     if library is None:
         return []
@@ -127,6 +127,6 @@ def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def share_metrics(copy: nn.Module, metrics: Sequence[tuple[str, str, Any]], device: torch.device) -> None:
-    """Let `copy` use the task's own `metrics`, which live on `device`."""
+    """Let `copy` use the task's `metrics`, which are on `device`."""
     for path, name, metric in metrics:
         put_child(copy.get_submodule(path), name, SharedMetric(metric, device))

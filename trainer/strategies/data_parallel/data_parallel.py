@@ -1,4 +1,4 @@
-"""Data parallel: one process, several devices; each batch is scattered over them as nn.DataParallel does."""
+"""Data parallelism in one process: each batch is scattered over several devices, as by nn.DataParallel."""
 
 import warnings
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """One process, several devices. Every batch is split over them, whatever the number of replicas.
+    """One process with several devices, over which every batch is split, whatever the number of replicas.
 
-    The chunks take turns in one thread: kernels are launched asynchronously, so that a device computes while the next
-    one is given its chunk, and autograd has a thread for each device in any case.
+    Chunks run in turn in one thread: since kernels are launched asynchronously, a device computes while the next chunk
+    is launched, and autograd has a thread per device anyway.
 
-    Random numbers: an accelerator draws from a generator of its own, keyed by step, replica and chunk. CPU devices
-    share those of the host. Another number of devices divides the draws of a batch in another way.
+    Each accelerator draws random numbers from its generator, keyed by step, replica and chunk. CPU devices share the
+    host's. So a batch's random numbers depend on the number of devices.
     """
 
     name = "data_parallel"
@@ -39,7 +39,7 @@ class DataParallelStrategy(Strategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the task; raises ConfigError for what several devices cannot do."""
+        """Prepare the placed task; raises ConfigError for settings that do not work on several devices."""
         prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
             self._refuse_what_copies_cannot_do(task)
@@ -49,7 +49,7 @@ class DataParallelStrategy(Strategy):
         return prepared
 
     def teardown(self) -> None:
-        """Drop what the run worked on."""
+        """Release the task's metrics."""
         self.metrics = []
         super().teardown()
 
@@ -58,29 +58,29 @@ class DataParallelStrategy(Strategy):
         if not task.automatic_optimization:
             raise ConfigError(
                 f"{where} cannot run a task with automatic_optimization=False: its step would update copies of the "
-                f"weights that are dropped after each batch. Use strategy ddp, or devices: 1."
+                f"weights, which are dropped after each batch. Use strategy ddp, or devices: 1."
             )
         if task.trainer.compile or any(map(is_compiled, task.modules())):
             raise ConfigError(
-                f"{where} cannot run compiled steps: they stay tied to the weights on one device, not to the copies. "
+                f"{where} cannot run compiled steps: they are bound to the weights on one device, not to the copies. "
                 f"Use strategy ddp, or compile: false."
             )
         if task.trainer.reproducible == "bitwise":
             raise ConfigError(
-                f"{where} splits each batch, so the bits of its results would depend on the number of devices; "
-                f"reproducible: bitwise does not allow that. Use strategy ddp, or reproducible: order."
+                f"{where} splits each batch, so the bits of the results depend on the number of devices, which "
+                f"reproducible: bitwise does not allow. Use strategy ddp, or reproducible: order."
             )
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Run training_step on the batch's chunks and return what it would return for the whole batch."""
+        """Run training_step on the batch's chunks; return the combined output."""
         if self.by_replica:
             self._open_replica(replica)
         with self.precision.forward_context():
             return self._run_split("training_step", arguments)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Run the step `name` on the batch's chunks and return their outputs together, in order."""
+        """Run the step `name` on the batch's chunks; return the combined output."""
         with self.precision.forward_context():
             return self._run_split(name, arguments)
 
@@ -89,26 +89,26 @@ class DataParallelStrategy(Strategy):
         assert task is not None
         if len(self.devices) == 1:
             return getattr(task, name)(*arguments)
-        batch, *others = arguments
+        batch, *rest = arguments
         sizes = chunk_sizes(task.count_samples(batch), len(self.devices))
         devices = self.devices[: len(sizes)]
         chunks = split(batch, sizes, devices)
         if len(chunks) == 1:
             return getattr(task, name)(*arguments)
-        # copied in each step: gradients flow back through the copy (Broadcast), and weights have changed since
+        # copied in each step: weights have changed, and gradients flow back through the copies (_Broadcast)
         copies = copy_to_devices(task, devices)
-        # drawn from the host's generator, which is keyed by step and replica: every device gets a key of its own
+        # one key per device, drawn from the host's generator, which is keyed by step and replica
         keys = [None] * len(copies) if root.type == "cpu" else torch.randint(2**62, (len(copies),)).tolist()
         attributes, outputs = dict(copies[0].__dict__), []
         for copy, chunk, size, device, key in zip(copies, chunks, sizes, devices, keys, strict=True):
             copy.__dict__["log"] = partial(log_as, task, size)
             share_metrics(copy, self.metrics, root)
-            self.device = device  # where the step makes its tensors
+            self.device = device  # on which the step creates tensors
             try:
                 with on_device(device):
                     if key is not None:
                         torch.get_device_module(device).manual_seed(key)
-                    outputs.append(_step_of(copy, task, name)(chunk, *others))
+                    outputs.append(_step_of(copy, task, name)(chunk, *rest))
             except BaseException as error:
                 add_note(error, f"This was raised on device {len(outputs)} of {len(self.devices)} ({device}).")
                 raise
@@ -122,12 +122,12 @@ class DataParallelStrategy(Strategy):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which new tensors and kernels go to this device of its kind; nothing on CPU."""
+    """Return a context that makes `device` the current one of its kind; a no-op on the CPU."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _step_of(copy: "Task", task: "Task", name: str) -> Any:
-    """Return the step of `copy`; one that was set on the instance is still tied to `task`."""
+    """Return the step of `copy`; a method that was set on the instance is still bound to `task`."""
     step = getattr(copy, name)
     return MethodType(step.__func__, copy) if getattr(step, "__self__", None) is task else step
 
@@ -136,7 +136,7 @@ def _warn_of_lost_attributes(name: str, before: dict[str, Any], after: dict[str,
     lost = [key for key, value in after.items() if key != "log" and (key not in before or before[key] is not value)]
     if lost:
         warnings.warn(
-            f"{name} assigned self.{', self.'.join(lost)} under strategy data_parallel, which runs it on copies of the "
-            f"task that are dropped after each batch. Use self.log, a registered buffer or strategy ddp to keep it.",
+            f"{name} assigned self.{', self.'.join(lost)}, but strategy data_parallel runs it on copies of the task, "
+            f"which are dropped after each batch. To keep values, use self.log, a registered buffer or strategy ddp.",
             stacklevel=2,
         )

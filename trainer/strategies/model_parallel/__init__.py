@@ -1,1 +1,1 @@
-"""Model parallel: a model spread over several devices of one process."""
+"""Model parallelism: a model split over several devices of one process."""

@@ -1,4 +1,4 @@
-"""DDP over model-parallel processes: each process drives several devices, with a part of the model on each."""
+"""DDP over model-parallel processes: each process has several devices, with a part of the model on each."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def bring_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
     """Move the inputs of `block` to `device`, where its parameters are."""
-    # before all hooks of the user's own, which see what the block sees
+    # before the user's hooks, so that they see the block's inputs
     return block.register_forward_pre_hook(partial(_bring, device), prepend=True, with_kwargs=True)
 
 
@@ -31,19 +31,19 @@ def _bring(
     device: torch.device, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device == device:
-        return None  # the usual case within a part: 2 us where a walk through the arguments takes 6
+        return None  # the usual case within a part: 2 us, against 6 for walking the arguments
     return to_device(args, device), to_device(kwargs, device)
 
 
 def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch.device]], rest: torch.device) -> None:
-    """Move each part to its device, and everything of the task that is in none to `rest`."""
+    """Move each part to its device, and all other tensors of the task to `rest`."""
     placed: set[nn.Module] = set()
     for modules, device in parts:
         for module in modules:
             placed.update(module.to(device).modules())
     for module in task.modules():
         if placed.isdisjoint(module.modules()):
-            module.to(rest)  # its own way, which an LSTM's flat weights need
+            module.to(rest)  # the module's own method, which an LSTM's flat weights need
         elif module not in placed:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(rest)
@@ -55,7 +55,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Several devices for each process, with a part of the model on each, and DDP across the processes."""
+    """Several devices per process, with a part of the model on each, and DDP across processes."""
 
     name = "ddp_model_parallel"
 
@@ -67,73 +67,73 @@ class DDPModelParallelStrategy(DDPStrategy):
         micro_batches: int = 1,
         **options: Any,
     ) -> None:
-        """`devices_per_replica`: how many devices a process drives. `split`: how many of the task's blocks each part
-        takes; "auto" goes by parameter bytes. `micro_batches`: pieces of each batch. The other options are those of
-        ddp, but for elastic runs.
+        """`devices_per_replica`: number of devices per process. `split`: number of blocks in each part; "auto" balances
+        parts by parameter bytes. `micro_batches`: number of micro-batches per batch. Also takes the arguments of
+        strategy ddp, except `elastic`.
         """
         super().__init__(**options)
         self.parts_wanted = devices_per_replica
         least = {"devices_per_replica": (devices_per_replica, 2), "micro_batches": (micro_batches, 1)}
         for name, (number, smallest) in least.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < smallest:
-                raise ConfigError(f"strategy ddp_model_parallel: {name}={number!r}; expected {smallest} or more.")
+                raise ConfigError(f"strategy ddp_model_parallel: expected {name} >= {smallest}, got {number!r}.")
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
         self.device_hooks: list[RemovableHandle] = []
         """Forward pre-hooks that move the inputs of blocks to their devices."""
         self.cut_task: nn.Module | None = None
-        """The task whose blocks this strategy has put on devices."""
+        """The task that this strategy has placed on devices."""
 
     def _require_elastic(self) -> None:
-        raise ConfigError("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
+        raise ConfigError("elastic=true needs strategy ddp; ddp_model_parallel cannot replace processes.")
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one process for every `devices_per_replica` devices. Raises ConfigError for a remainder."""
+        """Return one process per `devices_per_replica` devices. Raises ConfigError for a remainder."""
         return len(self._share_out(devices))
 
     def _share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
-        """Return the devices of each process of this machine, neighbours together."""
+        """Return the devices of each process on this machine; a process has consecutive devices."""
         size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
         if rest or not processes:
             near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
             raise ConfigError(
                 f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but "
-                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Take {near}; CPU devices are all "
-                f"the same one."
+                f"trainer.devices has {len(devices)} = {processes} x {size} + {rest}. Use {near} devices; on the CPU "
+                f"any number is available."
             )
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Open the process group and take the devices of the local rank; the last is where the loss is made."""
+        """Join the process group and select the devices of the local rank; the loss is computed on the last."""
         size = self.parts_wanted
-        if devices[0].type == "cpu":  # CPU devices are all the same one, so there are enough
+        if devices[0].type == "cpu":  # all CPU devices are the same, so there are enough
             devices = [torch.device("cpu")] * (size * place.local_world_size)
         groups = self._share_out(devices)
         if place.local_world_size > len(groups):
             raise ConfigError(
-                f"{place.local_world_size} processes on this machine with devices_per_replica={size} need "
-                f"{place.local_world_size} x {size} = {place.local_world_size * size} devices, but there are "
-                f"{len(devices)}."
+                f"{place.local_world_size} processes with devices_per_replica={size} need {place.local_world_size} x "
+                f"{size} = {place.local_world_size * size} devices on this machine, but there are {len(devices)}. "
+                f"Start {len(groups)} processes, or add devices to trainer.devices."
             )
         self.parts = groups[place.local_rank]
         refuse_twice(self.parts)
-        # The loss device is the last part's: logits are the largest activations of a language model, so the batch goes
-        # there once instead. self(x), generators on self.device and metrics then work unchanged.
+        # self.device is the last part's: logits are the largest activations of a language model, so the batch moves to
+        # them. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
         self.devices = list(self.parts)
 
     def _only_device(self) -> torch.device | None:
-        """Return None: the parts are on several devices, and DDP must leave inputs where they are."""
+        """Return None: this process has several devices, and DDP must not move inputs."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Put the parts of the task on their devices, unless it has done so itself; never all of it on one.
+        """Move the parts of the task to their devices, unless the task has done so itself.
 
-        Raises ConfigError where it is neither placed nor says how it can be cut, or where micro-batches do not work.
+        Raises ConfigError if the task is neither placed nor has blocks to split, or does not support micro-batches.
         """
         self.task = task
         if self.micro_batches > 1:
@@ -141,7 +141,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self._sync_batch_norm(task)
         self.precision.place(task)
         self._remove_hooks()
-        # a task that has spread itself in configure_model (or a second stage of a cut one) is left as it is
+        # already placed: by the task in configure_model, or by an earlier call of the trainer
         used = {parameter.device for parameter in task.parameters()}
         if len(used) > 1:
             self._keep_placement(task)
@@ -159,8 +159,8 @@ class DDPModelParallelStrategy(DDPStrategy):
         from ....tasks.task import Task
 
         if type(task).configure_model is Task.configure_model or len(set(self.parts)) > 1:
-            raise ConfigError(f"{no_blocks(task)} Or place its parts on self.devices in configure_model.")
-        self._keep_placement(task)  # all devices are the same one, so it cannot be seen what is where
+            raise ConfigError(f"{no_blocks(task)} Or move modules to self.devices in configure_model.")
+        self._keep_placement(task)  # with equal devices, a placement by the task cannot be detected
 
     def _place_parts(self, task: "Task", parts: Sequence[Sequence[nn.Module]]) -> None:
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
@@ -175,32 +175,32 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks = []
 
     def _keep_placement(self, task: "Task") -> None:
-        """Leave everything where the task has put it. Raises ConfigError, with names, where that is no device of it."""
+        """Keep the task's placement. Raises ConfigError with the names of tensors that are on other devices."""
         if self.split != "auto":
             raise ConfigError(
-                f"split={self.split} cuts a list of blocks, but {type(task).__name__} has placed its own."
+                f"split={self.split} is for a list of blocks, but {type(task).__name__} places its modules. Omit split."
             )
         tensors = [*task.named_parameters(), *task.named_buffers()]
         astray = [f"{name} ({tensor.device})" for name, tensor in tensors if tensor.device not in self.parts]
         if astray:
             raise ConfigError(
-                f"{type(task).__name__} has placed parts on some devices, but not on self.devices "
-                f"({', '.join(map(str, self.parts))}): {first_names(astray)}. Place them in configure_model."
+                f"{type(task).__name__} has tensors outside of self.devices ({', '.join(map(str, self.parts))}): "
+                f"{first_names(astray)}. Move them in configure_model."
             )
 
     def _refuse_pieces(self, task: "Task") -> None:
         if task.trainer.stage == "fit" and not task.automatic_optimization:
             raise ConfigError(
-                f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
+                f"micro_batches={self.micro_batches} calls training_step for each micro-batch, but with manual "
                 f"optimization each call would update the weights. Leave micro_batches out."
             )
         if task.trainer.sync_batchnorm:
             raise ConfigError(
-                "sync_batchnorm=true takes statistics over batches, of which micro_batches makes pieces. Leave one out."
+                "sync_batchnorm=true computes statistics over full batches, which micro_batches splits. Leave one out."
             )
 
     def teardown(self) -> None:
-        """Remove the hooks; a task that was cut here is moved back to the host."""
+        """Remove the hooks; a task that this strategy has placed moves back to the host."""
         self._remove_hooks()
         if self.cut_task is not None and len(set(self.parts)) > 1:
             self.cut_task.cpu()
@@ -209,7 +209,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step, with each piece of the batch where there are `micro_batches`."""
+        """Call training_step, for each micro-batch if there are several."""
         if self.micro_batches == 1 or self.ddp is not None:
             return super().training_step(arguments, replica, last)
         if self.by_replica:
@@ -218,15 +218,15 @@ class DDPModelParallelStrategy(DDPStrategy):
             return self._call_step("training_step", arguments)
 
     def _call_step(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call the step `name` with each piece of the batch; return what it would return for the whole of it."""
+        """Call the step `name` for each micro-batch; return the combined output."""
         if self.micro_batches == 1:
             return super()._call_step(name, arguments)
         assert self.task is not None
-        batch, *others = arguments
+        batch, *rest = arguments
         step, metrics, samples = getattr(self.task, name), self.task.trainer.metrics, self.task.count_samples(batch)
-        sizes, whole, outputs = chunk_sizes(samples, self.micro_batches), metrics.samples, []
+        sizes, batch_samples, outputs = chunk_sizes(samples, self.micro_batches), metrics.samples, []
         for piece, size in zip(split(batch, sizes), sizes, strict=True):
-            metrics.samples = size  # what is logged counts as much as the piece has samples
-            outputs.append(step(piece, *others))
-        metrics.samples = whole
+            metrics.samples = size  # the weight of logged values
+            outputs.append(step(piece, *rest))
+        metrics.samples = batch_samples
         return combine_losses(outputs, sizes, self.device)

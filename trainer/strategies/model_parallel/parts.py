@@ -1,10 +1,10 @@
-"""Parts: the blocks of a task, cut into runs of neighbours whose largest has the fewest bytes of parameters.
+"""Parts of a model: its blocks are split into consecutive runs, so that the largest run is as small as possible.
 
     blocks       embedding | layer 0 | layer 1 | layer 2 | layer 3 | head
     kilobytes           97 |     793 |     793 |     793 |     793 |   50
     two parts    `--------- 1,683 ----------´    `------- 1,636 -------´
 
-model_parallel.py puts each part on a device of one process, pipeline.py each on a process of its own.
+model_parallel.py puts the parts on devices of one process, pipeline.py on different processes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 Split = Literal["auto"] | list[int]
-"""Cut by parameter bytes, or the number of blocks of each part."""
+"""The number of blocks in each part; "auto" balances parameter bytes."""
 
 
 @dataclass(frozen=True)
 class PartBlock:
-    """A module of the task through which every sample goes, after the block before it."""
+    """A module of the task; every sample passes through the blocks in order."""
 
     name: str
     """Path in the task."""
@@ -34,64 +34,64 @@ class PartBlock:
 
 
 def find_part_blocks(task: "Task") -> list[PartBlock]:
-    """Return the blocks that the task's configure_blocks gives, or those of its nn.Sequential that has all parameters.
+    """Return the blocks from configure_blocks, or the children of the only nn.Sequential with all parameters.
 
-    An empty list where there is neither. Raises TaskError where configure_blocks returns something else than modules
-    of the task, or one of them twice.
+    Returns an empty list if there is neither. Raises TaskError if configure_blocks returns anything but distinct
+    modules of the task.
     """
-    given: Any = task.configure_blocks()
-    if given is None:
-        # only where it has all parameters can nothing of the model happen outside of it
-        own = {id(parameter) for parameter in task.parameters()}
-        whole = [
+    blocks: Any = task.configure_blocks()
+    if blocks is None:
+        # with all parameters, so that no part of the model is outside of it
+        parameters = {id(parameter) for parameter in task.parameters()}
+        candidates = [
             child
             for child in task.children()
-            if isinstance(child, nn.Sequential) and own <= {id(parameter) for parameter in child.parameters()}
+            if isinstance(child, nn.Sequential) and parameters <= {id(parameter) for parameter in child.parameters()}
         ]
-        given = whole[0] if own and len(whole) == 1 else []
-    modules = list(given)
+        blocks = candidates[0] if parameters and len(candidates) == 1 else []
+    modules = list(blocks)
     names = {id(module): name for name, module in task.named_modules()}
     where = f"{type(task).__name__}.configure_blocks"
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module) or id(module) not in names or module is task:
-            came = type(module).__name__
+            kind = type(module).__name__
             raise TaskError(
-                f"{where} must return modules of the task, in forward order; entry {index} is a {came}"
-                f"{' that is no part of the task' if isinstance(module, nn.Module) else ''}."
+                f"{where} must return modules of the task, in forward order; entry {index} is a {kind}"
+                f"{' outside of the task' if isinstance(module, nn.Module) else ''}."
             )
-    # a module within two blocks would have to be on two devices
+    # a module in two blocks would have to be on two devices
     inner = [id(child) for module in modules for child in module.modules()]
     if len(set(inner)) < len(inner):
-        twice = next(names[one] for one in inner if inner.count(one) > 1)
-        raise TaskError(f"{where} must return each module once, and none within another; {twice} comes twice.")
+        twice = next(names[child] for child in inner if inner.count(child) > 1)
+        raise TaskError(f"{where} must return each module once, and none inside another; {twice} appears twice.")
     return [PartBlock(names[id(module)], module, module_bytes(module)) for module in modules]
 
 
 def no_blocks(task: "Task") -> str:
-    """Say what a task without blocks has to do."""
+    """Return the error message for a task without blocks."""
     kind = type(task).__name__
     return (
-        f"{kind} does not say how its model can be cut. Give it one nn.Sequential with all parameters, or a method\n"
+        f"{kind} does not define how to split its model. Put all parameters into one nn.Sequential, or add a method\n"
         f"    def configure_blocks(self): return [self.embedding, *self.layers, self.head]\n"
         f"that returns the blocks in forward order."
     )
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers of a module; what is shared within it counts once."""
+    """Return the bytes of the parameters and buffers of a module; shared tensors count once."""
     tensors = {id(tensor): tensor for tensor in tensors_of(module)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part. Raises ConfigError, with the sums, where they cannot be cut so."""
+    """Return the blocks of each part. Raises ConfigError if there are too few blocks or `split` does not fit."""
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
         raise ConfigError(
-            f"{len(blocks)} blocks ({names}) cannot make {parts} parts; each part needs a block at least."
+            f"{len(blocks)} blocks ({names}) cannot make {parts} parts; each part needs at least one block."
         )
     if split == "auto":
-        # by bytes and not by measured time: known before the first batch, and alike on every rank
+        # by bytes, not by measured time: known before the first batch, and the same on every rank
         counts = split_evenly([block.size for block in blocks], parts)
     else:
         counts = list(split)
@@ -105,50 +105,50 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
 
 
 def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part of a task, none of which needs a tensor of another; raises ConfigError."""
+    """Return the blocks of each part of a task; raises ConfigError if parts would share a tensor."""
     blocks = find_part_blocks(task)
     if not blocks:
         raise ConfigError(no_blocks(task))
-    found = cut(blocks, parts, split)
-    refuse_shared(task, found)
-    return found
+    blocks_of_parts = cut(blocks, parts, split)
+    refuse_shared(task, blocks_of_parts)
+    return blocks_of_parts
 
 
 def refuse_idle(stages: Sequence[Sequence[PartBlock]]) -> None:
-    """Raise ConfigError where a stage of a pipeline has nothing to train."""
+    """Raise ConfigError if a stage of a pipeline has no trainable parameters."""
     for place, stage in enumerate(stages):
         if not any(parameter.requires_grad for block in stage for parameter in block.module.parameters()):
             names = ", ".join(block.name for block in stage)
-            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train; take another split.")
+            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train; choose another split.")
 
 
 def check_counts(split: Any, parts: int) -> None:
-    """Raise ConfigError where `split` is neither "auto" nor one count of blocks for each part."""
+    """Raise ConfigError if `split` is neither "auto" nor a list with the number of blocks in each part."""
     if split == "auto":
         return
     counts = list(split) if isinstance(split, Sequence) and not isinstance(split, str) else []
     if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
-        raise ConfigError(f"split={split!r}: expected 'auto', or for each part how many blocks it has, as in [3, 5].")
+        raise ConfigError(f"split={split!r}: expected 'auto', or the number of blocks in each part, as in [3, 5].")
     if len(counts) != parts:
-        raise ConfigError(f"split={counts} has {len(counts)} counts, but there are {parts} parts; give one for each.")
+        raise ConfigError(f"split={counts} has {len(counts)} numbers, but there are {parts} parts; use one per part.")
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return how many of `sizes` each part takes so that the largest sum is as small as can be; none is left empty.
+    """Return how many of `sizes` each part takes, so that the largest sum is minimal; no part is empty.
 
-    Of the ways that are equal in this, one whose sums differ little. The linear partition problem, by dynamic
-    programming (Skiena, The Algorithm Design Manual, section 10.7): parts x len(sizes)^2 steps.
+    Ties go to the smaller sum of squares. Solves the linear partition problem by dynamic programming (Skiena, The
+    Algorithm Design Manual, section 10.7) in parts x len(sizes)^2 steps.
     """
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
-    # best[n]: largest sum, sum of squares and counts of the best cut of the first n sizes
+    # best[n]: largest sum, sum of squares and counts of the best partition of the first n sizes
     best: list[tuple[int, int, tuple[int, ...]]] = [(end, end * end, (n,)) for n, end in enumerate(ends)]
     for part in range(1, parts):
         grown = []
         for n in range(len(ends)):
             ways = [
-                # compared as tuples: the largest part first, the sum of squares where that is equal
+                # compared as tuples: first the largest part, then the sum of squares
                 (max(best[m][0], last), best[m][1] + last * last, (*best[m][2], n - m))
                 for m in range(part, n)
                 for last in (ends[n] - ends[m],)
@@ -159,7 +159,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def refuse_shared(task: nn.Module, parts: Sequence[Sequence[PartBlock]]) -> None:
-    """Raise ConfigError, with its names, where a parameter or buffer would have to be in two parts at once.
+    """Raise ConfigError if two parts share a parameter or buffer.
 
     Tensors outside of all blocks belong to the last part.
     """
@@ -172,8 +172,8 @@ def refuse_shared(task: nn.Module, parts: Sequence[Sequence[PartBlock]]) -> None
         for tensor in tensors if index + 1 < len(parts) else [*tensors, *tensors_outside(task, parts)]:
             if home.setdefault(id(tensor), index) != index:
                 raise ConfigError(
-                    f"{' and '.join(names[id(tensor)][:2])} are one tensor, which parts {home[id(tensor)]} and {index} "
-                    f"would both need. Untie them, or keep both in one part with split."
+                    f"{' and '.join(names[id(tensor)][:2])} are the same tensor, but belong to parts "
+                    f"{home[id(tensor)]} and {index}. Untie them, or use split to keep both in one part."
                 )
 
 
@@ -183,6 +183,6 @@ def tensors_of(module: nn.Module, recurse: bool = True) -> list[Tensor]:
 
 
 def tensors_outside(task: nn.Module, parts: Iterable[Iterable[PartBlock]]) -> list[Tensor]:
-    """Return the parameters and buffers that belong to no block."""
+    """Return the parameters and buffers outside of all blocks."""
     inside = {child for part in parts for block in part for child in block.module.modules()}
     return [tensor for module in task.modules() if module not in inside for tensor in tensors_of(module, False)]

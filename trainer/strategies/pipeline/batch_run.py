@@ -1,10 +1,10 @@
-"""One batch on its way through a pipeline, seen from one of its processes.
+"""A batch in a pipeline, on one of its processes.
 
-    first stage    training_step is called with each piece, as far as the first block: the pipeline's input
-    last stage     training_step is called with each piece, from the last block on: its loss, its output, what it logs
+    first stage    runs training_step on each micro-batch up to the first block; its arguments are the pipeline's input
+    last stage     runs training_step on each micro-batch, and goes on after the last block: loss, output, logged values
 
-Both begin from the same random numbers for a piece, so that what the step draws before the model (mixed samples and
-their targets, say) is the same in both places.
+Both start a micro-batch from the same random state, so that random numbers that the step draws before the model (for
+mixup, say) are the same on both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
-"""Name and value of what was logged, and the other arguments of `log`."""
+"""Name, value and other arguments of a call of `log`."""
 
 
 class BatchRun:
-    """The pieces of a batch, and what training_step makes of them."""
+    """Runs the micro-batches of a batch, and collects the outputs of training_step."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class BatchRun:
         together: Ranks,
         is_masked: bool,
     ) -> None:
-        """`pieces`: at most so many. `together`: the pipelines that gather parameters, and so do the same, together."""
+        """`pieces`: maximum number of micro-batches. `together`: the pipelines that run in lockstep with this one."""
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
-        batch, *self.others = arguments
+        batch, *self.arguments = arguments
         run = task.trainer.current_run
         assert run.loop.step is not None
         samples = task.count_samples(batch)
@@ -58,96 +58,95 @@ class BatchRun:
         self.precision = task.trainer.strategy.precision
         self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
-        # processes of one pipeline have the same batch; pipelines that shard together must agree, or one would look at
-        # shapes (with collectives of its own) while the others train
-        self.known = bool(together.all_gather(torch.tensor(self.kind in schedules.made)).all())
-        # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
+        # Processes of a pipeline have the same batch. Pipelines that shard together must agree, since torch infers
+        # shapes with collectives.
+        self.cached = bool(together.all_gather(torch.tensor(self.kind in schedules.made)).all())
+        # from the generator keyed by step and replica, so the same on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
         self.calls: list[list[LogCall]] = [[] for _ in self.sizes]
-        """What training_step has logged for each piece."""
-        seed_generators(mix(self.key, schedules.place))  # else stages would draw the same masks
+        """The calls of `log` in training_step for each micro-batch."""
+        seed_generators(mix(self.key, schedules.place))  # otherwise stages would draw the same dropout masks
 
     def run(self) -> None:
-        """Run forward and backward of all pieces; gradients are added to the parameters of this process's stage."""
-        self.schedules.run(self._inputs(), len(self.sizes), self.kind, self._loss, self.known)
+        """Run forward and backward of the batch; gradients accumulate in the parameters of this process's stage."""
+        self.schedules.run(self._inputs(), len(self.sizes), self.kind, self._loss, self.cached)
 
     def _inputs(self) -> tuple[Tensor, ...]:
-        """Return the input of the pipeline, on its first stage."""
+        """Return the pipeline's input on the first stage, and nothing on others."""
         if not self.schedules.is_first:
             return ()
-        found = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
-        # pieces are cut by the schedule again after they have been joined, so each must have its share of rows
-        for tensor in found[0]:
-            if len(found) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
+        inputs = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
+        # the schedule splits the concatenated input again, so each micro-batch must have its share of rows
+        for tensor in inputs[0]:
+            if len(inputs) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
                 raise TaskError(
-                    f"The input of a pipeline is cut along its first dimension; {self.interceptor.blocks[0].name!r} "
-                    f"was given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the "
-                    f"block."
+                    f"The input of a pipeline is split along its first dimension, but "
+                    f"{self.interceptor.blocks[0].name!r} got a tensor of shape {tuple(tensor.shape)} for "
+                    f"{self.sizes[0]} samples. Create this tensor in the block."
                 )
         seed_generators(mix(self.key, self.schedules.place))
-        return found[0] if len(found) == 1 else tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
+        return inputs[0] if len(inputs) == 1 else tuple(torch.cat(pieces) for pieces in zip(*inputs, strict=True))
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
-        """Return a piece's part of the batch's loss, weighted by its samples."""
+        """Return a micro-batch's share of the batch's loss, weighted by its samples."""
         result = self.interceptor.finish(partial(self._step, index), output)
         self.outputs[index] = result
         losses = losses_of(result, 1)
         if not losses:
-            # a loss with a graph all the same: torch's schedule calls backward on each piece
+            # a zero loss with a graph, since torch's schedule calls backward for each micro-batch
             return output.float().sum() * 0.0
         weight, weights = weight_of(result), self.task.trainer.current_run.optimization.weights
         share = self.share if weight is None else weights.factor(weight, self.step)
         return self.precision.scale(losses[0] * (0.0 if self.is_masked else share))
 
     def _step(self, index: int) -> Any:
-        """Call training_step with a piece of the batch, whose random numbers are the same on all processes."""
+        """Call training_step with a micro-batch, from the same random state on all processes."""
         seed_generators(mix(self.key, self.schedules.places, index))
-        # in the instance, before the class's method: what is logged is told to the other stages first, which log it as
-        # well
+        # on the instance, which overrides the class's method: calls are sent to all stages, which log them in `result`
         self.task.__dict__["log"] = partial(self._record, index)
         try:
-            return self.task.training_step(self.batches[index], *self.others)
+            return self.task.training_step(self.batches[index], *self.arguments)
         finally:
             del self.task.__dict__["log"]
 
     def _record(self, index: int, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stand in for `Task.log`. Raises TaskError for a metric object."""
+        """Record a call of `Task.log`. Raises TaskError for a metric object."""
         if is_metric(value):
             raise TaskError(
-                f"log({name!r}) in training_step: under a pipeline only the last stage has this metric's values. "
-                f"Log numbers there, and metrics in validation."
+                f"log({name!r}) in training_step: under a pipeline only the last stage has the metric's values. Log "
+                f"numbers in training_step, and metric objects in validation_step."
             )
         value = value.detach() if isinstance(value, Tensor) else value
         self.calls[index].append((name, value, args, {"batch_size": self.sizes[index]} | options))
 
     def result(self, stages: Ranks) -> Any:
-        """Have every process of the pipeline log what the last stage has; return what training_step returned there.
+        """Log the last stage's values on every process of the pipeline; return the output of training_step.
 
-        Elsewhere that is its loss, and the weight beside it.
+        On other stages the output is only the loss, and the weight if there is one.
         """
         output, message, device = None, None, self.schedules.device
         if self.schedules.is_last:
             output = map_tensors(combine_losses(self.outputs, self.sizes, device), Tensor.detach)
             names = ("loss", "weight")
-            told = {name: output[name] for name in names if name in output} if isinstance(output, dict) else output
+            losses = {name: output[name] for name in names if name in output} if isinstance(output, dict) else output
             calls = [call for calls in self.calls for call in calls]
             values = to_floats([value for _, value, _, _ in calls])
             message = (
-                map_tensors(told, float),
+                map_tensors(losses, float),
                 [(call[0], value, *call[2:]) for call, value in zip(calls, values, strict=True)],
             )
-        told, logged = stages.broadcast(message, source=stages.size - 1)
+        losses, logged = stages.broadcast(message, source=stages.size - 1)
         for name, value, args, options in logged:
             self.task.log(name, value, *args, **options)
         if self.schedules.is_last:
             return output
-        return map_tensors(told, Tensor.to, number=lambda value: torch.tensor(value, device=device))
+        return map_tensors(losses, Tensor.to, number=lambda value: torch.tensor(value, device=device))
 
 
-def count_pieces(samples: Sequence[int], wanted: int) -> int:
-    """Return into how many equal pieces, at most `wanted`, batches of so many samples can all be cut."""
-    for pieces in range(min(wanted, *samples), 1, -1):
+def count_pieces(samples: Sequence[int], limit: int) -> int:
+    """Return the largest number of micro-batches, up to `limit`, that divides all batch sizes in `samples`."""
+    for pieces in range(min(limit, *samples), 1, -1):
         if not any(count % pieces for count in samples):
             return pieces
     return 1

@@ -1,13 +1,12 @@
-"""The axis `pipeline` of a mesh: each process has a stage of the model, and batches go through it in pieces.
+"""The axis `pipeline` of a mesh: each process has a stage of the model, and runs batches as micro-batches.
 
     configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
-    pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      parts.py cuts
+    pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      split by parts.py
     a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
                           gradients <------------------ gradients
 
-intercept.py lets training_step run without its blocks, stages.py runs the blocks. Every process has the whole task, but
-of the parameters of other stages only their shapes. What the step logs is known on the last stage, which tells the
-others.
+intercept.py runs training_step without its blocks, and stages.py runs the blocks. Every process has all modules of the
+task, but only shapes for the parameters of other stages. The last stage broadcasts the values that the step logs.
 """
 
 from collections.abc import Sequence
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class PipelineMeshStrategy(MeshStrategy):
-    """One process for each device, on a mesh with the axes data, shard, tensor and pipeline.
+    """One process per device, on a mesh with the axes data, shard, tensor and pipeline.
 
-    The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
-    processes of the axis `tensor` work on the same batches, each on its part of the layers; those of the axis
-    `pipeline` on the same batches, each on its own layers.
+    Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
+    Processes along `tensor` work on the same batches, each on its shard of the layers; processes along `pipeline` on
+    the same batches, each on different layers.
     """
 
     def __init__(
@@ -55,40 +54,40 @@ class PipelineMeshStrategy(MeshStrategy):
         split: Split = "auto",
         **options: Any,
     ) -> None:
-        """`pipeline`: processes on this axis, or "auto". `micro_batches`: how many pieces a pipeline cuts a batch into,
-        at most; None: two for each of its processes. `split`: how many of the task's blocks each stage takes; "auto"
-        goes by parameter bytes.
+        """`pipeline`: number of processes along this axis, or "auto". `micro_batches`: maximum number of micro-batches
+        per batch; None: two per process of the pipeline. `split`: number of blocks in each stage; "auto" balances
+        stages by parameter bytes. Also takes the arguments of MeshStrategy.
         """
         super().__init__(**options)
         self.asked["pipeline"] = pipeline
         read_sizes(self.asked)
         if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
-            raise ConfigError(f"strategy mesh: micro_batches={micro_batches!r}; expected a positive count, or null.")
+            raise ConfigError(f"strategy mesh: expected micro_batches to be positive or null, got {micro_batches!r}.")
         if pipeline == 1 and (micro_batches, split) != (None, "auto"):
-            raise ConfigError("strategy mesh: micro_batches and split are for a pipeline; set pipeline, too.")
+            raise ConfigError("strategy mesh: micro_batches and split need a pipeline; set pipeline, as in pipeline=2.")
         self.pieces_wanted, self.split = micro_batches, split
         self.owners = StageOwners([], [], 0)
         self.stage: Stage | None = None
-        """The part of the task that this process computes."""
+        """The blocks of this process."""
         self.schedules: Schedules | None = None
-        """What runs this process's stage; None without a pipeline."""
+        """Runs this process's stage; None without a pipeline."""
         self.stage_ranks = SINGLE
         """The processes of one pipeline, by stage."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Open the process group and lay the mesh; raises ConfigError for what does not go with a pipeline."""
+        """Join the process group and make the mesh; raises ConfigError for options that a pipeline does not support."""
         stages = fit_sizes(self.asked, place.world_size, place.nodes).pipeline
         if stages > 1:
             check_counts(self.split, stages)
             if self.meta_init:
-                raise ConfigError("strategy mesh: meta_init hands out parts of tensors, of which a pipeline has none.")
+                raise ConfigError("strategy mesh: meta_init does not support a pipeline. Leave one of the two out.")
         super().join(place, devices, precision)
         self.stage_ranks = self._ranks_along("pipeline")
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Give this process its stage of the task, whose weights are those of rank 0."""
+        """Give this process its stage of the task, with the weights of rank 0."""
         if self.sizes.pipeline == 1:
             super().place_task(task)
             return
@@ -99,7 +98,7 @@ class PipelineMeshStrategy(MeshStrategy):
         super().place_task(task)
         self.owners = StageOwners(tensors_of(task), stages, place)
         self.state_dicts = PipelineStateDicts(self.mesh_states, self.owners, self.stage_ranks)
-        self._keep_own()
+        self._keep_stage()
         interceptor = BlockInterceptor(stages, place, self.stage, self._relay)
         self.schedules = Schedules(self.stage, interceptor, self.device, self.stage_ranks)
 
@@ -109,33 +108,33 @@ class PipelineMeshStrategy(MeshStrategy):
         elif self.sizes.shard > 1:
             self.sharding.apply(self.stage, self.stage, mesh)
 
-    def _keep_own(self) -> None:
-        """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
+    def _keep_stage(self) -> None:
+        """Move this process's tensors to its device, and free the parameters of other stages."""
         for tensor in self.owners.tensors:
             local = local_part(tensor)
             if self.owners.is_foreign(tensor):
-                # One number expanded to the shape: names, shapes and dtypes stay for optimizers and summaries, and sums
-                # over it are finite. Tensors on meta fail where a step checks gradients.
+                # A scalar expanded to the shape: optimizers and summaries see names, shapes and dtypes, and sums are
+                # finite. Meta tensors would fail in checks of gradients.
                 replace_values(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
-            elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
+            elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # sharded tensors are already in place
                 replace_values(tensor, local.data.to(self.device))
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
+        """Prepare the placed task for training; raises ConfigError for settings that a pipeline does not support."""
         if self.schedules is not None and optimizers:
             from ....tasks.task import Task
 
             if type(task).backward is not Task.backward:
-                raise ConfigError("A pipeline runs backward itself, stage by stage; a task's own backward cannot be.")
+                raise ConfigError("A pipeline runs backward itself, stage by stage; your task must not override it.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
-                    "A pipeline needs reproducible: order. All processes of one load the same batch, which without "
-                    "keyed random numbers they would not."
+                    "A pipeline needs reproducible: order. All its processes must load the same batch, which takes "
+                    "keyed random numbers."
                 )
         return super().prepare(task, optimizers)
 
     def finish(self) -> None:
-        """Give every process the whole task back, on its host; every rank calls it."""
+        """Give every process the full task, on its host; every rank calls it."""
         if self.schedules is None or self.task is None:
             super().finish()
             return
@@ -144,16 +143,16 @@ class PipelineMeshStrategy(MeshStrategy):
 
         def change(tensor: Tensor) -> Tensor:
             place = self.owners.place_of(tensor)
-            # one tensor at a time, so that no device holds two whole models
+            # one tensor at a time, so that no device holds two full models
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if place == self.owners.own:
+            if place == self.owners.place:
                 value.copy_(dtensors.full(tensor))
             dist.broadcast(value, group=self.stage_ranks.group, group_src=place)
             return value.cpu()
 
         with torch.no_grad():
             dtensors.replace(self.task, change)
-        self.schedules.interceptor.close()  # what still calls the task before `teardown` computes all of it here
+        self.schedules.interceptor.close()  # calls of the task before `teardown` compute in this process
 
     def teardown(self) -> None:
         """Restore the task's blocks."""
@@ -165,10 +164,10 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def _relay(self, stage: int, output: Tensor | None) -> Tensor:
         """Give every process of the pipeline the output of a stage."""
-        if self.schedules is not None and stage == self.owners.own:
+        if self.schedules is not None and stage == self.owners.place:
             for module in sharded(self.schedules.stage):
-                module.reshard()  # no backward will drop what was gathered
-        # outside of training shapes are not fixed, so they are told first
+                module.reshard()  # no backward will free the gathered parameters
+        # the shape first, since it varies outside of training
         shape, dtype = self.stage_ranks.broadcast(output is not None and (output.shape, output.dtype), source=stage)
         output = torch.empty(shape, dtype=dtype, device=self.device) if output is None else output.detach().contiguous()
         dist.broadcast(output, group=self.stage_ranks.group, group_src=stage)
@@ -176,9 +175,9 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Run training_step with its blocks dealt out over the pipeline, forward and backward.
+        """Run forward and backward of training_step, with its blocks on the stages of the pipeline.
 
-        Returns what it returned on the last stage, and its loss on the others.
+        Returns the output of training_step on the last stage, and its loss on others.
         """
         if self.schedules is None:
             return super().training_step(arguments, replica, last)
@@ -188,9 +187,9 @@ class PipelineMeshStrategy(MeshStrategy):
         together = self.data_ranks if self.lockstep else SINGLE
         pieces = self.pieces_wanted or 2 * self.sizes.pipeline
         batch_run = BatchRun(self.task, arguments, self.schedules, pieces, together, is_masked=replica is None)
-        # Before the schedule, which sets gradients. Where all batches of a step are left out they must be None again:
-        # with zeros momentum and weight decay would still move the weights.
-        fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
+        # The schedule sets gradients. If all batches of a step are skipped, they must be None again: with zeros,
+        # momentum and weight decay would still change the weights.
+        fresh = [weight for weight in self.owners.tensors if isinstance(weight, nn.Parameter) and weight.grad is None]
         with self.precision.forward_context():
             batch_run.run()
         output = batch_run.result(self.stage_ranks)
@@ -202,20 +201,20 @@ class PipelineMeshStrategy(MeshStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Do nothing in a pipeline: training_step has left the gradients."""
+        """Do nothing in a pipeline, whose training_step has computed the gradients."""
         if self.schedules is None:
             super().backward(loss, last, inputs, retain_graph)
 
     def end_step(self) -> None:
-        """Add up the gradients of all pipelines, and give all of them the buffers of the first one."""
-        own = [one for one in self.owners.own_tensors() if isinstance(one, nn.Parameter)]
-        if self.sizes.shard > 1:  # what is sharded has met in backward
-            own = [one for one in own if not isinstance(one, DTensor)]
+        """Sum the gradients of all pipelines, and give all of them the buffers of the first one."""
+        weights = [tensor for tensor in self.owners.own_tensors() if isinstance(tensor, nn.Parameter)]
+        if self.sizes.shard > 1:  # gradients of sharded parameters are reduced in backward
+            weights = [weight for weight in weights if not isinstance(weight, DTensor)]
         for ranks in map(self._ranks_along, ("data", "shard")):
-            # which parameters have a gradient differs from pipeline to pipeline, but the collectives below must not;
-            # one that a pipeline lacks counts as zero
-            present = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32)
-            for parameter, is_used in zip(own, ranks.all_reduce(present, "max").tolist(), strict=True):
+            # pipelines may have gradients for different parameters, but must issue the same collectives; a missing
+            # gradient counts as zero
+            present = torch.tensor([parameter.grad is not None for parameter in weights], dtype=torch.int32)
+            for parameter, is_used in zip(weights, ranks.all_reduce(present, "max").tolist(), strict=True):
                 if is_used:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -227,6 +226,6 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.schedules is None:
             super().align_buffers()
             return
-        own = [one for one in self.owners.own_tensors() if not isinstance(one, nn.Parameter)]
+        buffers = [tensor for tensor in self.owners.own_tensors() if not isinstance(tensor, nn.Parameter)]
         for axis in ("data", "shard"):
-            self._ranks_along(axis).broadcast_tensors(own)
+            self._ranks_along(axis).broadcast_tensors(buffers)

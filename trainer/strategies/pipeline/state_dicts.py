@@ -1,4 +1,4 @@
-"""State dicts of a pipeline: each rank writes and reads its parts of its own stages, under the task's own names."""
+"""State dicts of a pipeline: each rank writes and reads the tensors of its stage, under the task's names."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,50 +15,50 @@ if TYPE_CHECKING:
 
 
 class PipelineStateDicts(MeshStateDicts):
-    """State dicts with empty shards for the tensors of other stages."""
+    """State dicts with empty shards in place of the tensors of other stages."""
 
     def __init__(self, mesh: MeshStateDicts, owners: StageOwners, stages: Ranks) -> None:
-        """`mesh`: those of the mesh, with whose ranks they are written. `stages`: the ranks of the pipeline."""
+        """`mesh`: the mesh's state dicts, whose writers are used. `stages`: the ranks of the pipeline."""
         super().__init__(mesh.asked)
         self.writers, self.owners, self.stages = mesh.writers, owners, stages
 
     def model(self, task: "Task") -> dict[str, Any]:
         """Return the task's state dict."""
         state = task.state_dict(keep_vars=True)
-        own = {name: value for name, value in state.items() if self.owners.place_of(value) == self.owners.own}
-        return with_own_data(self._described(without_data(own), state), own)
+        owned = {name: value for name, value in state.items() if self.owners.place_of(value) == self.owners.place}
+        return with_own_data(self._described(without_data(owned), state), owned)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of this rank's stage."""
         state = task.state_dict(keep_vars=True)
-        # torch copies into every tensor; one that is copied to itself stays as it is, and is not read from the files
+        # torch copies into every tensor; foreign ones are copied to themselves, and not read from the files
         foreign = {name: value for name, value in state.items() if self.owners.is_foreign(value)}
         kept = {name: foreign.get(name, value) for name, value in weights.items()}
         super().load_model(task, kept, strict)
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of `optimizer`."""
-        found = super().optimizer(optimizer)
-        # Adagrad has a state for every parameter from the start, of other stages' too
+        full = super().optimizer(optimizer)
+        # Adagrad has a state for every parameter from the start, also for those of other stages
         foreign, count = self._foreign(optimizer)
-        own = {index: values for index, values in found["state"].items() if index not in foreign}
-        described = self._described({index: without_data(values) for index, values in own.items()}, range(count))
-        return {**found, "state": {index: with_own_data(one, own.get(index, {})) for index, one in described.items()}}
+        owned = {index: values for index, values in full["state"].items() if index not in foreign}
+        described = self._described({index: without_data(values) for index, values in owned.items()}, range(count))
+        return {**full, "state": {key: with_own_data(data, owned.get(key, {})) for key, data in described.items()}}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what belongs to the parameters of this rank's stage."""
-        # torch would take a state for a parameter of another stage, and allocate it
+        """Load the states of the parameters of this rank's stage."""
+        # torch would allocate the states of other stages' parameters
         foreign, _ = self._foreign(optimizer)
-        own = {index: values for index, values in state["state"].items() if index not in foreign}
-        super().load_optimizer(optimizer, {**state, "state": own})
+        owned = {index: values for index, values in state["state"].items() if index not in foreign}
+        super().load_optimizer(optimizer, {**state, "state": owned})
 
     def _foreign(self, optimizer: Optimizer) -> tuple[set[int], int]:
-        """Return the places of an optimizer's parameters that other stages have, and the count of all."""
+        """Return the indices of an optimizer's parameters that belong to other stages, and the number of parameters."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {index for index, one in enumerate(parameters) if self.owners.is_foreign(one)}, len(parameters)
+        return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
-    def _described(self, own: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return what all ranks of the pipeline describe between them, in this order."""
+    def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
+        """Return the descriptions from all ranks of the pipeline, in this order of keys."""
         # descriptions only: no rank has memory for the tensors of all stages
-        described = {key: value for each in self.stages.gather_objects(own) for key, value in each.items()}
+        described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
