@@ -25,7 +25,7 @@ QUICK = {
     "step_overhead": ["--modes", "bare,usual", "--steps", "1000", "--rounds", "2"],
 }
 """Arguments of the quick form."""
-LONG = {"gpu", "one_run_picture", "peer_resumes", "same_results", "soak"}
+LONG = {"gpu", "one_run_picture", "peer_behavior", "peer_resumes", "same_results", "soak"}
 """Benchmarks without a quick form, with a command of their own (make gpu), or on packages of peers."""
 
 

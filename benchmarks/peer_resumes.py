@@ -1,10 +1,11 @@
-"""Resumes of peers that read samples twice or never, each beside Legato: an epoch is interrupted, resumed and counted.
+"""Interrupts and resumes an epoch in a peer and in Legato, and counts the samples read twice or never.
 
     python -m benchmarks.peer_resumes [NAME ...]
 
-Needs lightning, accelerate, torchdata and datasets, which `pip install` brings; a case whose package is missing is
-left out. Each side of a case runs in a process of its own and prints the samples that it read before the break and
-after it. The exit code is the number of cases in which Legato does not read each sample once.
+Needs lightning, accelerate, transformers, torchdata and datasets; a case whose package is not installed is skipped.
+Each side of a case runs in its own process and records the samples that it reads before and after the interruption.
+docs/comparison.md shows the results. The exit code is the number of cases in which Legato does not read each sample
+exactly once.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, BATCH, BREAK = 64, 4, 3
-"""Samples of an epoch, samples of a batch, and the number of batches before the break."""
+"""Samples of an epoch, samples of a batch, and the number of batches before the interruption."""
 SEED = 7
 
 
@@ -37,7 +38,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Cursor:
-    """A loader that keeps its position, by the protocol of torchdata: `state_dict` and `load_state_dict`."""
+    """A loader with torchdata's protocol, `state_dict` and `load_state_dict`, that saves its position."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -60,7 +61,7 @@ class Cursor:
 
 
 def hub_stream() -> Any:
-    """Return a stream of `datasets` in eight shards in torch's own loader."""
+    """Return a stream of `datasets` with eight shards in torch's DataLoader."""
     from datasets import Dataset as Table
 
     rows = Table.from_dict({"number": [float(number) for number in range(SAMPLES)]}).to_iterable_dataset(num_shards=8)
@@ -68,13 +69,13 @@ def hub_stream() -> Any:
 
 
 def write(folder: Path, part: str, rank: int, epoch: int, batch: torch.Tensor) -> None:
-    """Note the samples of a batch."""
+    """Append the samples of a batch to the record of a rank."""
     with (folder / f"{part}-{rank}").open("a") as file:
         file.writelines(f"{epoch} {int(number)}\n" for number in batch.flatten())
 
 
 def task_of(base: Any, folder: Path, part: str) -> Any:
-    """Return a task that notes its samples; `base`: the class of tasks of a library."""
+    """Return a task that records its samples, of the library whose class of tasks is `base`."""
 
     class Reads(base):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -95,7 +96,7 @@ def task_of(base: Any, folder: Path, part: str) -> Any:
 def with_legato(
     folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK, devices: int = 1
 ) -> None:
-    """Train for some epochs and some batches, and finish the epoch in a new trainer."""
+    """Train for `epochs` epochs and `batches` batches, and finish the epoch in a new trainer."""
     import legato as lg
 
     def fit(part: str, resume: Path | None, **limit: int) -> None:
@@ -110,14 +111,14 @@ def with_legato(
 
 
 def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, batches: int = BREAK) -> None:
-    """Do the same in Lightning, under DDP, whose sampler is told the epoch."""
+    """Do the same in Lightning under DDP, which sets the epoch of the sampler."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     def fit(part: str, resume: Path | None, **limit: int) -> None:
         pl.seed_everything(SEED, verbose=False)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        # within the step, as a job does that is killed later: after `fit` Lightning counts the epoch as done
+        # saved within the step, as in a job that is killed later: after `fit` Lightning counts the epoch as done
         keeps = ModelCheckpoint(folder, "kept", every_n_train_steps=steps)
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy="ddp", callbacks=[keeps], default_root_dir=folder, **quiet, **limit
@@ -130,7 +131,7 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
 
 
 def with_accelerate(folder: Path, loader: Callable[[], Any], epochs: int = 0, **options: Any) -> None:
-    """Do the same by a loop with Accelerate and `use_stateful_dataloader`, in the processes that torchrun has begun."""
+    """Do the same in a loop with Accelerate and `use_stateful_dataloader`, in processes started by torchrun."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
@@ -152,8 +153,36 @@ def with_accelerate(folder: Path, loader: Callable[[], Any], epochs: int = 0, **
     accelerator.end_training()
 
 
+def with_transformers(folder: Path) -> None:
+    """Do the same in transformers.Trainer, within the first epoch."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Reads(torch.nn.Module):
+        def __init__(self, part: str) -> None:
+            super().__init__()
+            self.layer, self.part = torch.nn.Linear(1, 1), part
+
+        def forward(self, number: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            write(folder, self.part, 0, 0, number)
+            return {"loss": self.layer(number.unsqueeze(1)).mean()}
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == BREAK
+
+    rows = [{"number": float(number), "labels": 0.0} for number in range(SAMPLES)]
+    options: dict[str, Any] = {"per_device_train_batch_size": BATCH, "num_train_epochs": 1, "save_steps": BREAK}
+    quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": []}
+    for part in ("before", "after"):
+        arguments = TrainingArguments(str(folder), seed=SEED, **options, **quiet)
+        callbacks = [Stop()] if part == "before" else []
+        checkpoint = str(folder / f"checkpoint-{BREAK}") if part == "after" else None
+        trainer = Trainer(Reads(part), arguments, train_dataset=rows, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+
 def shuffled(**options: Any) -> Callable[[], Any]:
-    """Return what makes a loader of shuffled numbers."""
+    """Return a function that creates a loader of shuffled numbers."""
     return lambda: DataLoader(Numbers(), batch_size=BATCH, shuffle=True, **options)
 
 
@@ -176,6 +205,12 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], Callable[[Path], None]]
         lambda folder: with_lightning(folder, shuffled()),
         lambda folder: with_legato(folder, shuffled()),
     ),
+    "trainer": (
+        "transformers.Trainer: a resume within an epoch, on one process",
+        "transformers",
+        with_transformers,
+        lambda folder: with_legato(folder, shuffled()),
+    ),
     "processes": (
         "Accelerate #3938: use_stateful_dataloader on two processes, a resume within an epoch",
         "accelerate",
@@ -183,24 +218,24 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], Callable[[Path], None]]
         lambda folder: with_legato(folder, shuffled(), devices=2),
     ),
     "sampler": (
-        "Accelerate #4195: the same in the second epoch, with the sampler that Accelerate takes by default",
+        "Accelerate #4195: the same in the second epoch, with Accelerate's default sampler",
         "accelerate",
         lambda folder: with_accelerate(folder, shuffled(), epochs=1),
         lambda folder: with_legato(folder, shuffled(), epochs=1, devices=2),
     ),
     "stream": (
-        "a stream of `datasets` in torch's DataLoader, a resume within an epoch (datasets #7927 asks for it)",
+        "a stream of `datasets` in torch's DataLoader, a resume within an epoch (datasets #7927)",
         "lightning",
         lambda folder: with_lightning(folder, hub_stream),
         lambda folder: with_legato(folder, hub_stream),
     ),
 }
-"""Name of each case: what it shows, the peer, its side and Legato's."""
+"""Name of each case: its title, the peer, the peer's side and Legato's side."""
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def samples_of(folder: Path, part: str) -> dict[int, list[int]]:
-    """Return the samples that a part of a run has read, by epoch."""
+    """Return the samples that a part of a run read, by epoch."""
     epochs: dict[int, list[int]] = {}
     for path in sorted(folder.glob(f"{part}-*")):
         for line in path.read_text().splitlines():
@@ -210,7 +245,7 @@ def samples_of(folder: Path, part: str) -> dict[int, list[int]]:
 
 
 def verdict(folder: Path) -> tuple[bool, str]:
-    """Return whether each sample of the interrupted epoch was read once and in its order, and a sentence."""
+    """Return whether each sample of the interrupted epoch was read once, in the epoch's order, and a sentence."""
     before, after = samples_of(folder, "before"), samples_of(folder, "after")
     last = max(after or before)
     counts = Counter([*before.get(last, []), *after.get(last, [])])
@@ -218,12 +253,12 @@ def verdict(folder: Path) -> tuple[bool, str]:
     if twice or never:
         return False, f"of {SAMPLES} samples {twice} were read twice and {never} never"
     if last and after.get(last) == before[0]:
-        return False, f"epoch {last} had the order of epoch 0 once more"
+        return False, f"epoch {last} repeated the order of epoch 0"
     return True, f"each of {SAMPLES} samples was read once"
 
 
 def run(name: str, side: str) -> tuple[bool, str]:
-    """Run a side of a case in processes of its own."""
+    """Run a side of a case in its own processes."""
     with tempfile.TemporaryDirectory() as folder:
         begin = TWO_PROCESSES if side == "peer" and CASES[name][1] == "accelerate" else ()
         command = [sys.executable, *begin, "-m", "benchmarks.peer_resumes", name, "--side", side, "--folder", folder]
@@ -235,7 +270,7 @@ def run(name: str, side: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Return the number of cases in which Legato is wrong."""
+    """Return the number of wrong results of Legato."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*CASES, []], help=", ".join(CASES))
     parser.add_argument("--side", choices=["peer", "legato"], help=argparse.SUPPRESS)
