@@ -574,14 +574,14 @@ def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
 def test_several_machines_are_refused(tmp_path, monkeypatch):
     for name, value in {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="elastic=true stays on one machine"):
+    with pytest.raises(ConfigError, match="elastic=true runs on one machine"):
         fit(tmp_path, elastic=True, num_nodes=2)
 
 
 def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="needs processes that Legato has started"):
+    with pytest.raises(ConfigError, match="needs worker processes that Legato starts"):
         fit(tmp_path, elastic=True, devices=1)
 
 

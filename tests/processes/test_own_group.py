@@ -126,8 +126,8 @@ def test_a_group_of_the_script_is_joined(ranks, name):
         ("two nodes", ("has 2 processes", "devices=2 and num_nodes=2 ask for 2 processes on each of 2 nodes")),
         ("one device", ("has 2 processes", "devices=1", "ask for 1")),
         ("single", ("'single' runs in one process", "this run has 2", "cluster=off")),
-        ("elastic", ("elastic", "no process group of its own")),
-        ("rpc", ("ddp_rpc makes process groups of its own",)),
+        ("elastic", ("elastic", "do not initialize a process group")),
+        ("rpc", ("ddp_rpc makes separate process groups",)),
         ("backend", ("process_group_backend='nccl'", "gloo for cpu")),
     ],
 )

@@ -160,18 +160,18 @@ class Made(Ratings):
 
 
 REFUSED = {
-    "manual": (Manual, {}, "does not go with manual optimization"),
-    "bitwise": (Ratings, {"reproducible": "bitwise"}, "does not go with reproducible: bitwise"),
-    "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients. Clip by value"),
-    "half": (Ratings, {"precision": "16-mixed"}, "does not go with precision=16-mixed"),
-    "skip": (Ratings, {"nan": "skip"}, "does not go with nan=skip"),
-    "sync": (Ratings, {"sync_batchnorm": True}, "strategy ddp_rpc does not go with sync_batchnorm=true"),
-    "compile": (Ratings, {"compile": True}, "does not go with compile"),
-    "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not go with recheck_every"),
-    "backward": (OwnBackward, {}, "a backward of the task's own"),
+    "manual": (Manual, {}, "does not support manual optimization"),
+    "bitwise": (Ratings, {"reproducible": "bitwise"}, "does not support reproducible: bitwise"),
+    "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients; clip by value"),
+    "half": (Ratings, {"precision": "16-mixed"}, "does not support precision=16-mixed"),
+    "skip": (Ratings, {"nan": "skip"}, "does not support nan=skip"),
+    "sync": (Ratings, {"sync_batchnorm": True}, "strategy ddp_rpc does not support sync_batchnorm=true"),
+    "compile": (Ratings, {"compile": True}, "does not support compile"),
+    "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not support recheck_every"),
+    "backward": (OwnBackward, {}, "an overridden backward"),
     "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage averages all weights"),
-    "grouped": (Grouped, {}, "an optimizer of one group with self.parameters"),
-    "nothing": (Nothing, {}, "Nothing names no remote_modules"),
+    "grouped": (Grouped, {}, "make it from self.parameters"),
+    "nothing": (Nothing, {}, "Nothing has no remote_modules"),
 }
 
 
@@ -185,8 +185,8 @@ def test_what_does_not_go_is_refused_by_name(found, name):
 @pytest.mark.parametrize(
     ("task", "kind", "message"),
     [
-        (Dropping, ConfigError, "'noise' has a Dropout, which computes something else in training"),
-        (Made, TaskError, "each with a function that makes a module"),
+        (Dropping, ConfigError, "'noise' contains a Dropout, which differs between training"),
+        (Made, TaskError, "functions that make a module"),
     ],
 )
 def test_modules_that_cannot_be_served_are_refused(task, kind, message):
@@ -199,9 +199,9 @@ def test_places_that_are_too_few_or_too_far():
     assert [strategy.serve(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
     with pytest.raises(ConfigError, match="2 processes - 2 servers = 0"):
         strategy.serve(Place(0, world_size=2))
-    with pytest.raises(ConfigError, match="runs on one node, here are 2"):
+    with pytest.raises(ConfigError, match="runs on one node, got 2"):
         strategy.serve(Place(0, world_size=4, nodes=2))
-    with pytest.raises(ConfigError, match="servers=0: expected at least 1"):
+    with pytest.raises(ConfigError, match="expected servers >= 1, got 0"):
         DDPRPCStrategy(servers=0)
 
 

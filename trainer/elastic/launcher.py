@@ -1,4 +1,4 @@
-"""Launcher of an elastic run: watches its workers, replaces those that die, and decides on the next generation."""
+"""Launcher of an elastic run: monitors its workers, replaces those that die, and decides on the next generation."""
 
 import itertools
 import logging
@@ -30,30 +30,30 @@ from .store import ElasticWorker, Generation, GroupOrder, Member, MemberRegistry
 log = logging.getLogger("legato")
 
 LAUNCHER_POLL = 0.05
-"""Seconds between two looks at the store."""
+"""Seconds between polls of the store."""
 
 T = TypeVar("T")
 _here: ElasticWorker | None = None
-"""This process, if it is a worker of an elastic run."""
+"""Description of this process, if it is a worker of an elastic run."""
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return what this process needs to join its elastic run; None outside of one."""
+    """Return the description of this worker; None outside of an elastic run."""
     return _here
 
 
 def run_elastic_workers(
     function: Callable[[], T], processes: int, timeout: float, *, max_restarts: int = 0, nodes: int = 1
 ) -> T:
-    """Call `function` in `processes` new workers, which may die and be replaced, up to `max_restarts` of them.
+    """Call `function` in `processes` new workers, and replace up to `max_restarts` workers that die.
 
-    Returns what one of them returned. `timeout`: seconds after which a process that does not come to a new group is
+    Returns the result of one of them. `timeout`: seconds after which a process that does not join a new group is
     killed. Errors: see `launch_workers`; raises ConfigError for several nodes.
     """
     if nodes > 1:
-        raise ConfigError("elastic=true stays on one machine: leave trainer.num_nodes out.")
+        raise ConfigError("elastic=true runs on one machine: leave trainer.num_nodes out.")
     warm_up()
-    # The store lives in the launcher, not in rank 0: a worker may die, and with the store would go the run.
+    # The store is in the launcher, not in rank 0, so that the run survives the death of any worker.
     store: Any = host_store("127.0.0.1", 0, True)
     variables, threads, attempts = all_variables(), threads_of_worker(processes), itertools.count(1)
 
@@ -79,7 +79,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """Workers of one attempt at an elastic run; `rank` of a base method is a member's id here."""
+    """Workers of an attempt at an elastic run; a `rank` in base methods is the id of a member."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
@@ -88,12 +88,12 @@ class ElasticWorkerGroup(WorkerGroup):
         self.timeout, self.store, self.port = timeout, store, port
         self.ids = itertools.count()
         self.members: dict[int, Member] = {}
-        """Members by id, those that have ended included."""
+        """Members by id, including those that have ended."""
         self.registry = MemberRegistry([])
         self.published_at = 0.0
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None
         self.survived_failures: list[Failure] = []
-        """Failures after which the run continued."""
+        """Failures that the run survived."""
         self.waiting_to_exit: list[Member] = []
         """Finished members that wait for permission to exit."""
         self.returning: Member | None = None
@@ -123,7 +123,7 @@ class ElasticWorkerGroup(WorkerGroup):
             )
 
     def value(self) -> Any:
-        """Return the result of whichever member sent it."""
+        """Return the result, which one of the members sent."""
         return self.result
 
     def _pause(self) -> float:
@@ -164,15 +164,15 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _kill_late_members(self) -> None:
         generation = self.registry.generation
-        # the first group may take long, as processes start and import; a process that never comes there is seen at its
-        # timeout
+        # the first group may take long, as processes start and import; its members detect one that never arrives by
+        # the timeout of the group
         if generation.version == 1 or time.monotonic() < self.published_at + self.timeout:
             return
-        # as long again before the next look, since a kill takes a while to be noted
+        # wait for another timeout before the next kill, since a death takes time to be recorded
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
-                log.warning("Process %d did not come within %g s.", member.id, self.timeout)
+                log.warning("Process %d did not join the new group within %g s; killing it.", member.id, self.timeout)
                 self._kill(member)
 
     def _kill(self, member: Member) -> None:
@@ -188,7 +188,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if self._stopped_at is not None:
             super()._record_end(worker, end)
             return
-        # a run that replaces processes for days would keep two descriptors of each
+        # otherwise a run that replaces processes for days would leak two file descriptors for each
         self.workers.remove(worker)
         worker.process.close()
         if end == RESUME_ME:
@@ -203,25 +203,25 @@ class ElasticWorkerGroup(WorkerGroup):
         self._release_next()
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
-        self._read_messages()  # reports sent before the death count first, however late this launcher reads them
+        self._read_messages()  # messages sent before the death count first, however late this launcher reads them
         if member in self.registry.finished:
-            self.waiting_to_exit = [other for other in self.waiting_to_exit if other != member]
+            self.waiting_to_exit = [waiting for waiting in self.waiting_to_exit if waiting != member]
             self.returning = None if self.returning == member else self.returning
             return
         if self.closed:  # it was killed because the run is over
             return
-        # a broken connection is an error of somebody else's
+        # another process is the cause of a broken connection
         raised = bool(failure.text) and not failure.communication
-        # An error that a member raised would be raised again by those that repeat its step; the death of a process
-        # would not.
+        # Processes that repeat the step would raise a member's error again, while the death of a process does not
+        # recur.
         if not self.registry.running or (raised and member in self.registry.members):
             self._failures.append(failure)
         else:
             self.survived_failures.append(failure)
-            # told to end by a signal: what has died is not replaced any more
+            # no replacements after a signal to end the run
             replaced = self.restarts_left > 0 and not raised and not self._relay.received
-            more = "; another process is being started." if replaced else f".\n\n{failure.text}" if raised else "."
-            log.warning("%s The run continues without it%s", failure.summary, more)
+            details = "; starting a replacement." if replaced else f".\n\n{failure.text}" if raised else "."
+            log.warning("%s The run continues without it%s", failure.summary, details)
             if replaced:
                 self.restarts_left -= 1
                 self._start_member(Member(next(self.ids), member.slot))
@@ -229,8 +229,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     # --- the end of the run -----------------------------------------------------------------------------------------
     def _release_next(self) -> None:
-        """Let one finished member return the result, and the others exit after it."""
-        # One after the other: the first returns the result, and if it dies on the way there the next one does.
+        """Let a finished member return the result, and the others exit after it."""
+        # in turn: if the first dies before it returns the result, the next one returns it
         while self.waiting_to_exit and (self.has_result or self.returning is None):
             member = self.waiting_to_exit.pop(0)
             if not self.has_result:
@@ -238,9 +238,9 @@ class ElasticWorkerGroup(WorkerGroup):
             self.store.release_member(member, returns_result=not self.has_result)
 
     def _close(self) -> None:
-        """End the run after its last member: succeeded, or failed if none finished. Replacements are killed."""
+        """End the run after its last member: successfully if any finished. Kills processes that have not joined."""
         self.closed = True
-        # all members have died, so failures that were survived one by one are what ended the run
+        # if all members died, the failures that were survived so far are the cause
         if not self.registry.finished and self._preempted_at is None:
             self._failures += self.survived_failures
         self._announce_end()
@@ -248,7 +248,7 @@ class ElasticWorkerGroup(WorkerGroup):
             self._kill(member)
 
     def end(self) -> None:
-        """Kill all processes that still run."""
+        """Kill all processes that are still running."""
         if not self.closed:
             self._announce_end()
         super().end()

@@ -1,7 +1,7 @@
-"""Membership of a process in an elastic run: detect changes of the members, and continue with the new ones.
+"""Membership of a process in an elastic run: detects changes of the members, and continues with the new ones.
 
-A broken connection or a new generation ends the loop; the process forms the group of the newest generation, takes over
-the newest state, and the loop continues as after a resume in the middle of an epoch.
+A broken connection or a new generation ends the loop. The process then forms the group of the newest generation, takes
+over the newest state, and continues the loop as after a resume in the middle of an epoch.
 """
 
 import logging
@@ -34,84 +34,84 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 GENERATION_WAIT = 1.0
-"""Seconds after a broken connection within which the host usually knows which member has died."""
+"""Seconds in which the launcher usually detects a death after a broken connection."""
 RECOVERY_TIMEOUT = 10.0
 """Seconds to wait for another generation after that."""
 FORM_TIMEOUT = 2.0
-"""Seconds for a group to form once all its members have arrived; milliseconds, unless one dies just then.
+"""Timeout in seconds for forming a group after all members have arrived; takes milliseconds unless a member dies.
 
-Doubled after each attempt that failed without a death: on a busy machine it takes longer.
+Doubled after each attempt that fails without a death, since a busy machine takes longer.
 """
 MAX_BREAKS = 3
-"""Number of times that a group may break at the same step without a death before that is an error."""
-_STORE_POLL = 0.003  # seconds between two looks at the store, by few processes
+"""Number of times that a group may break at the same step without a death, before this is an error."""
+_STORE_POLL = 0.003  # seconds between polls of the store, with few processes
 
 
 class MembershipChanged(Exception):
-    """Raised on all ranks once they agree that there is a new generation, to leave the loop."""
+    """Leaves the loop; raised on all ranks once they agree on a new generation."""
 
 
 class ElasticMembership(Membership):
     """Membership in an elastic run; as a context manager it recovers from broken connections and new generations."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        """Raises ConfigError where another program started this process, and for loaders that read shares."""
+        """Raises ConfigError if another launcher started this process, and for use_distributed_sampler=False."""
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
-                "elastic: true needs processes that Legato has started and watches: start the script itself (or "
-                "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
+                "elastic: true needs worker processes that Legato starts: run the script directly (or `legato fit`), "
+                "without torchrun, srun or mpirun, and do not initialize a process group in it."
             )
         if not trainer.use_distributed_sampler:
             raise ConfigError(
-                "elastic: true deals the samples of a process that has gone to the others, so it needs "
-                "use_distributed_sampler=true."
+                "elastic: true needs use_distributed_sampler=true, since the remaining processes take over the samples "
+                "of a process that dies."
             )
         self.trainer, self.member = trainer, elastic_worker.member
         self.timeout = trainer.strategy.timeouts.limits["step"].total_seconds()
         self.store = MembershipStore(connect_to_store(elastic_worker.port), elastic_worker.attempt)
         self.replicas = elastic_worker.replicas
         self.joins = elastic_worker.joins
-        """Whether this process joined a run under way and has not taken part yet."""
+        """True if this process joins a run in progress, and has not taken part yet."""
         self.generation = Generation(0, ())
         self.agreed_version = 0
         """Version of the newest generation that the ranks have agreed on."""
         self.place = Place()
         self.taking_part = self.broken = False
         self.consistent = not elastic_worker.joins
-        """Whether weights and loop state of this process are consistent with each other and belong to this run."""
+        """True if weights and loop state of this process are consistent with each other and belong to this run."""
         self.loggers_open = False
-        """Whether the loggers of this process are open."""
+        """True if the loggers of this process are open."""
         self.snapshot = MetricSnapshot(trainer)
         self.broke_at, self.breaks = -1, 0
 
     # --- before training --------------------------------------------------------------------------------------------
     def connect(self, place: Place) -> Place:
-        """Form the first group. A process that joins later has none until it is set up, and is never rank 0."""
+        """Form the first group. A process that joins later gets a group after its set-up, and is not rank 0 before."""
         if self.joins:
-            self.trainer.num_sanity_val_steps = 0  # which the run has behind it
+            self.trainer.num_sanity_val_steps = 0  # the run has already done them
             # any rank but 0, which would write files
             return replace(place, rank=1)
-        self._form(self.store.generation(1), self.timeout)  # some may take long to start
+        self._form(self.store.generation(1), self.timeout)  # a long timeout, since processes start at different times
         return self.place
 
     def adopt_settings(self) -> None:
-        """Take replicas and directory of the run to join."""
+        """Take the replicas and the directory of the run to join."""
         trainer = self.trainer
-        if self.joins:  # its launcher has decided on the directory; rank 0, which tells of it, is in the run already
+        if self.joins:  # the launcher assigns the directory, as rank 0 no longer broadcasts it
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
 
     def _take_part(self) -> None:
-        """Take part: first members have a group already; others wait for a generation with them."""
+        """Start to take part: first members have a group, others wait for a generation that includes them."""
         self.taking_part = True
         self.snapshot.start()
-        # Ranks that looked for themselves could see a new version in different steps, and their collectives would no
-        # longer pair: rank 0 looks, and the agreement of the ranks carries it.
+        # Only rank 0 polls the version, and the ranks agree on it: otherwise ranks might see a new version in different
+        # steps, and their collectives would no longer match.
         self.trainer.current_run.agreement.add(
             lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._hear
         )
         if self.joins:
-            # Set up before it says so: members leave their group for it, and wait until all have arrived.
+            # posted after set-up, since the members then leave their group and wait for this process
             self.store.post("ready", self.member)
             self.broken = True
             return
@@ -129,7 +129,7 @@ class ElasticMembership(Membership):
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """Recover from a broken group; repeated until a group forms."""
+        """Recover from a broken group, until a new group forms."""
         if not self.taking_part:
             self._take_part()
         while self.broken:
@@ -143,28 +143,28 @@ class ElasticMembership(Membership):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback holds its objects."""
+        """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback refers to its objects."""
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True
-            if not isinstance(error, MembershipChanged):  # which all ranks raise, once each has heard of it
+            if not isinstance(error, MembershipChanged):  # which all ranks raise together
                 connections.shut_down()
-            # An update cannot be undone, and one that broke off may have changed some weights: this process then takes
-            # those of another. Elsewhere the step is repeated from what is here.
+            # An interrupted update may have changed some weights and cannot be undone: this process then takes over
+            # those of another. Otherwise it repeats the step from its state.
             optimization = self.trainer.current_run.optimization
             self.consistent = self.consistent and not optimization.updating
             optimization.updating = False
-            # Objects in the frames (such as a Work) would keep the old group's connections open, and the others
-            # waiting: gloo closes its sockets with the last reference, not by abort() or shutdown().
+            # Objects in the frames (such as a Work) would keep the old group's connections open, on which other ranks
+            # wait: gloo closes its sockets with the last reference, not in abort() or shutdown().
             traceback.clear_frames(trace)
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether an error is due to a broken connection, with a newer generation to continue in."""
+        """Return whether an error is due to a broken connection, and there is a newer generation to continue in."""
         if not is_communication(error):
             return False
-        # usually the host has seen the death by now; where it has not, connections may have broken without one
+        # usually the launcher has detected the death by now; otherwise connections may have broken without one
         if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.trainer.state.global_step
@@ -172,14 +172,14 @@ class ElasticMembership(Membership):
         self.broke_at = step
         if self.breaks > MAX_BREAKS:
             return False
-        log.warning("Connections broke although no process has died; they are opened again (%s).", error)
+        log.warning("Connections broke although no process died; reconnecting (%s).", error)
         self.store.post("broken", self.member, self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 
     @property
     def _pause(self) -> float:
-        """The seconds between two looks at the store: together about a thousand looks a second, however many look."""
-        # looks of 63 survivors every 3 ms keep two cores busy, while the news of a death still goes from rank to rank
+        """Seconds between polls of the store: about a thousand polls a second in all, for any number of processes."""
+        # 63 survivors that poll every 3 ms keep two cores busy, which delays the detection of a death on other ranks
         return max(_STORE_POLL, len(self.generation.members) / 1000)
 
     def _newer_generation_within(self, seconds: float) -> bool:
@@ -193,12 +193,12 @@ class ElasticMembership(Membership):
     # --- from one group to the next ---------------------------------------------------------------------------------
     def _recover(self) -> None:
         run = self.trainer.current_run
-        # all that holds the old group, then the group, then the new one: peers learn of the break when sockets close
+        # first release all references to the old group, then the group: peers detect the break when its sockets close
         run.strategy.regroup(None)
         leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
         generation = self._next_generation()
-        # gloo connects every pair: 64 processes on two cores need 6 s, and would time out again and again in 2
+        # gloo connects every pair: 64 processes on two cores take 6 s, so a timeout of 2 s would never suffice
         self._form(generation, FORM_TIMEOUT * max(1, len(generation.members) / 8) * 2**breaks)
         open_outputs = self.open_outputs if self.place.rank == 0 and not self.loggers_open else None
         recovery.transfer_state(run, self.place, self.snapshot, self.consistent, open_outputs)
@@ -208,7 +208,7 @@ class ElasticMembership(Membership):
         recovery.repeat_after_step(run)
         self.broken = False
         if self.place.rank == 0:
-            log.info("Step %d: going on with %d processes.", run.state.global_step, self.place.world_size)
+            log.info("Step %d: continuing with %d processes.", run.state.global_step, self.place.world_size)
 
     def _next_generation(self) -> Generation:
         """Return the newest generation, once all its members have arrived."""
@@ -221,7 +221,7 @@ class ElasticMembership(Membership):
                 if self.member in generation.members:
                     self.store.arrive(generation, self.member)
                 elif not self.joins:
-                    raise WorkerError(f"The run went on without process {self.member.id}, which was late.")
+                    raise WorkerError(f"The run continued without process {self.member.id}, which was too late.")
             if (
                 seen > self.generation.version
                 and self.member in generation.members
@@ -236,7 +236,7 @@ class ElasticMembership(Membership):
         if generation.order == "lost":
             raise SystemExit(RESUME_ME)
         if generation.order == "over":
-            raise RunFinished("The run was done before there was a place in it.")
+            raise RunFinished("The run finished before this process could join it.")
 
     def _form(self, generation: Generation, seconds: float) -> None:
         rank = generation.members.index(self.member)
@@ -244,21 +244,21 @@ class ElasticMembership(Membership):
         self.generation, self.place = generation, Place(rank, slot, 0, world, world, 1, "legato")
         if world > 1:
             allow_connections(world)
-            # Keys of its own for each generation: gloo would else find addresses of an earlier group, and wait for
-            # processes that are gone (pytorch/pytorch#135712 is that bug in torch's elastic agent).
+            # A prefix per generation: otherwise gloo would find addresses of an earlier group, and wait for dead
+            # processes (pytorch/pytorch#135712 is this bug in torch's elastic agent).
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
-            # torch numbers the groups of a process, failed ones too, and all ranks must use the same number.
+            # torch numbers the groups of a process, including failed ones, but all ranks must use the same number
             reset_group_names()
-            # short for forming, where all have arrived and only a death can hold it up; then as long as a step may take
-            patience = timedelta(seconds=seconds)
+            # a short timeout while the group forms, when only a death can delay it; later that of a step
+            timeout = timedelta(seconds=seconds)
             with connections.noting():
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
             set_group_timeout(timedelta(seconds=self.timeout))
 
     # --- after training ---------------------------------------------------------------------------------------------
     def returns_result(self, rank: int) -> bool:
         """Wait for permission to exit; return whether this process returns the result."""
         self.store.post("finished", self.member)
-        while (word := self.store.released(self.member)) is None:
+        while (permission := self.store.released(self.member)) is None:
             time.sleep(self._pause)
-        return word == "answer"
+        return permission == "answer"

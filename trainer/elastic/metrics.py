@@ -1,4 +1,4 @@
-"""Logged values of an elastic run: every rank keeps those of all ranks, so that none is lost with a rank."""
+"""Logged values of an elastic run: every rank keeps the values of all ranks, so that a death loses none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,13 +9,13 @@ from ..metrics.log import Metrics, Sums, as_lists
 from ..metrics.reduce import Reduced, Row, Series, sort_out, total
 from ..metrics.torchmetrics import COUNT, MetricStates, States, on_host
 
-# Replica number of a value that a hook logs once per process. Only the first process counts it, since the number of
+# Replica index of a value that a hook logs once per process. Only the first process counts it, since the number of
 # processes may change.
 ONCE_PER_PROCESS = -2
 
 
 class SharedStates(MetricStates):
-    """States of metrics by replica, with those of other processes' replicas as they were last sent."""
+    """States of metrics by replica, including the last states that other processes sent."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         super().__init__(task, replicas, by_replica)
@@ -29,15 +29,15 @@ class SharedStates(MetricStates):
     def own_states(self) -> dict[str, dict[int, States]]:
         """Return the states of this process's replicas for every metric that has or had updates."""
         self.save()
-        own = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
-        # also when it has none any more: other ranks must hear of a reset
-        self.sent |= {path for path, parts in own.items() if any(states[COUNT] for states in parts.values())}
-        return {path: parts for path, parts in own.items() if path in self.sent}
+        local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
+        # also after a reset, which other ranks must learn of
+        self.sent |= {path for path, replicas in local.items() if any(states[COUNT] for states in replicas.values())}
+        return {path: replicas for path, replicas in local.items() if path in self.sent}
 
     def add_remote(self, states: Mapping[str, Mapping[int, States]]) -> None:
         """Store the states of other processes' replicas."""
         for path, remote in states.items():
-            self.kept[path] |= {replica: own for replica, own in remote.items() if replica not in self.replicas}
+            self.kept[path] |= {replica: state for replica, state in remote.items() if replica not in self.replicas}
 
     def all(self) -> dict[str, dict[int, States]]:
         """Return the states of all replicas that have updates, by path and replica."""
@@ -47,7 +47,7 @@ class SharedStates(MetricStates):
 
 
 class SharedMetrics(Metrics):
-    """Values that every rank has of all ranks: they are exchanged before each update, and counted then."""
+    """Logged values of all ranks, on every rank: values are exchanged before each update, and counted then."""
 
     shares: ClassVar[bool] = True
     states: SharedStates
@@ -70,7 +70,7 @@ class SharedMetrics(Metrics):
         return SharedStates(self.task, replicas, by_replica=True)
 
     def leave_batches(self, samples: int) -> None:
-        """Attribute the following values to this process and no batch."""
+        """Count later log() calls per process, not per batch."""
         super().leave_batches(samples)
         if self.first_replica and self.stage == "train":
             self.replica = ONCE_PER_PROCESS
@@ -78,7 +78,7 @@ class SharedMetrics(Metrics):
     def flush(self) -> None:
         """Read all pending values; those of training wait for the next exchange.
 
-        A step that breaks off is repeated, and would count twice.
+        Otherwise an interrupted step, which is repeated, would count twice.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -99,8 +99,8 @@ class SharedMetrics(Metrics):
     def share_step(self) -> None:
         """Send all ranks' values of the current step to every rank, before the weights are updated. Collective.
 
-        A rank thus never finishes a step whose values another rank could lose. Values logged later in the step are sent
-        with the next step or logging point.
+        So no values of a finished step can be lost with a rank. Values logged later in the step are sent with the next
+        step or logging point.
         """
         self._share((), names=True)
 
@@ -109,9 +109,9 @@ class SharedMetrics(Metrics):
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values and return the maximum over ranks of each number in `extra`; on an error nothing changes.
+        """Exchange values, and return the maximum over ranks of each number in `extra`; an error changes nothing.
 
-        names: compare the names that were logged in the newest step.
+        names: compare the names that ranks logged in the newest step.
         """
         if self.stage == "train":
             self.flush()
@@ -137,13 +137,13 @@ class SharedMetrics(Metrics):
         return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the numbers of series with values of the newest step, but for those that rank 0 alone logs."""
+        """Return the numbers of series with values of the newest step, except those that only rank 0 logs."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
         return [number for number, *_, step in rows if step == self.step and number not in alone]
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def running_values(self) -> dict[str, float]:
-        """Return nothing: values of a step that may yet be repeated are not shown."""
+        """Return nothing, since a step may still be repeated."""
         return {}
 
     def newest_values(self) -> Reduced:
@@ -167,8 +167,8 @@ class SharedMetrics(Metrics):
         return super().gather_epoch()
 
     def is_complete(self, series: Series) -> bool:
-        """Return whether this rank has the values of all ranks, so that they are not exchanged."""
-        # all ranks have all sums of training, but a rank without a batch has not logged each metric object
+        """Return whether this rank already has the values of all ranks."""
+        # all ranks have all sums of training, but a rank without a batch may not have logged every metric object
         shared = self.stage == "train" and (series.kind != "metric" or not self.states.by_path)
         return series.alone or shared
 
@@ -199,7 +199,7 @@ class SharedMetrics(Metrics):
             series.step_at, series.step = saved["at"], {int(replica): sums for replica, *sums in saved["step"]}
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of this rank: at the end of a run others may be gone."""
+        """Return the value of this rank, since other ranks may be gone at the end of a run."""
         return [value]
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:

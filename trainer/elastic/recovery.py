@@ -1,5 +1,5 @@
-"""State transfer in a new generation: the process with the newest state sends it to the others, and the loop continues
-there."""
+"""State transfer in a new generation: the process with the newest state sends it to the others, which continue from
+it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 class MetricSnapshot:
-    """Snapshots of a task's metrics before each step and validation, as an update cannot be undone."""
+    """Snapshots of a task's metrics before each step and validation, since their updates cannot be undone."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.saved: Any = None
         self.step = -1
-        """Step within which, or validation after which, the snapshot was taken."""
+        """Value of global_step when the snapshot was taken."""
         self.in_validation = False
 
     def start(self) -> None:
-        """Take a snapshot whenever a step or a validation begins."""
+        """Take a snapshot at the start of every step and validation."""
         hooks = self.trainer.current_run.hooks
         if self.trainer.metrics.states.by_path:
             hooks["on_train_batch_start"] += (self._before_batch,)
             hooks["on_validation_start"] += (partial(self._take, in_validation=True),)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
-        # of the first batch only: an interrupted step is repeated from its beginning
+        # only before the first batch: an interrupted step is repeated from its start
         if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
 
@@ -45,7 +45,7 @@ class MetricSnapshot:
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
-        """Restore the snapshot if it was taken before the step or validation that is repeated."""
+        """Restore the snapshot if it was taken before the step or validation to repeat."""
         if self.saved is not None and self.step == step and self.in_validation == validating:
             self.trainer.metrics.states.restore(self.saved)
         self.saved = None
@@ -57,13 +57,13 @@ Point = tuple[int, dict[str, float]]
 
 @dataclass
 class MemberState:
-    """Loop state of a process, compared to find the newest."""
+    """Loop state of a process; members compare theirs to find the newest."""
 
     consistent: bool
-    """Whether weights and loop state are consistent."""
+    """True if weights and loop state are consistent."""
     progress: Progress
     """Step, epoch, whether the epoch has ended, steps of the newest validation and log point, and the number of
-    exchanges of logged values: a process with one exchange more has the values of all ranks."""
+    exchanges of logged values: a process with one more exchange has the values of all ranks."""
     epoch_steps: int
     elapsed: float
     stop: bool
@@ -97,7 +97,7 @@ def transfer_state(
 ) -> None:
     """Take over the newest state among the members; every member of the new group calls it.
 
-    `consistent`: see MemberState; `open_outputs`: opens the loggers, in a process that writes from here on. An error
+    `consistent`: see MemberState; `open_outputs`: opens the loggers in a process that becomes the writer. An error
     before the last collective leaves this process unchanged.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
@@ -106,40 +106,40 @@ def transfer_state(
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
     strategy.regroup(layout, place)
-    own = MemberState.of(run, consistent)
-    states: list[MemberState] = strategy.collectives.gather_objects(own)
-    # whole weights count most, then the furthest step, then the lowest rank: all ranks compute the same choice
+    before = MemberState.of(run, consistent)
+    states: list[MemberState] = strategy.collectives.gather_objects(before)
+    # prefer consistent weights, then the latest step, then the lowest rank; all ranks choose the same source
     source = max(range(len(states)), key=lambda rank: (states[rank].consistent, states[rank].progress, -rank))
     newest = states[source]
     if not newest.consistent:
-        raise WorkerError("No process is left whose weights are whole; go on from the newest checkpoint.")
-    # to the step that is repeated, before this state is compared with others or sent to them
+        raise WorkerError("No process with consistent weights is left. Resume from the newest checkpoint.")
+    # to the step to repeat, before this state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
-    # what was logged in another epoch, or before this one's first step, would be counted in the epoch that goes on
-    if own.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
+    # values from another epoch, or from before this epoch's first step, must not count in the continued epoch
+    if before.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
-    behind = [one.progress != newest.progress or not one.consistent for one in states]
+    behind = [state.progress != newest.progress or not state.consistent for state in states]
     saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
         saved = broadcast_contents(saved, strategy.collectives, source)
-    # No communication from here on: every process can finish alone.
+    # no communication from here on, so every process can finish alone
     metrics.set_layout(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:
         _load_state(run, saved)
     _continue_at(run, place, newest)
     if open_outputs is not None:
         open_outputs(run)
-    # a logger that has just been opened drops points from this step on, as after a resume, so it has not got this one
-    wrote = own.point == newest.point and open_outputs is None
+    # a logger that was just opened has dropped points from this step on, as after a resume
+    wrote = before.point == newest.point and open_outputs is None
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
-        for logger in trainer.loggers:  # the process that should have written it may have died before
+        for logger in trainer.loggers:  # the previous writer may have died before writing it
             logger.log_metrics(newest.point[1], newest.point[0])
 
 
 def _load_state(run: "Run", saved: dict[str, Any]) -> None:
     trainer = run.trainer
-    saved["data"] = {}  # a stream's state belongs to its process, in the middle of a step
+    saved["data"] = {}  # within a step, a stream's state belongs to its process
     run.hooks.call("on_load_checkpoint", saved)
     restore.load_task_weights(run.task, saved, run.task.strict_loading)
     restore.start_state(trainer, saved)
@@ -167,7 +167,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat what follows a step, in case the break prevented it; every member calls it."""
+    """Repeat the logging after a step, which the break may have interrupted; every member calls it."""
     trainer, state = run.trainer, run.state
     if state.global_step and state.global_step % trainer.log_every_n_steps == 0:
         trainer.log_step()

@@ -1,4 +1,4 @@
-"""Membership store of an elastic run: its launcher and its workers exchange generations and messages through it.
+"""Membership store of an elastic run, through which launcher and workers exchange generations and messages.
 
 Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
@@ -13,39 +13,39 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 GroupOrder = Literal["train", "over", "lost"]
-"""Instruction to the members of a generation: form a group and train; exit, as the run is done; or as it has failed."""
+"""Instruction to the members of a generation: form a group and train; exit, as the run is over; exit, as it failed."""
 
 
 class Member(NamedTuple):
-    """One process of an elastic run. Its rank is its index in the generation."""
+    """A process of an elastic run. Its rank is its index in the generation."""
 
     id: int
     """Unique id, never reused."""
     slot: int
-    """Index of its device; a replacement has that of the process which died."""
+    """Index of its device; a replacement takes over that of the dead process."""
 
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """Description of a worker of an elastic run, which gets it at start."""
+    """Description of a worker of an elastic run, which it gets at start."""
 
     member: Member
     port: int
     """Port of the store, on the loopback interface."""
     attempt: int
-    """Number of the attempt, part of the store's prefix."""
+    """Index of the attempt, part of the store's prefix."""
     replicas: int | None = None
-    """Replicas of the run that is under way already; None for a first member, which begins it."""
+    """Replicas of the run that this worker joins; None for a first member."""
 
     @property
     def joins(self) -> bool:
-        """Whether the run is under way already."""
+        """True if this worker joins a run in progress."""
         return self.replicas is not None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Members of the process group from now on, by rank, and what they do."""
+    """A set of members, by rank, and the instruction to them."""
 
     version: int
     members: tuple[Member, ...]
@@ -53,7 +53,7 @@ class Generation:
 
 
 class MembershipStore:
-    """Keys of one attempt at an elastic run, in torch's store."""
+    """Keys of an attempt at an elastic run, in torch's store."""
 
     def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -63,16 +63,16 @@ class MembershipStore:
 
     # --- generations ------------------------------------------------------------------------------------------------
     def publish(self, generation: Generation) -> None:
-        """Publish the next generation; versions go up by one."""
-        # first the value, then the version: a process that sees the new version must find its generation
+        """Publish the next generation; versions increase by one."""
+        # the value before the version: a process that sees the new version must find its generation
         self.entries.set(
             f"generation/{generation.version}", json.dumps([generation.version, generation.members, generation.order])
         )
         self.entries.add("version", 1)
 
     def version(self) -> int:
-        """Return the newest generation's version; 0: there is none yet."""
-        # `add` of 0 reads without waiting; `get` blocks until the key is there, and then has no number but bytes
+        """Return the newest generation's version; 0 if there is none yet."""
+        # `add` of 0 returns a number at once, while `get` blocks until the key exists, and returns bytes
         return int(self.entries.add("version", 0))
 
     def generation(self, version: int) -> Generation:
@@ -86,7 +86,7 @@ class MembershipStore:
 
     def is_complete(self, generation: Generation) -> bool:
         """Return whether the generation has members, and all have arrived."""
-        # one call, as each member asks again and again
+        # a single call, since every member polls
         return bool(self.entries.check([_arrival(generation, member) for member in generation.members]))
 
     def missing(self, generation: Generation) -> list[Member]:
@@ -99,13 +99,13 @@ class MembershipStore:
         self.entries.queue_push("messages", json.dumps([event, member, number]))
 
     def new_messages(self) -> Iterator[tuple[str, Member, int]]:
-        """Yield event, member and number of each message since the last call, in the order in which they came."""
+        """Yield event, member and number of each message since the last call, in order of arrival."""
         for _ in range(self.entries.queue_len("messages")):
             event, member, number = json.loads(self.entries.queue_pop("messages"))
             yield event, Member(*member), number
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit; with `returns_result` it sends the result first."""
+        """Permit a finished process to exit; with `returns_result`, it first sends the result."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
@@ -126,31 +126,31 @@ def connect_to_store(port: int) -> "Store":
 
 
 class MemberRegistry:
-    """Members in the order of their ranks: members that stay keep their order, new ones are appended.
+    """Members in the order of their ranks: remaining members keep their order, new ones are appended.
 
-    So rank 0, the only one to write files, changes only when its process has died.
+    So rank 0, the only one to write files, changes only if its process dies.
     """
 
     def __init__(self, members: list[Member]) -> None:
         self.members = list(members)
         self.spares: list[Member] = []
-        """Replacements that are ready, until the next generation."""
+        """Replacements that are ready for the next generation."""
         self.waiting_to_begin = set(members)
         self.have_state = set(members)
         """Members that have the run's state."""
         self.finished: set[Member] = set()
         self.replicas: int | None = None
-        """Replicas of the run, once its first members have begun."""
+        """Replicas of the run, once its first members have started training."""
         self.generation = Generation(1, tuple(members))
         self.is_requested = False
 
     @property
     def running(self) -> bool:
-        """Whether every first member has begun to train; from then on the run survives deaths."""
+        """True once every first member has started training; from then on the run survives deaths."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:
-        """Record that a first member has begun to train."""
+        """Record that a first member has started training."""
         self.waiting_to_begin.discard(member)
         self.replicas = replicas
 
@@ -162,24 +162,24 @@ class MemberRegistry:
     def remove(self, member: Member) -> None:
         """Record the death of a process."""
         self.spares = [spare for spare in self.spares if spare != member]
-        self.members = [other for other in self.members if other != member]
+        self.members = [remaining for remaining in self.members if remaining != member]
 
     def finish(self, member: Member) -> None:
-        """Record that a member has finished, and with it the run: nothing can join any more."""
+        """Record that a member has finished, and with it the run, which no process can join any more."""
         self.remove(member)
         self.finished.add(member)
-        self.spares += [other for other in self.members if other not in self.have_state]
-        self.members = [other for other in self.members if other in self.have_state]
+        self.spares += [remaining for remaining in self.members if remaining not in self.have_state]
+        self.members = [remaining for remaining in self.members if remaining in self.have_state]
 
     def request_generation(self, version: int) -> None:
-        """Request another generation, as the group of this one broke without a death."""
+        """Request a new generation after the group of generation `version` broke without a death."""
         self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:
         """Return the next generation if one is due."""
         if not self.running or not self.members:
             return None
-        if not self.finished:  # once some have, a newcomer could only wait for the end
+        if not self.finished:  # after that, a new member could only wait for the end
             self.members, self.spares = self.members + self.spares, []
         if tuple(self.members) == self.generation.members and not self.is_requested:
             return None

@@ -1,7 +1,7 @@
-"""Batch normalisation with one mean and one variance over the batches of all replicas of a step.
+"""Batch normalization with statistics over the batches of all replicas of a step.
 
-On CUDA it is torch.nn.SyncBatchNorm; elsewhere the same is computed by differentiable sums over the ranks. Modules keep
-their parameters and buffers: only their class is changed, and changed back.
+On CUDA this is torch.nn.SyncBatchNorm; elsewhere differentiable sums over ranks compute the same. Modules keep their
+parameters and buffers; only their class changes, until the end of the run.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ...base.tensors import BATCH_NORM
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group; so is its gradient."""
+    """Differentiable sum over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        # every rank's output depends on this rank's input through the sum, so the gradient is the sum over ranks, too
+        # every rank's output depends on this rank's input, so the gradient is a sum over ranks, too
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return None, total
@@ -45,25 +45,25 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
     process_group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (N, C, ...) by mean and variance over N and what follows C, of all ranks."""
+        """Normalize an input of shape (N, C, ...) by mean and variance over all dimensions but C, and over ranks."""
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        over = [axis for axis in range(values.dim()) if axis != 1]
-        shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]
-        # the number of values goes along with their sums: ranks may have batches of different sizes
-        own = values.new_tensor([values.numel() / values.shape[1]])
-        sums = _sum(self.process_group, torch.cat([values.sum(over), own]))
+        dims = [dim for dim in range(values.dim()) if dim != 1]
+        shape = [-1 if dim == 1 else 1 for dim in range(values.dim())]
+        # sums and the number of values in one collective, as ranks may have batches of different sizes
+        size = values.new_tensor([values.numel() / values.shape[1]])
+        sums = _sum(self.process_group, torch.cat([values.sum(dims), size]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
-        # two passes, not mean(x^2) - mean(x)^2, which cancels in float32 where the mean is large
-        variance = _sum(self.process_group, centred.square().sum(over)) / count
+        # two passes, not mean(x^2) - mean(x)^2, which loses precision in float32 if the mean is large
+        variance = _sum(self.process_group, centred.square().sum(dims)) / count
         normal: Tensor = centred * torch.rsqrt(variance + module.eps).view(shape)
         if module.affine:
             normal = normal * module.weight.to(values.dtype).view(shape) + module.bias.to(values.dtype).view(shape)
-        # torch keeps the unbiased variance (n / (n - 1)) but normalises by the biased one
+        # torch tracks the unbiased variance (n / (n - 1)) but normalizes by the biased one
         if module.track_running_stats:
             self._follow(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
         return normal.to(input.dtype)
@@ -78,26 +78,26 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
 
 @cache
 def synced(kind: Any, base: Any = Synced) -> Any:
-    """Return the class `kind` with statistics over all ranks, which `base` computes; it has the same name.
+    """Return a subclass of `kind` and `base` with the name of `kind`, whose statistics are over all ranks.
 
-    The base comes after `kind` in the order of inheritance, so that a forward of its own still runs, and what that
-    calls by `super()` is synchronised.
+    `base` follows `kind` in the method resolution order, so that an overridden forward still runs, and its call of
+    `super().forward` is synchronized.
     """
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Compute the statistics of every batch norm in the task over the ranks of `group`; return what undoes it."""
-    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, BATCH_NORM)]
-    found = [(module, kind) for module, kind in found if not issubclass(kind, nn.SyncBatchNorm)]
+    """Compute the statistics of every batch norm in the task over the ranks of `group`; return an undo function."""
+    norms: list[tuple[Any, Any]] = [(norm, type(norm)) for norm in task.modules() if isinstance(norm, BATCH_NORM)]
+    norms = [(module, kind) for module, kind in norms if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm
-    for module, kind in found:
-        # not another module in its place, as convert_sync_batchnorm does: `task.norm` must stay this object
+    for module, kind in norms:
+        # unlike convert_sync_batchnorm, which makes another module: `task.norm` must stay the same object
         module.__class__ = synced(kind, base)
         module.process_group = group
 
     def undo() -> None:
-        for module, kind in found:
+        for module, kind in norms:
             if type(module) is synced(kind, base):
                 module.__class__ = kind
                 del module.process_group

@@ -1,4 +1,4 @@
-"""Remote modules: what strategy ddp_rpc keeps on servers, and every other strategy builds within the task."""
+"""Remote modules, which strategy ddp_rpc keeps on servers; other strategies build them within the task."""
 
 import zlib
 from collections.abc import Callable
@@ -22,14 +22,14 @@ def build_remote_modules(task: "Task", seed: int) -> None:
 
 
 def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return a remote module with the weights that it has under every strategy; raises TaskError."""
-    # a generator of its own: the weights must not depend on which process builds the module, nor on what it drew before
+    """Return a remote module, with the same initial weights under every strategy; raises TaskError for a bad entry."""
+    # a separate generator, so that the weights do not depend on the process that builds the module or on earlier draws
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
         module = make() if callable(make) and not isinstance(make, nn.Module) else None
     if not isinstance(module, nn.Module) or not name.isidentifier():
         raise TaskError(
-            f"remote_modules must return attribute names, each with a function that makes a module; it returned "
-            f"{name!r}: {make!r}."
+            f"remote_modules must map attribute names to functions that make a module, as in {{'table': lambda: "
+            f"nn.Embedding(1000, 64)}}; it returned {name!r}: {make!r}."
         )
     return module

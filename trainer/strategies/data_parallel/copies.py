@@ -50,7 +50,7 @@ class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, copies: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.copies = copies
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of an unused copy is None, not zeros
         return tuple(tensor.detach() for _ in range(copies) for tensor in tensors)
 
     @staticmethod

@@ -93,7 +93,7 @@ class DataParallelStrategy(Strategy):
         sizes = chunk_sizes(task.count_samples(batch), len(self.devices))
         devices = self.devices[: len(sizes)]
         chunks = split(batch, sizes, devices)
-        if len(chunks) == 1:
+        if len(chunks) == 1:  # as for a batch of one sample
             return getattr(task, name)(*arguments)
         # copied in each step: weights have changed, and gradients flow back through the copies (_Broadcast)
         copies = copy_to_devices(task, devices)

@@ -1,1 +1,1 @@
-"""Servers: modules that live in processes of their own."""
+"""DDP with parameter servers: modules in separate processes."""

@@ -1,8 +1,8 @@
-"""Remote modules: parts of a task that live in server processes, and what a server does for the trainers.
+"""Remote modules: modules of a task on server processes, and the functions that servers run for trainers.
 
-Trainers reach a module by torch's RemoteModule; what they do with it is recorded by distributed autograd. After
+Trainers call a module through torch's RemoteModule, under distributed autograd. See
 https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html ("Combining DDP with the Distributed RPC framework").
-The server adds up the gradients of all trainers and updates its weights once a step, after
+A server sums the gradients of all trainers and updates its weights once a step, see
 https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html ("batch-updating parameter server").
 """
 
@@ -27,38 +27,38 @@ from ....base.tensors import BATCH_NORM
 from ..servers import make_module
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch itself still uses its own torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)  # RemoteModule uses the deprecated torch.jit.script
     from torch.distributed.nn.api.remote_module import RemoteModule
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
 REFUSED: tuple[Any, ...] = (BATCH_NORM, nn.Dropout.__base__)
-"""They compute something else in training than in evaluation; a server serves both at once."""
+"""Modules whose training and evaluation modes differ; a server serves both at once."""
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
 class ServedModule:
-    """A module of a server, and its optimizer."""
+    """A module on a server, with its optimizer."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.optimizer: Optimizer | None = None
         self.done = 0
-        """Number of trainers that have brought all gradients of the step."""
+        """Number of trainers that have finished the backwards of the step."""
 
     def names(self) -> tuple[list[str], int]:
         """Return the names in the module's state_dict, and the number of its parameters."""
         return list(self.module.state_dict()), len(list(self.module.parameters()))
 
     def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
-        """Make the module's optimizer, like the trainers' own."""
+        """Make the module's optimizer, like that of the trainers."""
         self.optimizer = kind(self.module.parameters(), **options)
 
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-        """Note that one of the trainers has brought all its gradients; with the last one, update the weights.
+        """Count a trainer that has finished its backwards; after the last one, update the weights.
 
-        `options` are the optimizer's of now: its learning rate may follow a schedule.
+        `options`: the current options of the optimizer, such as a scheduled learning rate.
         """
         assert self.optimizer is not None
         if options is not None:
@@ -70,8 +70,8 @@ class ServedModule:
         self.done = 0
         for parameter in self.module.parameters():
             # by rank: in the order of arrival the sum would vary from run to run
-            brought = [BROUGHT[rank].pop(parameter) for rank in sorted(BROUGHT) if parameter in BROUGHT[rank]]
-            parameter.grad = sum(brought[1:], brought[0]) * scale if brought else None
+            gradients = [GRADIENTS[rank].pop(parameter) for rank in sorted(GRADIENTS) if parameter in GRADIENTS[rank]]
+            parameter.grad = sum(gradients[1:], gradients[0]) * scale if gradients else None
             if clip is not None and parameter.grad is not None:
                 values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
                 values.clamp_(-clip, clip)
@@ -79,25 +79,25 @@ class ServedModule:
 
 
 SERVED: dict[str, ServedModule] = {}
-"""The modules of this process by name, if it is a server: calls from other processes find them by this name alone."""
-BROUGHT: dict[int, dict[Tensor, Tensor]] = {}
-"""Gradients of the step under way that each trainer has brought, by its rank."""
+"""The modules of a server process by name; remote calls find them by name."""
+GRADIENTS: dict[int, dict[Tensor, Tensor]] = {}
+"""Gradients of the current step, by the rank of the trainer that computed them."""
 LOCK = threading.Lock()
-"""Held by calls from other processes, but for forward and backward."""
+"""Held during remote calls, except forward and backward."""
 
 
 def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
-    """Make this server's modules. Raises ConfigError for those that cannot be served."""
+    """Make this server's modules. Raises ConfigError for modules that a server does not support."""
     makers = task.remote_modules()
     SERVED.clear()
-    BROUGHT.clear()
+    GRADIENTS.clear()
     SERVED.update({name: ServedModule(make_module(name, makers[name], seed)) for name in names})
     for name, served in SERVED.items():
         for inner in served.module.modules():
             if isinstance(inner, REFUSED):
                 raise ConfigError(
-                    f"remote_modules: {name!r} has a {type(inner).__name__}, which computes something else in training "
-                    f"than in evaluation; a server serves both. Keep it in the task."
+                    f"remote_modules: {name!r} contains a {type(inner).__name__}, which differs between training and "
+                    f"evaluation, but a server serves both at once. Keep it in the task."
                 )
 
 
@@ -107,54 +107,54 @@ def module_named(name: str) -> nn.Module:
 
 
 def call_here(name: str, method: str, *arguments: Any) -> Any:
-    """Call a method of a served module, or of a part of it: `optimizer.state_dict`."""
+    """Call a method of a `ServedModule` or of an attribute of it, such as `optimizer.state_dict`."""
     with LOCK:
         return attrgetter(method)(SERVED[name])(*arguments)
 
 
 def collect_gradients(context: int, rank: int) -> None:
-    """Take over the gradients that a backward of a trainer has left on this server."""
+    """Collect the gradients that a trainer's backward has computed on this server."""
     with LOCK:
-        own = BROUGHT.setdefault(rank, {})
+        sums = GRADIENTS.setdefault(rank, {})
         for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
-            own[parameter] = own[parameter] + gradient if parameter in own else gradient
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
 
 
 def drop_gradients(rank: int) -> None:
-    """Forget what a trainer has brought in a step that it leaves."""
+    """Drop a trainer's gradients of an unfinished step."""
     with LOCK:
-        BROUGHT.pop(rank, None)
+        GRADIENTS.pop(rank, None)
 
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class Remote(nn.Module):
-    """Proxy in a task for a module on a server, to which it sends calls and state dicts."""
+    """Proxy in a task for a module on a server."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
-        """`leads`: weights that are loaded go to the server from this trainer alone."""
+        """`leads`: True on the trainer that sends loaded weights to the server."""
         super().__init__()
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):
             reference = rpc.remote(server, module_named, args=(name,))
-            # in a list: nn.Module would take it for a part of the task, and RemoteModule refuses what is asked of one
+            # in a list, so that nn.Module does not register it: RemoteModule lacks most methods of a module
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
         self.keys, self.count = self.call("names")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `ServedModule` there; return what to wait for."""
+        """Call a method of the `ServedModule`; return the future."""
         return rpc.rpc_async(self.server, call_here, args=(self.name, method, *arguments))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of the `ServedModule` there returns."""
+        """Call a method of the `ServedModule`, and wait for its result."""
         with peers_gone(self.server):
             return self.ask(method, *arguments).wait()
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Call the module on its server; tensors go there by the host."""
-        here = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
-        there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
+        """Call the module on its server, with tensors on the CPU."""
+        args = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
+        kwargs = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
         with peers_gone(self.server):
-            output = self.modules_there[0].forward(*here, **there)
+            output = self.modules_there[0].forward(*args, **kwargs)
         return output.to(self.device) if isinstance(output, Tensor) else output
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -163,38 +163,39 @@ class Remote(nn.Module):
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing, *_ = rest
         missing += [prefix + key for key in self.keys if prefix + key not in state]
-        # every trainer loads a checkpoint, but one message a module is enough
+        # every trainer loads a checkpoint, but only one sends it
         if self.leads and not missing:
             self.call("module.load_state_dict", {key: state[prefix + key] for key in self.keys})
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return, for each parameter in the order that one process has, its module there (None: here) and its index."""
+    """Return each parameter's remote module (None if local) and index, in the order of a single process."""
     places: list[tuple[Remote | None, int]] = []
-    here: dict[nn.Parameter, int] = {}
+    local: dict[nn.Parameter, int] = {}
     for module in task.modules():
         if isinstance(module, Remote):
             places += [(module, index) for index in range(module.count)]
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter not in here:
-                places.append((None, here.setdefault(parameter, len(here))))
+            if parameter not in local:
+                places.append((None, local.setdefault(parameter, len(local))))
     return places
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all processes ----------------------------------------------------------------------------------------------------
 @contextmanager
 def peers_gone(server: str) -> Iterator[None]:
-    """Turn what RPC says of a peer that has gone into ConnectionError, which is never taken for the cause of an end."""
+    """Convert RPC's errors for a lost peer to ConnectionError, which is never reported as the cause of a failure."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
-        if said.startswith("eof") or any(word in said for word in LOST):
-            raise ConnectionError(f"The process {server} of this run does not answer any more: {said[:200]}") from error
+        text = str(error)
+        if text.startswith("eof") or any(phrase in text for phrase in LOST):
+            raise ConnectionError(f"The process {server} of this run no longer responds: {text[:200]}") from error
         raise
 
 
+# parts of RPC's error messages
 LOST = (
     "eof (this error originated",
     "connection reset",

@@ -96,6 +96,7 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
 
 def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None:
     """Shard the task's layers over a one-axis mesh; `words` is the result of `words_of`."""
+    # the uses of each parameter, to tie them again below
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in task.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
