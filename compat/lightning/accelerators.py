@@ -48,8 +48,8 @@ class Accelerator(str):
     @classmethod
     def parse_devices(cls, devices: Any) -> Any:
         """Return the number of CPU devices, or the list of device indices."""
-        found = find_devices(cls.kind, read_devices(devices))
-        return len(found) if cls.kind == "cpu" else [device.index or 0 for device in found]
+        parsed_devices = find_devices(cls.kind, read_devices(devices))
+        return len(parsed_devices) if cls.kind == "cpu" else [device.index or 0 for device in parsed_devices]
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
@@ -107,7 +107,7 @@ class Registry(dict[str, Any]):
     """A registry of classes, or of functions that create objects, by name."""
 
     def register(
-        self, name: str, made: Any = None, description: str = "", override: bool = False, **init_params: Any
+        self, name: str, factory: Any = None, description: str = "", override: bool = False, **init_params: Any
     ) -> Any:
         """Register a class and its arguments under a name. Without a class, return a decorator.
 
@@ -115,10 +115,10 @@ class Registry(dict[str, Any]):
         """
         if name in self and not override:
             raise ValueError(f"{name!r} is already registered. To replace it, pass override=True.")
-        if made is None:
+        if factory is None:
             return partial(self.register, name, description=description, override=override, **init_params)
-        self[name] = partial(made, **init_params)
-        return made
+        self[name] = partial(factory, **init_params)
+        return factory
 
     def remove(self, name: str) -> None:
         """Remove a name."""
@@ -171,6 +171,6 @@ class AcceleratorConnector:
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
     """Call `method` on each subclass of `parent` in a module that overrides it, to let the subclass register itself."""
-    for _, found in getmembers(module, isclass):
-        if issubclass(found, parent) and getattr(found, method, None) is not getattr(parent, method, None):
-            getattr(found, method)(registry)
+    for _, kind in getmembers(module, isclass):
+        if issubclass(kind, parent) and getattr(kind, method, None) is not getattr(parent, method, None):
+            getattr(kind, method)(registry)

@@ -7,12 +7,12 @@ def alias(path: str) -> Any:
     """Return a property that reads and sets another attribute; a dotted path names an attribute of a member."""
     *owners, name = path.split(".")
 
-    def owner_of(given: Any) -> Any:
+    def owner_of(holder: Any) -> Any:
         for owner in owners:
-            given = getattr(given, owner)
-        return given
+            holder = getattr(holder, owner)
+        return holder
 
-    def assign(given: Any, value: Any) -> None:
-        setattr(owner_of(given), name, value)
+    def assign(holder: Any, value: Any) -> None:
+        setattr(owner_of(holder), name, value)
 
-    return property(lambda given: getattr(owner_of(given), name), assign)
+    return property(lambda holder: getattr(owner_of(holder), name), assign)

@@ -56,50 +56,50 @@ BAREBONES: dict[str, Any] = {
 """Values that barebones=True sets."""
 
 
-def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Convert Lightning's Trainer arguments to Legato's. `logger` is True for the default logger.
 
     Raises ValueError, TypeError or ConfigError as Lightning does, and UnsupportedError for features that Legato does
     not have.
     """
-    _check(given)
-    tell_ambiguous(given)
-    found = {name: value for name, value in given.items() if name not in TAKEN_HERE}
-    if given["barebones"]:
-        _check_barebones(given)
-        found |= BAREBONES
+    _check(settings)
+    log_ambiguous_limits(settings)
+    converted = {name: value for name, value in settings.items() if name not in TAKEN_HERE}
+    if settings["barebones"]:
+        _check_barebones(settings)
+        converted |= BAREBONES
     # first, because a strategy object may come with an accelerator, devices and plugins
-    found["strategy"] = read_strategy(given["strategy"])
-    found |= getattr(found["strategy"], "given", {})
-    found |= {"requeue": is_requeued_by_default(), **read_plugins(given["plugins"])}
-    found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
-    if given["val_check_interval"] is None and found["check_val_every_n_epoch"] is None:
-        found["check_val_every_n_epoch"] = 1  # validate at the end of each epoch
+    converted["strategy"] = read_strategy(settings["strategy"])
+    converted |= getattr(converted["strategy"], "trainer_arguments", {})
+    converted |= {"requeue": is_requeued_by_default(), **read_plugins(settings["plugins"])}
+    converted |= {name: value for name, value in DEFAULTS.items() if converted[name] is None}
+    if settings["val_check_interval"] is None and converted["check_val_every_n_epoch"] is None:
+        converted["check_val_every_n_epoch"] = 1  # validate at the end of each epoch
     for name in (*LIMITS, *COUNTS, "val_check_interval"):
-        value = found[name]
+        value = converted[name]
         is_count = isinstance(value, float) and value.is_integer() and (value > 1 or name in COUNTS)
         if is_count or isinstance(value, bool):
-            found[name] = int(value)  # 10.0 becomes 10, and True becomes 1
-    if isinstance(found["val_check_interval"], float) and found["val_check_interval"] == 0.0:
-        found["val_check_interval"] = 1  # the smallest interval is one batch
+            converted[name] = int(value)  # 10.0 becomes 10, and True becomes 1
+    if isinstance(converted["val_check_interval"], float) and converted["val_check_interval"] == 0.0:
+        converted["val_check_interval"] = 1  # the smallest interval is one batch
     # Lightning writes to the current folder, Legato to runs/
-    root = os.fspath(given["default_root_dir"] or os.getcwd())
-    logger = found["logger"]
-    found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
-    accelerator = _accelerator(found["accelerator"])
-    own = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
-    found["callbacks"] = [*own, *callbacks_of_packages()] if isinstance(own, Iterable) else own
-    return found | {
+    root = os.fspath(settings["default_root_dir"] or os.getcwd())
+    logger = converted["logger"]
+    converted["logger"] = True if logger is None else list(logger) if is_collection(logger) else logger
+    accelerator = _accelerator(converted["accelerator"])
+    callbacks = [settings["callbacks"]] if isinstance(settings["callbacks"], Callback) else settings["callbacks"] or []
+    converted["callbacks"] = [*callbacks, *callbacks_of_packages()] if isinstance(callbacks, Iterable) else callbacks
+    return converted | {
         "accelerator": accelerator,
-        "devices": read_devices(found["devices"]),
-        "precision": _precision(found["precision"], given["precision"], accelerator),
-        "gradient_clip_algorithm": str(given["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
-        "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
+        "devices": read_devices(converted["devices"]),
+        "precision": _precision(converted["precision"], settings["precision"], accelerator),
+        "gradient_clip_algorithm": str(settings["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
+        "log_every_n_steps": converted["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
         # the folder name for runs whose loggers write no files
         "run_name": "lightning_logs",
         # Lightning's sampler repeats samples, and training steps may gather from all ranks
-        "use_distributed_sampler": "even" if given["use_distributed_sampler"] else False,
+        "use_distributed_sampler": "even" if settings["use_distributed_sampler"] else False,
         # Lightning continues after a non-finite loss
         "nan": "ignore",
     }
@@ -107,17 +107,17 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def callbacks_of_packages() -> list[Callback]:
     """Return the callbacks that installed packages add to every Trainer through Lightning's entry points."""
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     for point in entry_points(group="lightning.pytorch.callbacks_factory"):
-        made = point.load()()
-        found += [made] if isinstance(made, Callback) else made
-    return found
+        created = point.load()()
+        callbacks += [created] if isinstance(created, Callback) else created
+    return callbacks
 
 
-def tell_ambiguous(given: Mapping[str, Any]) -> None:
+def log_ambiguous_limits(settings: Mapping[str, Any]) -> None:
     """Log the meaning of a limit of 1 (one batch) or 1.0 (all batches)."""
     for name in (*LIMITS, "val_check_interval"):
-        value = given[name]
+        value = settings[name]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1:
             share = "1 batch" if isinstance(value, int) else "100% of the batches"
             meaning = f"{share} per epoch will be used"
@@ -126,36 +126,37 @@ def tell_ambiguous(given: Mapping[str, Any]) -> None:
             rank_zero_info(f"`Trainer({name}={value})` was configured so {meaning}.")
 
 
-def is_several(logger: Any) -> bool:
+def is_collection(logger: Any) -> bool:
     """Return whether the argument is a collection of loggers."""
     return isinstance(logger, Iterable) and not isinstance(logger, Logger)
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    clip, algorithm = given["gradient_clip_val"], given["gradient_clip_algorithm"]
+def _check(settings: Mapping[str, Any]) -> None:
+    clip, algorithm = settings["gradient_clip_val"], settings["gradient_clip_algorithm"]
     if clip is not None and not isinstance(clip, (int, float)):
         raise TypeError(f"gradient_clip_val should be an int or a float, got {clip!r}.")
     if algorithm is not None and str(algorithm).rpartition(".")[2].lower() not in ("norm", "value"):
         raise ConfigError(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
-    if isinstance(given["val_check_interval"], float) and given["check_val_every_n_epoch"] is None:
+    if isinstance(settings["val_check_interval"], float) and settings["check_val_every_n_epoch"] is None:
         raise ConfigError(
             "`val_check_interval` should be an integer when `check_val_every_n_epoch=None`: expected a number of "
-            f"batches or a time, got {given['val_check_interval']}."
+            f"batches or a time, got {settings['val_check_interval']}."
         )
-    if given["model_registry"] is not None:
+    if settings["model_registry"] is not None:
         raise UnsupportedError(
             "Trainer(model_registry=...) is not supported. Upload checkpoints in Callback.after_save_checkpoint."
         )
-    if given["fast_dev_run"] is not False and (isinstance(given["fast_dev_run"], float) or given["fast_dev_run"] < 0):
-        raise ConfigError(f"fast_dev_run={given['fast_dev_run']!r}: expected True, False or a number of batches.")
+    fast_dev_run = settings["fast_dev_run"]
+    if fast_dev_run is not False and (isinstance(fast_dev_run, float) or fast_dev_run < 0):
+        raise ConfigError(f"fast_dev_run={fast_dev_run!r}: expected True, False or a number of batches.")
 
 
-def _check_barebones(given: Mapping[str, Any]) -> None:
+def _check_barebones(settings: Mapping[str, Any]) -> None:
     unwanted = {**dict.fromkeys(BAREBONES), "fast_dev_run": False, "detect_anomaly": False, "profiler": None}
     for name in unwanted:
-        if given[name] not in (None, False, 0):
+        if settings[name] not in (None, False, 0):
             raise ValueError(
-                f"Trainer(barebones=True, {name}={given[name]!r}): barebones disables {name}. Remove one of the two "
+                f"Trainer(barebones=True, {name}={settings[name]!r}): barebones disables {name}. Remove one of the two "
                 "arguments."
             )
 

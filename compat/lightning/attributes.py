@@ -54,14 +54,14 @@ class LoggedMetrics(Values):
         # Legato publishes logged values last
         self.of_rank_0 |= values.keys() - self.owner.agreed_metrics.keys() - self.owner._own_values.keys()
         super().update({name: torch.as_tensor(value) for name, value in values.items()})
-        self.owner.take_own({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
+        self.owner.show_local({name: float(values[name]) for name in self.of_rank_0 & values.keys()})
 
 
 class MetricsOfProcess(Values):
     """The agreed values, some replaced by newer ones of this process. Values that a program sets count as agreed."""
 
-    def __init__(self, agreed: dict[str, Any], own: Mapping[str, Any]) -> None:
-        super().__init__({**agreed, **own})
+    def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
+        super().__init__({**agreed, **local})
         self.agreed = agreed
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -102,8 +102,8 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def state(self) -> TrainerState:
         """The loop state, with `fn`, `stage` and `status`."""
-        found: TrainerState = self.__dict__["_state"]
-        return found
+        state: TrainerState = self.__dict__["_state"]
+        return state
 
     @state.setter
     def state(self, value: "State") -> None:
@@ -172,16 +172,16 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def lightning_module(self) -> "LightningModule":
         """The module of the run; None before a run."""
-        found: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
-        return found
+        module: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
+        return module
 
     model = alias("lightning_module")
 
     @property
     def datamodule(self) -> Any:
         """The data module of the run, or the one that was set; None without one."""
-        own = None if self.run is None else self.run.datamodule
-        return self.__dict__.get("_datamodule") if own is None else own
+        datamodule = None if self.run is None else self.run.datamodule
+        return self.__dict__.get("_datamodule") if datamodule is None else datamodule
 
     @datamodule.setter
     def datamodule(self, value: Any) -> None:
@@ -191,8 +191,8 @@ class TrainerAttributes(OwnParts, Trainer):
     def optimizers(self) -> "list[Optimizer]":
         """The optimizers of the run, which may be set during the run, or of the latest fit."""
         # the optimizers of the latest fit stay readable in a later test, whose run has none
-        own = [] if self.run is None else super().optimizers
-        return own or list(self.fitted[0])
+        current = [] if self.run is None else super().optimizers
+        return current or list(self.fitted[0])
 
     @optimizers.setter
     def optimizers(self, value: "list[Optimizer]") -> None:
@@ -201,26 +201,26 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers of the run, or of the latest fit."""
-        own = [] if self.run is None else super().lr_scheduler_configs
-        return list(own or self.fitted[1])
+        current = [] if self.run is None else super().lr_scheduler_configs
+        return list(current or self.fitted[1])
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
         """The optimizers of the run as the module gets them, or of the latest fit."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
-            return [LightningOptimizer(one) for one in self.fitted[0]]
+            return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
         optimization = self.current_run.optimization
         # the same objects at each call, because programs set functions on them
-        if self._handles[0] is not optimization or [one.optimizer for one in self._handles[1]] != optimizers:
-            self._handles = optimization, [LightningOptimizer(one, optimization) for one in optimizers]
+        if self._handles[0] is not optimization or [handle.optimizer for handle in self._handles[1]] != optimizers:
+            self._handles = optimization, [LightningOptimizer(optimizer, optimization) for optimizer in optimizers]
         return list(self._handles[1])
 
     @property
     def loggers(self) -> list[Logger]:
         """All loggers."""
-        found: list[Logger] = self.__dict__.get("_loggers", [])
-        return found
+        loggers: list[Logger] = self.__dict__.get("_loggers", [])
+        return loggers
 
     @loggers.setter
     def loggers(self, value: list[Logger] | None) -> None:
@@ -246,15 +246,15 @@ class TrainerAttributes(OwnParts, Trainer):
         if not self.loggers:
             return str(self.default_root_dir)
         first = self.loggers[0]
-        found = first.save_dir if isinstance(first, WithoutFiles) else first.log_dir or first.save_dir
-        return None if found is None else str(found)
+        folder = first.save_dir if isinstance(first, WithoutFiles) else first.log_dir or first.save_dir
+        return None if folder is None else str(folder)
 
     @property
     def ckpt_path(self) -> str | Path | None:
         """The checkpoint from which the run started, or the one that was set for the next run."""
-        own: str | Path | None = self.__dict__.get("_ckpt_path")
+        path: str | Path | None = self.__dict__.get("_ckpt_path")
         source = getattr(self.run, "source", None)  # a call knows its checkpoint after its processes have met
-        return str(source) if own is None and source is not None else own
+        return str(source) if path is None and source is not None else path
 
     @ckpt_path.setter
     def ckpt_path(self, value: str | Path | None) -> None:
@@ -266,8 +266,8 @@ class TrainerAttributes(OwnParts, Trainer):
         """The latest value of each name, of this process alone until the next logging point."""
         agreed = self.newest_agreed()
         # each publication creates new tensors: while the agreed tensor is the same, the local value is newer
-        own = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
-        return MetricsOfProcess(agreed, own) if own else agreed
+        local = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
+        return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
         """Return the values that all ranks have, for joint decisions. With one process, they are up to date."""
@@ -278,8 +278,8 @@ class TrainerAttributes(OwnParts, Trainer):
     def logged_metrics(self) -> dict[str, Any]:
         """The latest value of each name passed to loggers, up to the latest batch."""
         self._read_newest()
-        found: dict[str, Any] = self.__dict__["_logged_metrics"]
-        return found
+        metrics: dict[str, Any] = self.__dict__["_logged_metrics"]
+        return metrics
 
     @logged_metrics.setter
     def logged_metrics(self, value: dict[str, Any]) -> None:
@@ -289,20 +289,20 @@ class TrainerAttributes(OwnParts, Trainer):
     def progress_bar_metrics(self) -> dict[str, float]:
         """The latest value of each name shown in progress bars, up to the latest batch."""
         self._read_newest()
-        found: dict[str, float] = self.__dict__["_progress_bar_metrics"]
-        return found
+        metrics: dict[str, float] = self.__dict__["_progress_bar_metrics"]
+        return metrics
 
     @progress_bar_metrics.setter
     def progress_bar_metrics(self, value: dict[str, float]) -> None:
         self.__dict__["_progress_bar_metrics"] = value
 
-    def take_own(self, values: "dict[str, float]") -> None:
+    def show_local(self, values: "dict[str, float]") -> None:
         """Show values in `callback_metrics` that other processes, if any, do not have."""
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         if self.world_size == 1:
             self.agreed_metrics.update(tensors)
         else:
-            self._own_values.update({name: (one, self.agreed_metrics.get(name)) for name, one in tensors.items()})
+            self._own_values.update({name: (tensor, self.agreed_metrics.get(name)) for name, tensor in tensors.items()})
 
     def _read_newest(self) -> None:
         """Read the values that this process has logged since the last call, except those of evaluation steps."""
@@ -320,7 +320,7 @@ class TrainerAttributes(OwnParts, Trainer):
             if sums and series.in_step is of_step and not (series.synced and metrics.processes > 1):
                 values.append((series, total(series.kind, sums)))
         reduced = sort_out(values, "_step" if of_step else "_epoch")
-        self.take_own(reduced.all)
+        self.show_local(reduced.all)
         if metrics.processes == 1:
             newest = [item for item in values if not of_step or item[0].step_at == metrics.step]
             measured = sort_out(newest, "_step" if of_step else "_epoch").all
@@ -331,12 +331,12 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
         """Return the loaders of a kind as the program passed them; those in a CombinedLoader without it."""
-        found = None if self.run is None else self.run.data.loaders.get(word)
-        if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
+        loaders = None if self.run is None else self.run.data.loaders.get(word)
+        if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # the loaders ended with their worker processes
-            given = self.run.request_loaders.get(word)  # `is not None`, because loaders of streams have no truth value
-            found = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if given is None else given
-        return found.iterables if isinstance(found, CombinedLoader) else found
+            loader = self.run.request_loaders.get(word)  # `is not None`, because loaders of streams have no truth value
+            loaders = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if loader is None else loader
+        return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
 
     @property
     def train_dataloader(self) -> Any:
@@ -388,8 +388,8 @@ class TrainerAttributes(OwnParts, Trainer):
         if "validation" in run.data.evaluations:
             return True
         source = self.datamodule or task
-        given = run.request_loaders.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")
-        return run.stage == "fit" and given and overrides(task, Task, "validation_step")
+        has_loader = run.request_loaders.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")
+        return run.stage == "fit" and has_loader and overrides(task, Task, "validation_step")
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -404,26 +404,26 @@ class TrainerAttributes(OwnParts, Trainer):
         steps = self.steps_per_epoch
         if steps == float("inf"):
             return self.max_steps
-        found = int(steps) * max(int(self.max_epochs or 0), 1)
-        return found if self.max_steps == -1 else min(found, self.max_steps)
+        total = int(steps) * max(int(self.max_epochs or 0), 1)
+        return total if self.max_steps == -1 else min(total, self.max_steps)
 
     @property
     def world_size(self) -> int:
         """The number of processes, also before they start."""
         # before the processes start, the strategy's place is that of a single process
-        known = self.strategy.place.world_size
-        if known > 1 or self.running:
-            return known
+        size = self.strategy.place.world_size
+        if size > 1 or self.running:
+            return size
         return max(1, self.strategy.local_processes(self.device_list) * self.num_nodes)
 
     # --- processes and devices --------------------------------------------------------------------------------------
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
         """The devices, under a private name that public packages read."""
-        found = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
-        found.strategy, found.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
-        found.cluster_environment = getattr(self.strategy, "cluster_environment", None)
-        return found
+        connector = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
+        connector.strategy, connector.use_distributed_sampler = self.strategy, bool(self.use_distributed_sampler)
+        connector.cluster_environment = getattr(self.strategy, "cluster_environment", None)
+        return connector
 
     @property
     def device_ids(self) -> list[int]:
@@ -437,9 +437,9 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def precision_plugin(self) -> Precision:
         """The precision, with the gradient scaler of the run."""
-        found = Precision()
-        found.precision, found.scaler = str(self.precision), self.strategy.precision.scaler
-        return found
+        precision = Precision()
+        precision.precision, precision.scaler = str(self.precision), self.strategy.precision.scaler
+        return precision
 
     scaler = alias("strategy.precision.scaler")
     """The gradient scaler for float16, or None."""

@@ -239,7 +239,7 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
     """Read nested pickles that are trusted or were written by this process; leave out all others with a warning."""
     places = [("", saved, key) for key in saved]
     places += [(key, values, name) for key, values in saved.items() if _is_nested(key, values) for name in values]
-    others = []
+    left_out = []
     for key, holder, name in places:
         code = holder[name]
         # a pickle from this process is as trustworthy as the process; its hash shows that the file is the same
@@ -250,11 +250,11 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
             if key.endswith("hyper_parameters"):
                 saved.setdefault(key.removesuffix("hyper_parameters") + LEFT_OUT, []).append(name)
             else:
-                others.append(f"{key}.{name}".lstrip("."))
-    if others:
+                left_out.append(f"{key}.{name}".lstrip("."))
+    if left_out:
         log.warning(
             "The checkpoint contains code under %s, which was left out. To load it, pass weights_only=False.",
-            ", ".join(others),
+            ", ".join(left_out),
         )
     return saved
 
@@ -284,8 +284,8 @@ def in_one_piece(value: Any, ranks: Any) -> Any:
     if block is not None:
         parts = ranks.gather_objects((block.offset, block.block.cpu()))
         tensor = torch.empty(block.shape if ranks.rank == 0 else (0,), dtype=block.block.dtype)
-        for offset, part in parts if ranks.rank == 0 else ():
-            tensor[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
+        for offset, shard in parts if ranks.rank == 0 else ():
+            tensor[tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))] = shard
         return tensor
     if type(value) in (dict, OrderedDict):
         return type(value)((key, in_one_piece(item, ranks)) for key, item in value.items())

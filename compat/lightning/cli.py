@@ -85,15 +85,15 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         if subclass_mode:
             added = self.add_subclass_arguments(kind, nested_key, fail_untyped=False, required=required)
         else:
-            made = not issubclass(kind, Trainer)
-            added = self.add_class_arguments(kind, nested_key, fail_untyped=False, instantiate=made, sub_configs=True)
+            skip = not issubclass(kind, Trainer)
+            added = self.add_class_arguments(kind, nested_key, fail_untyped=False, instantiate=skip, sub_configs=True)
         return list(added or [])
 
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
         """Add the arguments of an optimizer class; a tuple of classes allows all their subclasses."""
-        self._add_made_later(optimizer_class, nested_key, "params")
+        self._add_deferred(optimizer_class, nested_key, "params")
         self.optimizer_keys[nested_key] = (optimizer_class, link_to)
 
     def add_lr_scheduler_args(
@@ -103,7 +103,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         link_to: str = "AUTOMATIC",
     ) -> None:
         """Add the arguments of a scheduler class; a tuple of classes allows all their subclasses."""
-        self._add_made_later(lr_scheduler_class, nested_key, "optimizer")
+        self._add_deferred(lr_scheduler_class, nested_key, "optimizer")
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
@@ -112,7 +112,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
         return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
 
-    def _add_made_later(self, kinds: Any, key: str, first: str) -> None:
+    def _add_deferred(self, kinds: Any, key: str, first: str) -> None:
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {first}}
         if isinstance(kinds, tuple):
             self.add_subclass_arguments(kinds, key, **options)
@@ -207,8 +207,8 @@ class LightningCLI:
         self._arguments: dict[str, list[str]] = {}
         commands = self.subcommands()
         main = {name: value for name, value in self.parser_kwargs.items() if name not in commands}
-        own = {name: value for name, value in self.parser_kwargs.items() if name in commands}
-        self.setup_parser(run, main, own)
+        options = {name: value for name, value in self.parser_kwargs.items() if name in commands}
+        self.setup_parser(run, main, options)
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
         self._take_hyperparameters()
@@ -316,8 +316,8 @@ class LightningCLI:
         values = self._get(yaml.safe_load(text), key) or {}
         if "class_path" not in values:
             return dict(values)
-        own = {**(values.get("init_args") or {}), **(values.get("dict_kwargs") or {})}
-        return {"_class_path": values["class_path"], **own}
+        arguments = {**(values.get("init_args") or {}), **(values.get("dict_kwargs") or {})}
+        return {"_class_path": values["class_path"], **arguments}
 
     def _instantiators(self) -> list[tuple[Callable[..., Any], type, bool]]:
         """Return the functions that create module and data module with the hyperparameters of the command line."""
@@ -354,13 +354,13 @@ class LightningCLI:
         """Return the trainer, with the callbacks of the command line and the callback that saves the config."""
         config = {**self._get(self.config_init, "trainer", {}), **kwargs}
         parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
-        own = self.trainer_defaults.get("callbacks", [])
+        defaults = self.trainer_defaults.get("callbacks", [])
         if not accepts(self.trainer_class, "callbacks"):
             rank_zero_warn(f"The `{self.trainer_class.__name__}` class does not expose the `callbacks` argument.")
             return self.trainer_class(**config)
         callbacks = [*(wanted if isinstance(wanted, list) else [wanted])]
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
-        callbacks += own if isinstance(own, list) else [own]
+        callbacks += defaults if isinstance(defaults, list) else [defaults]
         if self.save_config_callback and not config.get("fast_dev_run", False):
             saved = self.config if self.subcommand is None else self.config[self.subcommand]
             callbacks.append(self.save_config_callback(parser, saved, **self.save_config_kwargs))
@@ -379,18 +379,18 @@ class LightningCLI:
     def _give_model_optimizers(self) -> None:
         """Let the module return the optimizer from the command line. Raises MisconfigurationException for several."""
         parser = self._parsers[self.subcommand]
-        found = [
+        groups = [
             {key: kinds for key, (kinds, target) in keys.items() if target == "AUTOMATIC"}
             for keys in (parser.optimizer_keys, parser.scheduler_keys)
         ]
-        if not self.auto_configure_optimizers or not found[0]:
+        if not self.auto_configure_optimizers or not groups[0]:
             return
-        if any(len(keys) > 1 for keys in found):
+        if any(len(keys) > 1 for keys in groups):
             raise MisconfigurationException(
-                f"There are several optimizers or schedulers: {[*found[0], *found[1]]}. Link each of them to an "
+                f"There are several optimizers or schedulers: {[*groups[0], *groups[1]]}. Link each of them to an "
                 "argument of the module (link_to=...) and return them from its configure_optimizers."
             )
-        specs = [self._spec(key, kinds) for keys in found for key, kinds in keys.items()]
+        specs = [self._spec(key, kinds) for keys in groups for key, kinds in keys.items()]
         if not specs[0]:
             return
         if is_overridden("configure_optimizers", self.model):
@@ -407,8 +407,8 @@ class LightningCLI:
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def _spec(self, key: str, kinds: Any) -> Any:
-        given = self._get(self.config_init, key)
-        return given if isinstance(kinds, tuple) or given is None else _spec_of(kinds, given)
+        config = self._get(self.config_init, key)
+        return config if isinstance(kinds, tuple) or config is None else _spec_of(kinds, config)
 
     def _get(self, config: Any, key: str, default: Any = None) -> Any:
         return (config if self.subcommand is None else config[self.subcommand]).get(key, default)
@@ -418,8 +418,8 @@ class LightningCLI:
         """Call the method of the trainer or of this class with that name, between `before_` and `after_`."""
         getattr(self, f"before_{subcommand}", lambda: None)()
         function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
-        given = self.config_init[subcommand]
-        options = {name: given[name] for name in self._arguments[subcommand] if name in given}
+        config = self.config_init[subcommand]
+        options = {name: config[name] for name in self._arguments[subcommand] if name in config}
         data = {} if self.datamodule is None else {"datamodule": self.datamodule}
         function(model=self.model, **data, **options)
         getattr(self, f"after_{subcommand}", lambda: None)()
@@ -435,13 +435,13 @@ class LightningCLI:
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return whether a class or a function has an argument with this name."""
     parameters = signature(function).parameters
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def class_of(function: Callable[..., Any]) -> type:
     """Return a class with the arguments of a function, which creates the function's result."""
-    found: type = class_from_function(function)
-    return found
+    created_class: type = class_from_function(function)
+    return created_class
 
 
 def _make(
@@ -461,8 +461,8 @@ def _make(
 
 
 def _spec_of(kind: type, values: Any) -> dict[str, Any]:
-    given = values.as_dict() if hasattr(values, "as_dict") else dict(values or {})
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": given}
+    config = values.as_dict() if hasattr(values, "as_dict") else dict(values or {})
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": config}
 
 
 def instantiate_class(args: Any, init: Any) -> Any:

@@ -10,7 +10,7 @@ from ...trainer.hooks import overrides
 from .aliases import alias
 from .attributes import TrainerAttributes
 from .checkpoint import read
-from .placeholders import inner_part_missing
+from .placeholders import internal_name_message
 
 
 class Connector:
@@ -20,7 +20,7 @@ class Connector:
         self.trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(inner_part_missing(self, name), name=name, obj=self)
+        raise AttributeError(internal_name_message(self, name), name=name, obj=self)
 
 
 class DataLoaderSource(Connector):
@@ -33,8 +33,8 @@ class DataLoaderSource(Connector):
     @property
     def instance(self) -> Any:
         """The loaders that were passed; otherwise the data module or the module."""
-        given = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
-        return self.owner if given is None else given
+        loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
+        return self.owner if loader is None else loader
 
     @property
     def owner(self) -> Any:
@@ -52,10 +52,10 @@ class DataLoaderSource(Connector):
     def dataloader(self) -> Any:
         """Return the loaders: those of the run, those that were passed, or the result of the method."""
         run = self.trainer.run
-        known = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
+        candidates = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
         # compared with None, because a loader of a stream has no length and no truth value
-        found = next((one for one in known if one is not None), None)
-        return getattr(self.owner, self.name)() if found is None else found
+        loaders = next((loader for loader in candidates if loader is not None), None)
+        return getattr(self.owner, self.name)() if loaders is None else loaders
 
 
 class CheckpointConnector(Connector):

@@ -29,5 +29,5 @@ def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> 
     else:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
         values = {"class_path": path, "dict_kwargs": values}
-    made: ModuleType = parser.instantiate(parser.parse_object({"module": values})).module
-    return made
+    module: ModuleType = parser.instantiate(parser.parse_object({"module": values})).module
+    return module

@@ -30,7 +30,7 @@ def starts_script(strategy: Any) -> bool:
     """Return whether a strategy, a name or an object of Lightning, starts the script again instead of workers."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
     is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
-    return is_script and not hasattr(sys, "ps1") and not any(part in name for part in IN_WORKERS)
+    return is_script and not hasattr(sys, "ps1") and not any(word in name for word in IN_WORKERS)
 
 
 def is_started() -> bool:

@@ -36,16 +36,16 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
     replicas = trainer.replicas if trainer.replicas is not None else trainer.strategy.data_ranks.size
     contents["state"] = State(**{**progress, "replicas": replicas, "seed": trainer.seed}).to_dict()
     if trainer.is_global_zero:
-        _tell(trainer, path, saved, progress)
+        _log_progress(trainer, path, saved, progress)
     return contents
 
 
-def _tell(trainer: Any, path: Path, saved: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
     rounds, step, states = progress["epoch_rounds"], progress["global_step"], saved.get("callbacks") or {}
     place = f"epoch {progress['epoch']}" + (f" after {rounds} batches" if rounds else "")
     lines = [f"{path} is a checkpoint of Lightning {saved[LIGHTNING]}. Resuming at step {step} in {place}."]
-    known = {callback.state_key for callback in trainer.callbacks}
-    left = sorted({key.partition("{")[0] for key, state in states.items() if state and key not in known})
+    state_keys = {callback.state_key for callback in trainer.callbacks}
+    left = sorted({key.partition("{")[0] for key, state in states.items() if state and key not in state_keys})
     if left:
         lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
@@ -127,8 +127,8 @@ def loops_of(contents: Mapping[str, Any]) -> dict[str, Any]:
     # Lightning saves in on_train_batch_end, before it counts the batch as completed. After the batch's validation, all
     # counts are complete.
     behind = int(within and not validated)
-    made = state["optimizer_steps"]
-    optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (made, made))
+    optimizer_steps = state["optimizer_steps"]
+    optimizer, manual = ((step, steps), (0, 0)) if automatic else ((0, 0), (optimizer_steps, optimizer_steps))
     evaluated = _batches(int(validated), int(validated), 0, validated)
     nothing = {"state_dict": {}, "batch_progress": _batches(0, 0, 0, False)}
     epochs = {"ready": epoch + (within or ended), "started": epoch + (within or ended)}
@@ -166,7 +166,7 @@ def _counts(count: int, *more: str) -> dict[str, int]:
 
 def _batches(total: int, current: int, behind: int, is_last: bool) -> dict[str, Any]:
     """Return the progress of batches, `behind` of which are processed but not completed."""
-    both = {}
+    progress = {}
     for name, count in (("total", total), ("current", current)):
-        both[name] = {**_counts(count, "started", "processed"), "completed": count - behind}
-    return {**both, "is_last_batch": is_last}
+        progress[name] = {**_counts(count, "started", "processed"), "completed": count - behind}
+    return {**progress, "is_last_batch": is_last}

@@ -225,8 +225,8 @@ class FolderOfLogger:
     @property
     def path(self) -> Path:
         """The folder of this version as an absolute path, or a subclass's `log_dir`."""
-        own = type(self.logger).log_dir is not self.kind.log_dir
-        return Path(self._start, self.logger.log_dir if own else self.log_dir)
+        is_overridden = type(self.logger).log_dir is not self.kind.log_dir
+        return Path(self._start, self.logger.log_dir if is_overridden else self.log_dir)
 
     def choose(self, resume: bool) -> None:
         """Choose the version if none is set: the newest on a resume, otherwise the next free one."""
@@ -364,21 +364,21 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
 
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         """Record hyperparameters, and the metrics to show beside them: a dict, or the value of `hp_metric`."""
-        found = as_dict(params)
-        self.hparams.update(found)
+        hparams = as_dict(params)
+        self.hparams.update(hparams)
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
         if not values and self._default_hp_metric and not self._final and not self._is_resumed:
             values, step = {"hp_metric": -1.0}, 0
         if values:
             self.log_metrics(values, step)
-        super().log_hyperparams(flat_params(sanitize_callables(found)), with_prefix(self.prefix, values or {}))
+        super().log_hyperparams(flat_params(sanitize_callables(hparams)), with_prefix(self.prefix, values or {}))
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of a model by calling it in evaluation mode with its `example_input_array`."""
-        given = getattr(model, "example_input_array", None) if input_array is None else input_array
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if self._writer is None or not self._log_graph:
             return
-        if given is None:
+        if example is None:
             rank_zero_warn(
                 "TensorBoardLogger(log_graph=True): the module has no example_input_array, so no graph was written. "
                 "Set self.example_input_array."
@@ -391,7 +391,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
             with torch.random.fork_rng(), warnings.catch_warnings():
                 # torch 2.15 deprecates torch.jit.trace, but still uses it
                 warnings.filterwarnings("ignore", message="`torch.jit.trace")
-                self._writer.add_graph(model, move_data_to_device(given, device))
+                self._writer.add_graph(model, move_data_to_device(example, device))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -475,10 +475,10 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         path, begins = self._path, resume_step is None and not self._has_written
         self._has_written = True
         if begins and path is not None and path.exists():
-            kept = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
-            path.rename(kept)
+            backup = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
+            path.rename(backup)
             self.columns = []
-            rank_zero_warn(f"{path.parent} contains the metrics of another run, which were renamed to {kept.name}.")
+            rank_zero_warn(f"{path.parent} contains the metrics of another run, which were renamed to {backup.name}.")
 
     def follow(self, run_dir: Path) -> None:
         """Store the folder of rank 0, so that a later run of the parent process appends to this file."""
@@ -692,13 +692,13 @@ def scan_checkpoints(
     checkpoint_callback: Any, logged_model_time: Mapping[str, float]
 ) -> list[tuple[float, str, Any, str]]:
     """Return time, path, score and kind of a callback's checkpoints that were written after the given times."""
-    found = {
+    scores = {
         checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
         checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
         **{path: (score, "best_k") for path, score in checkpoint_callback.best_k_models.items()},
     }
-    saved = ((Path(path).stat().st_mtime, path, *told) for path, told in found.items() if path and Path(path).exists())
-    return sorted(one for one in saved if logged_model_time.get(one[1], 0.0) < one[0])
+    saved = ((Path(path).stat().st_mtime, path, *rest) for path, rest in scores.items() if path and Path(path).exists())
+    return sorted(item for item in saved if logged_model_time.get(item[1], 0.0) < item[0])
 
 
 def folder_of_run(trainer: Any) -> Path | None:
@@ -710,21 +710,21 @@ def folder_of_run(trainer: Any) -> Path | None:
     if trainer.fast_dev_run or not trainer.loggers or (place is not None and place.rank > 0):
         return None
     first = trainer.loggers[0]
-    own = getattr(first, "log_dir", None)
-    if own is None and isinstance(first, WithoutFiles):
+    log_dir = getattr(first, "log_dir", None)
+    if log_dir is None and isinstance(first, WithoutFiles):
         first.make_version()
-        own = folder_below(trainer.default_root_dir, first)  # ModelCheckpoint writes there in this case
-    if own is None:  # without a `run.json`, it is not a run directory of Legato
+        log_dir = folder_below(trainer.default_root_dir, first)  # ModelCheckpoint writes there in this case
+    if log_dir is None:  # without a `run.json`, it is not a run directory of Legato
         folders = (Path(trainer.default_root_dir, trainer.run_name, f"version_{number}") for number in count())
-        own = next(folder for folder in folders if not folder.exists())
-        own.mkdir(parents=True)
-    return Path(own)
+        log_dir = next(folder for folder in folders if not folder.exists())
+        log_dir.mkdir(parents=True)
+    return Path(log_dir)
 
 
 @contextmanager
 def points_of(trainer: Any) -> Iterator[None]:
     """Let the loggers choose the steps of a trainer's points within this context."""
-    loggers = [one for one in trainer.loggers if isinstance(one, PlacesPoints)]
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, PlacesPoints)]
     for placing in loggers:
         placing.trainer_of_points = trainer
     try:

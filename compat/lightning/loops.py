@@ -11,7 +11,7 @@ from .aliases import alias
 from .attributes import TrainerAttributes
 from .connectors import DataLoaderSource
 from .placeholders import OwnParts, UnsupportedError, refuse_overrides
-from .results import logged_alone, print_results
+from .results import only_logged, print_results
 from .states import RunningStage, TrainerFn
 
 
@@ -240,9 +240,9 @@ class EvaluationLoop(Loop):
     def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
         """Run an evaluation and return its results; print them if `verbose` is set."""
         # Lightning returns the values passed to loggers, Legato returns every value
-        results = logged_alone(run(), self.trainer.logged_metrics)
+        results = only_logged(run(), self.trainer.logged_metrics)
         if verbose and self.trainer.is_global_zero:
-            shown = [{name: tensor(value) for name, value in one.items()} for one in results]
+            shown = [{name: tensor(value) for name, value in metrics.items()} for metrics in results]
             self._print_results(shown, self.stage.value)
         return results
 
@@ -297,18 +297,18 @@ class PredictionLoop(Loop):
     return_predictions = False
 
     @property
-    def _going(self) -> Any:
+    def _loop_state(self) -> Any:
         """The state of the running prediction."""
         run = self.trainer.run
         return run.loop if run is not None and run.loop.open and run.stage == "predict" else None
 
     @property
     def _predictions(self) -> list[list[Any]]:  # private in Lightning; programs read and clear it
-        kept = [] if self._going is None else self._going.outputs
-        if not kept and self._writer is not None:
+        outputs = [] if self._loop_state is None else self._loop_state.outputs
+        if not outputs and self._writer is not None:
             written: list[list[Any]] = self._writer.kept_for_epoch()[0]
             return written
-        return [[output for index, *_, output in kept if index == loader] for loader in range(self.num_dataloaders)]
+        return [[output for index, *_, output in outputs if index == loader] for loader in range(self.num_dataloaders)]
 
     @_predictions.setter
     def _predictions(self, value: list[list[Any]]) -> None:
@@ -317,18 +317,18 @@ class PredictionLoop(Loop):
                 "trainer.predict_loop._predictions can only be cleared. To change predictions, return other values "
                 "from predict_step."
             )
-        if self._going is not None:
-            self._going.outputs.clear()
+        if self._loop_state is not None:
+            self._loop_state.outputs.clear()
 
     @property
     def _writer(self) -> Any:
-        found = (one for one in self.trainer.callbacks if isinstance(one, PredictionWriter))
-        return next((one for one in found if hasattr(one, "kept_for_epoch") and one.interval != "batch"), None)
+        writers = (callback for callback in self.trainer.callbacks if isinstance(callback, PredictionWriter))
+        return next((item for item in writers if hasattr(item, "kept_for_epoch") and item.interval != "batch"), None)
 
     @property
     def current_batch_indices(self) -> Sequence[int]:
         """The dataset indices of the latest batch; empty for data without indices."""
-        item = None if self._going is None else self._going.item
+        item = None if self._loop_state is None else self._loop_state.item
         return [] if item is None or item.indices is None else item.indices
 
     @property
@@ -354,7 +354,7 @@ class PredictionLoop(Loop):
     @property
     def predictions(self) -> list[Any]:
         """The predictions of this process so far, or the final result. With several loaders, a list for each."""
-        if self._going is None:
+        if self._loop_state is None:
             return self.trainer.predictions
         lists = self._predictions
         return lists[0] if len(lists) == 1 else lists

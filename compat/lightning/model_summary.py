@@ -27,8 +27,8 @@ class LayerSummary:
         self._hook = None if scripted else module.register_forward_hook(self._take_shapes, with_kwargs=True)
 
     def _take_shapes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = (*args, *kwargs.values())
-        self.in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
+        inputs = (*args, *kwargs.values())
+        self.in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs)
         self.out_size = parse_batch_shape(output)
         self.detach_hook()
 
@@ -86,16 +86,16 @@ class ModelSummary:
 
     def _call_with_example(self) -> None:
         parameter = next(self.model.parameters(), None)
-        given = self._example if parameter is None else move_data_to_device(self._example, parameter.device)
+        example = self._example if parameter is None else move_data_to_device(self._example, parameter.device)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         with torch.no_grad(), self._counter:
-            if isinstance(given, (list, tuple)):
-                self.model(*given)
-            elif isinstance(given, dict):
-                self.model(**given)
+            if isinstance(example, (list, tuple)):
+                self.model(*example)
+            elif isinstance(example, dict):
+                self.model(**example)
             else:
-                self.model(given)
+                self.model(example)
         for module, mode in modes:
             module.training = mode
 
@@ -160,7 +160,7 @@ class ModelSummary:
     @property
     def model_size(self) -> float:
         """The size of the parameters in MB, in their current dtypes."""
-        size: int = sum(_count(one) * one.element_size() for one in self.model.parameters())
+        size: int = sum(_count(parameter) * parameter.element_size() for parameter in self.model.parameters())
         return size * 1e-6
 
     @property
@@ -190,9 +190,9 @@ class ModelSummary:
             columns["Out sizes"] = [str(size) for size in self.out_sizes]
         left = self.total_parameters - self.total_layer_params
         if left > 0:
-            known = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": get_human_readable_count(left)}
+            row = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": get_human_readable_count(left)}
             for head, column in columns.items():
-                column.append(known.get(head, NOT_APPLICABLE))
+                column.append(row.get(head, NOT_APPLICABLE))
         return columns
 
     def __str__(self) -> str:

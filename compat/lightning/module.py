@@ -41,30 +41,32 @@ class OfClass(classmethod):  # type: ignore[type-arg]
     """A class method that raises an error if it is called on an instance, which it would not change."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
-        found = super().__get__(instance, kind)
+        method = super().__get__(instance, kind)
         if instance is None:
-            return found
+            return method
 
-        @wraps(found)
+        @wraps(method)
         def refuse(*arguments: Any, **options: Any) -> Any:
-            raise TypeError(f"{type(instance).__name__}.{found.__name__} creates a new object. Call it on the class.")
+            raise TypeError(f"{type(instance).__name__}.{method.__name__} creates a new object. Call it on the class.")
 
         return refuse
 
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Function that creates an object, as the hyperparameters from a LightningCLI name it."""
-_given: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("hyperparameters of a LightningCLI", default=None)
+_cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar(
+    "hyperparameters of a LightningCLI", default=None
+)
 
 
 @contextmanager
 def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
     """Let an object of this class created in the context save these hyperparameters."""
-    token = _given.set((kind, values))
+    token = _cli_hparams.set((kind, values))
     try:
         yield
     finally:
-        _given.reset(token)
+        _cli_hparams.reset(token)
 
 
 class AttributeDict(hyperparameters.AttributeDict):
@@ -89,13 +91,13 @@ def copied(value: Any) -> Any:
     if is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, dict):
-        found = copy.copy(value)
-        found.update((key, copied(one)) for key, one in value.items())
-        return found
+        container = copy.copy(value)
+        container.update((key, copied(item)) for key, item in value.items())
+        return container
     return type(value)(map(copied, value)) if type(value) in (list, tuple, set) else value
 
 
-def is_other(first: Any, second: Any) -> bool:
+def differ(first: Any, second: Any) -> bool:
     """Return whether two hyperparameters differ; tensors differ unless they are the same object."""
     if type(first) is not type(second) or isinstance(first, torch.Tensor):
         return first is not second
@@ -111,24 +113,24 @@ class InitialHyperparameters:
     def hparams(self) -> AttributeDict:
         """The saved hyperparameters; empty if none were saved."""
         # in __dict__, because it may be accessed before nn.Module.__init__ has run
-        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        return kept
+        hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return hparams
 
     def _set_hparams(self, hp: Any) -> None:  # private in Lightning; many programs call it
-        own: Any = self
-        own.hparams.update(hp if isinstance(hp, Mapping) else vars(hp))
+        instance: Any = self
+        instance.hparams.update(hp if isinstance(hp, Mapping) else vars(hp))
 
     def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
         """Save the arguments of the calling `__init__`; see Task.save_hyperparameters."""
-        own: Any = super()
-        kind, given = _given.get() or (None, None)
-        if kind is not None and given is not None and isinstance(self, kind):
-            named = [name for name in args if isinstance(name, str) and name in given]
-            args = ({name: given[name] for name in named} if named else given,)
+        parent: Any = super()
+        kind, saved = _cli_hparams.get() or (None, None)
+        if kind is not None and saved is not None and isinstance(self, kind):
+            named = [name for name in args if isinstance(name, str) and name in saved]
+            args = ({name: saved[name] for name in named} if named else saved,)
         if is_omegaconf(self.__dict__.get("_hparams")):  # replaced, not updated
             del self.__dict__["_hparams"]
         caller = inspect.currentframe()
-        own.save_hyperparameters(
+        parent.save_hyperparameters(
             *args, ignore=ignore, frame=frame or (caller.f_back if caller else None), logger=logger
         )
         if len(args) == 1 and isinstance(args[0], Mapping) and is_omegaconf(args[0]):
@@ -148,8 +150,8 @@ class InitialHyperparameters:
         values = plain_containers({name: value for name, value in self.hparams_initial.items() if name[:1] != "_"})
         data: Any = this.trainer.datamodule
         if data is not None and data is not self and vars(data).get("_log_hyperparams"):
-            other = data.logged_hyperparameters() or {}
-            differing = sorted(name for name in values.keys() & other.keys() if is_other(values[name], other[name]))
+            saved = data.logged_hyperparameters() or {}
+            differing = sorted(name for name in values.keys() & saved.keys() if differ(values[name], saved[name]))
             if differing:
                 raise RuntimeError(
                     f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
@@ -168,8 +170,8 @@ class InitialHyperparameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """A copy of the hyperparameters in their saved form; modules and other objects are not copied."""
-        found: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
-        return found
+        hparams: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return hparams
 
 
 class LightningModule(InitialHyperparameters, Task):
@@ -216,8 +218,8 @@ class LightningModule(InitialHyperparameters, Task):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point parameter, or the dtype that was set."""
-        found: torch.dtype = self.__dict__.get("_dtype") or super().dtype
-        return found
+        dtype: torch.dtype = self.__dict__.get("_dtype") or super().dtype
+        return dtype
 
     @dtype.setter
     def dtype(self, new_dtype: torch.dtype) -> None:
@@ -388,15 +390,15 @@ class LightningModule(InitialHyperparameters, Task):
         """
         with self._evaluating():
             if method == "script":
-                found = torch.jit.script(self, **kwargs)
+                script = torch.jit.script(self, **kwargs)
             elif method == "trace":
                 sample = self._input_sample(example_inputs, "to_torchscript")
-                found = torch.jit.trace(self, example_inputs=sample, **kwargs)
+                script = torch.jit.trace(self, example_inputs=sample, **kwargs)
             else:
                 raise ValueError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'.")
         if file_path is not None:
-            torch.jit.save(found, file_path)
-        return found
+            torch.jit.save(script, file_path)
+        return script
 
     def to_tensorrt(
         self,
@@ -411,8 +413,8 @@ class LightningModule(InitialHyperparameters, Task):
         """Raise UnsupportedError."""
         raise UnsupportedError("to_tensorrt is not supported. Call torch_tensorrt.compile(module.eval(), ...).")
 
-    def _input_sample(self, given: Any, method: str) -> Any:
-        sample = self.example_input_array if given is None else given
+    def _input_sample(self, inputs: Any, method: str) -> Any:
+        sample = self.example_input_array if inputs is None else inputs
         if sample is None:
             raise ValueError(f"{method} needs an input sample. Pass one, or set example_input_array.")
         return self.transfer_batch_to_device(sample, self.device, 0)
@@ -476,15 +478,15 @@ def builder(kind: Any, values: Mapping[str, Any]) -> Any:
     return build
 
 
-def with_config(kind: type, saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the OmegaConf config that contained all hyperparameters, updated by `given`."""
+def with_config(kind: type, saved: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the OmegaConf config that contained all hyperparameters, updated by `updates`."""
     config: Any = saved.get("hyper_parameters")
-    known = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
     name = str(saved.get("hparams_name"))
-    if not is_omegaconf(config) or name not in known:
-        return dict(given)
-    changes = {key: value for key, value in given.items() if key not in known}
-    arguments = {key: value for key, value in given.items() if key in known}
+    if not is_omegaconf(config) or name not in parameters:
+        return dict(updates)
+    changes = {key: value for key, value in updates.items() if key not in parameters}
+    arguments = {key: value for key, value in updates.items() if key in parameters}
     return {name: type(config)({**config, **changes}), **arguments}
 
 
@@ -520,11 +522,11 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         """Create a data module with a loader for each dataset, or for each dataset in a list or dict."""
         wanted = {"batch_size": batch_size, "num_workers": num_workers}
         parameters = inspect.signature(cls.__init__).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         named = {name: value for name, value in wanted.items() if takes_all or name in parameters}
         module = cls(**datamodule_kwargs, **named)
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for stage, data in given.items():
+        datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, data in datasets.items():
             if data is not None:
                 setattr(module, f"{stage}_dataloader", _Loaders(data, stage == "train", wanted))
         return module
@@ -559,10 +561,10 @@ def _sizes(make_loaders: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"
 
     try:
-        found = make_loaders()
-        if isinstance(found, DataLoader):
-            return size(found)
-        return " ; ".join(f"{number}. {size(loader)}" for number, loader in enumerate(found, start=1))
+        loaders = make_loaders()
+        if isinstance(loaders, DataLoader):
+            return size(loaders)
+        return " ; ".join(f"{number}. {size(loader)}" for number, loader in enumerate(loaders, start=1))
     except Exception:  # any error that the method raises before `setup`
         return "None"
 
@@ -578,8 +580,8 @@ class _Loaders:
 
     def _of(self, data: Any) -> Any:
         if isinstance(data, Mapping):
-            return {name: self._of(one) for name, one in data.items()}
+            return {name: self._of(dataset) for name, dataset in data.items()}
         if isinstance(data, (list, tuple)):
-            return [self._of(one) for one in data]
+            return [self._of(dataset) for dataset in data]
         shuffle = self.shuffle and not isinstance(data, IterableDataset)
         return DataLoader(data, shuffle=shuffle, **self.options)

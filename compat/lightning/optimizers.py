@@ -50,11 +50,11 @@ class LightningOptimizer(ManualOptimizer):
             return self.optimizer.step(closure, **options)
         self._on_before_step()
         state = self._optimization.state
-        steps, found = state.optimizer_steps, super().step(closure, **options)
+        steps, result = state.optimizer_steps, super().step(closure, **options)
         if self._on_after_step is not do_nothing_closure:
             state.optimizer_steps = steps
         self._on_after_step()
-        return found
+        return result
 
 
 @dataclass
@@ -74,25 +74,25 @@ def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
-    optimizers, configs = read_optimizers(without_unknown(returned), module.automatic_optimization)
+    optimizers, configs = read_optimizers(without_unknown_keys(returned), module.automatic_optimization)
     if fault := unknown_parameters(module, optimizers):
         rank_zero_warn(fault)
     return optimizers, [LRSchedulerConfig(**vars(config), module=module) for config in configs]
 
 
-def without_unknown(returned: Any) -> Any:
+def without_unknown_keys(returned: Any) -> Any:
     """Return optimizers and schedulers in the same form, without unknown keys in their dicts; warn about those."""
     if type(returned) in (list, tuple):
-        return type(returned)(map(without_unknown, returned))
+        return type(returned)(map(without_unknown_keys, returned))
     if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
         return returned
-    whole = "optimizer" in returned
-    known = {"optimizer", "lr_scheduler", "monitor"} if whole else SchedulerConfig.__dataclass_fields__.keys()
-    unknown = {name for name in returned if name not in known}
+    is_outer = "optimizer" in returned
+    allowed = {"optimizer", "lr_scheduler", "monitor"} if is_outer else SchedulerConfig.__dataclass_fields__.keys()
+    unknown = {name for name in returned if name not in allowed}
     if unknown:
-        place = "optimizer configuration" if whole else "lr scheduler dict"
+        place = "optimizer configuration" if is_outer else "lr scheduler dict"
         rank_zero_warn(f"Found unsupported keys in the {place}: {unknown}", category=RuntimeWarning)
-    return {name: without_unknown(value) for name, value in returned.items() if name in known}
+    return {name: without_unknown_keys(value) for name, value in returned.items() if name in allowed}
 
 
 class SampleWeights:

@@ -15,15 +15,15 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     """
     if instance is None:
         return False
-    known = (LightningModule, Task, LightningDataModule, DataModule, Callback)
-    parent = parent or next((kind for kind in known if isinstance(instance, kind)), None)
+    parents = (LightningModule, Task, LightningDataModule, DataModule, Callback)
+    parent = parent or next((kind for kind in parents if isinstance(instance, kind)), None)
     if parent is None:
         raise ValueError("Expected a parent")
-    own, inherited = getattr(instance, method_name, None), getattr(parent, method_name, None)
-    if own is None:
+    method, inherited = getattr(instance, method_name, None), getattr(parent, method_name, None)
+    if method is None:
         return False
     if inherited is None:
         raise ValueError(f"The parent {parent.__name__} should define the method {method_name}")
-    return getattr(inspect.unwrap(own), "__func__", own) is not inherited and getattr(own, "__code__", 0) != getattr(
-        inherited, "__code__", None
-    )
+    return getattr(inspect.unwrap(method), "__func__", method) is not inherited and getattr(
+        method, "__code__", 0
+    ) != getattr(inherited, "__code__", None)

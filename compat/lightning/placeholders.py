@@ -34,7 +34,7 @@ def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
     return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})
 
 
-def inner_part_missing(owner: object, name: str) -> str:
+def internal_name_message(owner: object, name: str) -> str:
     """Return the message of an AttributeError for a name that is internal to Lightning."""
     return (
         f"{type(owner).__name__!r} object has no attribute {name!r}, which is internal to Lightning and has no "
@@ -43,18 +43,18 @@ def inner_part_missing(owner: object, name: str) -> str:
     )
 
 
-def overridden(given: object, names: Iterable[str]) -> list[str]:
+def overridden(owner: object, names: Iterable[str]) -> list[str]:
     """Return the methods with these names that a class of the program overrides."""
     room = __name__.partition(".")[0]
-    own = {name for kind in type(given).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
-    return sorted(own.intersection(names))
+    defined = {name for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
+    return sorted(defined.intersection(names))
 
 
-def refuse_overrides(given: object, names: Iterable[str], way_out: str) -> None:
+def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> None:
     """Raise UnsupportedError if a class of the program overrides methods that Lightning calls and Legato does not."""
-    ignored = overridden(given, names)
+    ignored = overridden(instance, names)
     if ignored:
-        raise UnsupportedError(f"{type(given).__name__}.{', '.join(ignored)} would never be called: {way_out}")
+        raise UnsupportedError(f"{type(instance).__name__}.{', '.join(ignored)} would never be called: {way_out}")
 
 
 class OwnParts:
@@ -66,4 +66,4 @@ class OwnParts:
             """Raise AttributeError for an unknown name."""
             inner = name.startswith("_") and not name.startswith("__")
             plain = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(inner_part_missing(self, name) if inner else plain, name=name, obj=self)
+            raise AttributeError(internal_name_message(self, name) if inner else plain, name=name, obj=self)

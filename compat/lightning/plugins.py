@@ -203,8 +203,8 @@ class TorchSyncBatchNorm(LayerSync):
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with torch's SyncBatchNorm."""
-        found: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return found
+        synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return synchronized
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged: a run restores the layers that it has replaced."""
@@ -213,29 +213,29 @@ class TorchSyncBatchNorm(LayerSync):
 
 def read_plugins(plugins: Any) -> dict[str, Any]:
     """Return the arguments of Legato's Trainer for plugins. Raises an error for plugins without an equivalent."""
-    found: dict[str, Any] = {}
-    given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
-    for plugin in given:
+    arguments: dict[str, Any] = {}
+    requested = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
+    for plugin in requested:
         if isinstance(plugin, Precision):
             refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
-            found["precision"] = plugin.precision
+            arguments["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
             # a subclass's methods return the place of the process, but no run of Legato calls them
-            known = type(plugin).__module__ == __name__
-            if not known:
+            is_builtin = type(plugin).__module__ == __name__
+            if not is_builtin:
                 raise UnsupportedError(
                     f"plugins=[{type(plugin).__name__}()] is not supported: Legato reads a launcher's place from RANK, "
                     "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or from SLURM's or MPI's variables. Set "
                     "these variables."
                 )
-            found["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
+            arguments["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):
-            found["sync_batchnorm"] = True
+            arguments["sync_batchnorm"] = True
         elif isinstance(plugin, str):
-            found["precision"] = plugin
+            arguments["precision"] = plugin
         else:
             raise UnsupportedError(
                 f"plugins=[{type(plugin).__name__}] is not supported: expected a precision, an environment or "
                 "TorchSyncBatchNorm. To change where checkpoints are written, subclass ModelCheckpoint."
             )
-    return found
+    return arguments

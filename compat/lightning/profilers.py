@@ -96,7 +96,7 @@ class Profiler(ABC):
     def file_name(self, action_name: str | None = None, extension: str = ".txt") -> str:
         """Return a file name from the stage, `filename`, the local rank and the action, if set."""
         parts = (self.stage, self.filename, None if self.rank is None else str(self.rank), action_name)
-        name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(part for part in parts if part)).strip()
+        name = re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", "-".join(word for word in parts if word)).strip()
         return (name or "profile") + extension
 
     def title(self) -> str:

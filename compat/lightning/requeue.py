@@ -13,13 +13,13 @@ def is_requeued_by_default() -> bool:
     return place is not None and place.origin == "slurm"
 
 
-def note_checkpoint(root: Any, path: Any) -> None:
+def store_checkpoint(root: Any, path: Any) -> None:
     """Store the path of the checkpoint from which this SLURM job resumes after a requeue."""
     if slurm_job() is not None:
         _note(root).write_text(str(Path(path).absolute()))
 
 
-def noted_checkpoint(root: Any) -> str | None:
+def stored_checkpoint(root: Any) -> str | None:
     """Return the stored checkpoint path of this SLURM job, if the job was requeued."""
     return _note(root).read_text() if requeued_job() is not None and _note(root).exists() else None
 

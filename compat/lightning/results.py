@@ -11,14 +11,14 @@ NARROWEST = 25
 """Minimum number of characters in a column."""
 
 
-def logged_alone(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
+def only_logged(results: Sequence[dict[str, float]], logged: Container[str]) -> list[dict[str, float]]:
     """Return the results that loggers also get; for a value that is also logged per step, the name NAME_epoch."""
-    return [{name: value for name, value in one.items() if name in logged} for one in results]
+    return [{name: value for name, value in metrics.items() if name in logged} for metrics in results]
 
 
 def print_results(results: Sequence[dict[str, Tensor]], stage: str) -> None:
     """Print a row for each metric and a column for each loader."""
-    columns = [{name.partition(LOADER_MARK)[0]: _shown(value) for name, value in one.items()} for one in results]
+    columns = [{name.partition(LOADER_MARK)[0]: _shown(value) for name, value in row.items()} for row in results]
     names = sorted({name for column in columns for name in column})
     if not names:
         return

@@ -26,12 +26,12 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     if not Path(config_yaml).is_file():
         return {}
     text = Path(config_yaml).read_text()
-    found: Any = yaml.full_load(text)
-    if use_omegaconf and isinstance(found, dict) and "${" in text:
+    values: Any = yaml.full_load(text)
+    if use_omegaconf and isinstance(values, dict) and "${" in text:
         from omegaconf import OmegaConf
 
-        return OmegaConf.create(found)
-    return found
+        return OmegaConf.create(values)
+    return values
 
 
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
@@ -71,11 +71,11 @@ def load_from_checkpoint(
     """Build a module or a data module like `load_from_checkpoint` of its class, which reads with weights_only=True."""
     from .module import LightningDataModule, LightningModule
 
-    given = {} if strict is None else {"strict": strict}
+    options = {} if strict is None else {"strict": strict}
     base = LightningModule if issubclass(cls, LightningModule) else LightningDataModule
     # not the class's method, which may call this function
-    own = vars(base)["load_from_checkpoint"].__func__
-    return own(cls, checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs)
+    loader = vars(base)["load_from_checkpoint"].__func__
+    return loader(cls, checkpoint_path, map_location=map_location, hparams_file=hparams_file, **options, **kwargs)
 
 
 def _items(hparams: Any) -> Any:

@@ -51,8 +51,8 @@ def run_lightning(arguments: Sequence[str]) -> None:
         # the user of a script expects Python's traceback, from the first line of the script
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        if told := of_legato(error, words):
-            print(told, file=sys.stderr, flush=True)
+        if advice := advice_for(error, words):
+            print(advice, file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
@@ -63,17 +63,17 @@ def _from_script(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def of_legato(error: BaseException, words: Sequence[str]) -> str:
+def advice_for(error: BaseException, words: Sequence[str]) -> str:
     """Return advice about an unexpected error within Legato; "" for any other error."""
-    own, installed = str(Path(__file__).parents[2]) + os.sep, tuple(sysconfig.get_paths().values())
+    home, installed = str(Path(__file__).parents[2]) + os.sep, tuple(sysconfig.get_paths().values())
     frames = traceback.extract_tb(error.__traceback__)
-    there = [frame for frame in frames if frame.filename.startswith(own) or not frame.filename.startswith(installed)]
-    last = there[-1] if there else None
-    if isinstance(error, LegatoError) or last is None or not last.filename.startswith(own):
+    calls = [frame for frame in frames if frame.filename.startswith(home) or not frame.filename.startswith(installed)]
+    last = calls[-1] if calls else None
+    if isinstance(error, LegatoError) or last is None or not last.filename.startswith(home):
         return ""
     if (last.line or "").startswith("raise"):  # with a message that contains advice
         return ""
-    place = f"{Path(last.filename).relative_to(own)}:{last.lineno}"
+    place = f"{Path(last.filename).relative_to(home)}:{last.lineno}"
     return (
         f"legato: this error occurred within Legato ({place}). The program should run as it does with Lightning: "
         f"`python {' '.join(words)}`. docs/from-lightning.md lists known differences. Please report the error with the "

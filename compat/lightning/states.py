@@ -69,9 +69,9 @@ class TrainerState(State):
     @classmethod
     def of(cls, state: State, trainer: Any) -> "TrainerState":
         """Return a state with the values of another one."""
-        found = state if isinstance(state, cls) else cls(**state.to_dict())
-        found.trainer = trainer
-        return found
+        loop_state = state if isinstance(state, cls) else cls(**state.to_dict())
+        loop_state.trainer = trainer
+        return loop_state
 
     @property
     def stage(self) -> RunningStage | None:

@@ -38,18 +38,19 @@ class Strategy(strategy.Strategy):
 
     strategy_name = ""
     """Lightning's name of the strategy."""
-    given: dict[str, Any]
+    trainer_arguments: dict[str, Any]
     """Arguments of Trainer that were passed to the strategy."""
     _lightning_module: Any = None
     """The module that a program set before a run. Private in Lightning; programs set it."""
 
-    def take_parts(
+    def store_arguments(
         self, accelerator: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
         """Store arguments that were passed to the strategy instead of the Trainer."""
-        self.given = read_plugins([one for one in (cluster_environment, checkpoint_io, precision) if one is not None])
+        plugins = [item for item in (cluster_environment, checkpoint_io, precision) if item is not None]
+        self.trainer_arguments = read_plugins(plugins)
         if accelerator is not None:
-            self.given["accelerator"] = accelerator
+            self.trainer_arguments["accelerator"] = accelerator
 
     root_device, parallel_devices = alias("device"), alias("devices")
 
@@ -61,9 +62,9 @@ class Strategy(strategy.Strategy):
     @property
     def precision_plugin(self) -> Precision:
         """The precision, with the gradient scaler of the run."""
-        found = Precision()
-        found.precision, found.scaler = self.precision.name, self.precision.scaler
-        return found
+        precision = Precision()
+        precision.precision, precision.scaler = self.precision.name, self.precision.scaler
+        return precision
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
@@ -73,8 +74,8 @@ class Strategy(strategy.Strategy):
     @property
     def lightning_module(self) -> "LightningModule | None":
         """The module of the run; None before a run."""
-        found: LightningModule | None = self.task or self._lightning_module  # type: ignore[assignment]
-        return found
+        module: LightningModule | None = self.task or self._lightning_module  # type: ignore[assignment]
+        return module
 
     @property
     def model(self) -> nn.Module | None:
@@ -151,8 +152,8 @@ class Strategy(strategy.Strategy):
         if kind not in ("sum", "max", "min", "product"):
             raise ConfigError(f"strategy.reduce(reduce_op={reduce_op!r}): expected mean, sum, max, min or product.")
         # on a copy, because Lightning does not change its argument
-        found = self.collectives.all_reduce(tensor.clone(), kind)
-        return found / self.place.world_size if word in ("mean", "avg") else found
+        reduced = self.collectives.all_reduce(tensor.clone(), kind)
+        return reduced / self.place.world_size if word in ("mean", "avg") else reduced
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked; on a single process, the tensor itself."""
@@ -267,11 +268,11 @@ class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
         precision_plugin: Any = None,
     ) -> None:
         SingleStrategy.__init__(self)
-        self.take_parts(accelerator, None, checkpoint_io, precision_plugin)
+        self.store_arguments(accelerator, None, checkpoint_io, precision_plugin)
         self.device = torch.device(device)
         if self.device.type != "cpu" or self.device.index is not None:
-            self.given.setdefault("accelerator", self.device.type)
-            self.given["devices"] = [self.device.index or 0]
+            self.trainer_arguments.setdefault("accelerator", self.device.type)
+            self.trainer_arguments["devices"] = [self.device.index or 0]
 
 
 class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
@@ -311,9 +312,9 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
         )
-        self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
+        self.store_arguments(accelerator, cluster_environment, checkpoint_io, precision_plugin)
         self.start_method = start_method
-        self.given |= _devices_of(parallel_devices)
+        self.trainer_arguments |= _devices_of(parallel_devices)
 
 
 def options_of_ddp(
@@ -380,13 +381,15 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
         )
-        self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
-        self.given |= _devices_of(parallel_devices)
+        self.store_arguments(accelerator, cluster_environment, checkpoint_io, precision_plugin)
+        self.trainer_arguments |= _devices_of(parallel_devices)
         recomputed = (
             activation_checkpointing if activation_checkpointing_policy is None else (activation_checkpointing_policy)
         )
         if recomputed is not None:
-            self.given["activation_checkpointing"] = _class_names(recomputed, "activation_checkpointing_policy")
+            self.trainer_arguments["activation_checkpointing"] = _class_names(
+                recomputed, "activation_checkpointing_policy"
+            )
 
 
 FSDP_INSTEAD = {
@@ -409,14 +412,14 @@ class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy)
         process_group_backend: Any = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
     ) -> None:
-        both = data_parallel_size == "auto" and tensor_parallel_size == "auto"
+        is_auto = data_parallel_size == "auto" and tensor_parallel_size == "auto"
         super().__init__(
             shard=data_parallel_size,
-            tensor=1 if both else tensor_parallel_size,
+            tensor=1 if is_auto else tensor_parallel_size,
             process_group_backend=process_group_backend,
             timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
         )
-        self.take_parts()
+        self.store_arguments()
 
 
 DEEPSPEED = (
@@ -493,12 +496,12 @@ def read_strategy(wanted: Any) -> Any:
     return wanted  # Legato's own names; unknown names raise an error later
 
 
-def with_attributes(made: strategy.Strategy, wanted: Any) -> Any:
+def with_attributes(instance: strategy.Strategy, wanted: Any) -> Any:
     """Convert a strategy created from a name or a mapping to a class with Lightning's attributes."""
-    if made is wanted or made.name not in CLASSES:
-        return made
+    if instance is wanted or instance.name not in CLASSES:
+        return instance
     options = {name: value for name, value in wanted.items() if name != "name"} if isinstance(wanted, dict) else {}
-    return CLASSES[made.name](**options)
+    return CLASSES[instance.name](**options)
 
 
 def _devices_of(devices: list[torch.device] | None) -> dict[str, Any]:
@@ -514,4 +517,4 @@ def _class_names(policy: Any, argument: str) -> list[str] | None:
     classes = [policy] if isinstance(policy, type) else policy
     if not isinstance(classes, (set, frozenset, list, tuple)):
         raise UnsupportedError(f"FSDPStrategy({argument}={type(policy).__name__}): expected a set of classes to wrap.")
-    return sorted(one.__name__ for one in classes)
+    return sorted(kind.__name__ for kind in classes)

@@ -37,15 +37,15 @@ from .checkpoint import LightningFile, write_module
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector
 from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
-from .given_module import refuse_old_hooks, uncompiled
 from .launch import is_started, note_failure, shared_seed, start_ranks, starts_script
 from .loggers import DummyLogger, TensorBoardLogger, folder_of_run, points_of
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .optimizers import SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
-from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
+from .requeue import forget_checkpoint, store_checkpoint, stored_checkpoint
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import Strategy, with_attributes
+from .user_module import refuse_old_hooks, uncompiled
 
 log = logging.getLogger("legato")
 
@@ -82,7 +82,7 @@ class FitAsLightning(Callback):
         for group in (hooks.of_callbacks, hooks.late, hooks):
             group.update({name: without_empty(calls) for name, calls in group.items()})
         # a sanity check, which runs between these two hooks and training, evaluates each module in its current mode
-        hooks["on_fit_start"] += (trainer.leave_out_checks, trainer.hide_modes)
+        hooks["on_fit_start"] += (trainer.disable_checks, trainer.hide_modes)
         hooks["on_sanity_check_start"] = (trainer.show_modes, *hooks["on_sanity_check_start"])
         hooks["on_sanity_check_end"] += (trainer.hide_modes,)
         hooks["on_train_start"] = (trainer.show_modes, *hooks["on_train_start"])
@@ -143,14 +143,14 @@ class Trainer(TrainerAttributes):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
-        arguments = read_arguments({name: one for name, one in locals().items() if name not in ("self", "__class__")})
+        arguments = read_arguments({name: item for name, item in locals().items() if name not in ("self", "__class__")})
         if arguments["logger"] is True:
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "use hooks of a callback or of the module to change a run.")
         self.barebones, self.enable_autolog_hparams, self.predictions = barebones, enable_autolog_hparams, []
-        given = without_defaults({**arguments, "callbacks": None})
-        super().__init__(**given, **self._arguments_of_files_and_ranks(strategy, devices))
+        converted = without_defaults({**arguments, "callbacks": None})
+        super().__init__(**converted, **self._arguments_of_files_and_ranks(strategy, devices))
         # after the devices are known, because they determine the strategy for "auto"
         self.strategy = with_attributes(self.strategy, arguments["strategy"])
         self.callbacks = make_callbacks(self, arguments, profiler)
@@ -194,8 +194,8 @@ class Trainer(TrainerAttributes):
         """Return the state of a fit, which continues from the end of the last one."""
         last = self.state
         # a second fit continues the counts of the first in Lightning; in Legato, it starts anew
-        kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
-        state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
+        fields = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
+        state = TrainerState(**{name: getattr(last, name) for name in fields}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         self.epoch_is_cut, self.in_epoch = False, False
         return state
@@ -211,11 +211,11 @@ class Trainer(TrainerAttributes):
             if isinstance(owner, CallbackOfLightning):
                 owner.__dict__.update(log=self.task.log, log_dict=self.task.log_dict)
             check_hook_arguments(owner)
-            for told in describe_misnomers(owner):
-                log.warning(told)
+            for warning in describe_misnomers(owner):
+                log.warning(warning)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
-    def leave_out_checks(self) -> None:
+    def disable_checks(self) -> None:
         """Disable checks and batch weights that conflict with programs for Lightning.
 
         Raises MisconfigurationException if max_epochs is less than the number of epochs in the checkpoint.
@@ -238,15 +238,15 @@ class Trainer(TrainerAttributes):
     def hide_modes(self) -> None:
         """Leave Legato's loop no modules to put into training mode: in Lightning, each module keeps its mode."""
         # by name, because on_fit_start may have replaced a submodule
-        self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
+        self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
         if self.current_run.training_data.rounds:  # otherwise on_train_start does not run to restore the modes
-            for part in self.lightning_module.modules():
-                part.training = True
+            for submodule in self.lightning_module.modules():
+                submodule.training = True
 
     def show_modes(self) -> None:
         """Restore the mode of each module."""
-        for name, part in self.lightning_module.named_modules():
-            part.training = self.modes_before.get(name, part.training)
+        for name, submodule in self.lightning_module.named_modules():
+            submodule.training = self.modes_before.get(name, submodule.training)
 
     def end_epoch(self) -> None:
         """End an epoch. An epoch in which the run stops also counts, even before its first step."""
@@ -284,12 +284,12 @@ class Trainer(TrainerAttributes):
         if self.current_run.stage != "fit" and self.current_run.source is not None:
             self.files.load_states()
         # inference tensors stored by a step would break the next training step
-        kept = self.inference_mode
-        self.inference_mode = kept and self.current_run.stage != "fit"
+        inference_mode = self.inference_mode
+        self.inference_mode = inference_mode and self.current_run.stage != "fit"
         try:
             super().evaluate(word, limit, keep_outputs)
         finally:
-            self.inference_mode = kept
+            self.inference_mode = inference_mode
 
     # --- methods ----------------------------------------------------------------------------------------------------
     def fit(  # type: ignore[override]
@@ -305,7 +305,7 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.FITTING):
             self._choose_limits()
             model, source = uncompiled(model), self._checkpoint(ckpt_path, weights_only)
-            source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as in Lightning
+            source = stored_checkpoint(self.default_root_dir) or source  # before ckpt_path, as in Lightning
             if (
                 val_dataloaders is not None
                 and isinstance(model, Task)
@@ -364,11 +364,11 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.PREDICTING):
             self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
-            found = super().predict(
+            predictions = super().predict(
                 uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path, weights_only), keep
             )
-            self.predictions = found
-            return found if keep and not self.predict_loop.skip else None
+            self.predictions = predictions
+            return predictions if keep and not self.predict_loop.skip else None
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -391,7 +391,7 @@ class Trainer(TrainerAttributes):
             raise AttributeError("Saving a checkpoint needs a module. Call fit, validate, test or predict first.")
         super().save_checkpoint(filepath, bool(weights_only), asynchronous)
         if self.run.agreement.signal and not weights_only and self.is_global_zero:
-            note_checkpoint(self.default_root_dir, filepath)
+            store_checkpoint(self.default_root_dir, filepath)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -445,7 +445,7 @@ class Trainer(TrainerAttributes):
         refuse_old_hooks(method, module)
         if isinstance(self.strategy, Strategy):
             self.strategy.connect(module)
-        for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
+        for callback in [callback for callback in self.callbacks if isinstance(callback, Finder)]:
             if callback.searches_before(method):
                 callback.search(self, module, method, **data)
                 callback.has_searched = True
@@ -471,7 +471,7 @@ class Trainer(TrainerAttributes):
         callback = self.checkpoint_callback
         if path != "last" or (callback is not None and callback.last_model_path):
             return path
-        savers = [one for one in self.checkpoint_callbacks if isinstance(one, ModelCheckpoint) and one.dirpath]
+        savers = [item for item in self.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item.dirpath]
         paths = [path for saver in savers for path in saver._find_last_checkpoints(self)]
         if not paths:
             log.warning("ckpt_path='last', but there is no checkpoint yet. The module keeps its current weights.")

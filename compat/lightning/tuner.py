@@ -331,9 +331,9 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
 def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial = copy.copy(trainer)
     trial.strategy = copy.copy(trainer.strategy)
-    for name, part in vars(trainer).items():
-        if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads from its trainer
-            setattr(trial, name, copy.copy(part))
+    for name, member in vars(trainer).items():
+        if name != "run" and getattr(member, "trainer", None) is trainer:  # it reads from its trainer
+            setattr(trial, name, copy.copy(member))
             vars(trial)[name].trainer = trial
     trial.saver, trial.state, trial.run = type(trainer.saver)(trial), type(trainer.state)(), None
     trial.run_dir = trial.assigned_dir = trial.config_text = trial.explicit_config = None

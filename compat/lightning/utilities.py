@@ -64,13 +64,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises ValueError for a seed that NumPy does not accept.
     """
     if seed is None:
-        given = get_variable("PL_GLOBAL_SEED")
-        if given is None and verbose:
+        variable = get_variable("PL_GLOBAL_SEED")
+        if variable is None and verbose:
             rank_zero_warn("No seed found, seed set to 0")
         try:
-            seed = int(given or 0)
+            seed = int(variable or 0)
         except ValueError:
-            raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {given!r}") from None
+            raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {variable!r}") from None
     seed = int(seed)
     if not min_seed_value <= seed <= max_seed_value:
         raise ValueError(f"{seed} is not in bounds, numpy accepts from {min_seed_value} to {max_seed_value}")
@@ -156,7 +156,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     }
     if norms:
         device = next(iter(norms.values())).device
-        norms[f"grad_{kind}_norm_total"] = torch.stack([one.to(device) for one in norms.values()]).norm(kind)
+        norms[f"grad_{kind}_norm_total"] = torch.stack([norm.to(device) for norm in norms.values()]).norm(kind)
     return norms
 
 
@@ -182,11 +182,11 @@ class DeviceDtypeMixin(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters; torch's default without parameters."""
-        found = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
-        return next(found, torch.get_default_dtype())
+        dtypes = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+        return next(dtypes, torch.get_default_dtype())
 
 
-def given_to_compile(model: Any) -> nn.Module | None:
+def original_module(model: Any) -> nn.Module | None:
     """Return the module that torch.compile wrapped in `model`; None if `model` is not a result of torch.compile."""
     if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
         return None

@@ -14,7 +14,7 @@ import legato.compat.lightning.pytorch as pl
 from legato.cli.main import main
 from legato.compat import lightning as compat
 from legato.compat.lightning.placeholders import Placeholder, UnsupportedError
-from legato.compat.lightning.script import of_legato
+from legato.compat.lightning.script import advice_for
 
 FOLDER = Path(compat.__file__).parent
 
@@ -279,7 +279,7 @@ def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_n
     def error_of(*arguments):
         with pytest.raises(Exception) as caught:
             trainer.test(*arguments, verbose=False)
-        return of_legato(caught.value, ["train.py", "--fast"])
+        return advice_for(caught.value, ["train.py", "--fast"])
 
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
     assert error_of(Fails(), [torch.ones(2, 1)]) == ""

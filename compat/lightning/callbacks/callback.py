@@ -21,12 +21,12 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters = signature(function).parameters.values()
 
     @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*positional: Any, **named: Any) -> Any:
         if LIGHTNINGS_NAME in named:
             named[OUR_NAME] = named.pop(LIGHTNINGS_NAME)
-        return function(*given, **named)
+        return function(*positional, **named)
 
-    renamed = [one.replace(name=LIGHTNINGS_NAME) if one.name == OUR_NAME else one for one in parameters]
+    renamed = [param.replace(name=LIGHTNINGS_NAME) if param.name == OUR_NAME else param for param in parameters]
     call.__signature__ = signature(function).replace(parameters=renamed)  # type: ignore[attr-defined]
     if function is vars(callback.Callback).get(function.__name__):
         EMPTY_HOOKS.add(call)

@@ -20,7 +20,7 @@ from .tqdm_bar import TQDMProgressBar
 
 def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
     """Raise RuntimeError if the states of several callbacks would have the same key in a checkpoint."""
-    keys = [one.state_key for one in callbacks if overrides(one, Callback, "state_dict")]
+    keys = [callback.state_key for callback in callbacks if overrides(callback, Callback, "state_dict")]
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)
         raise RuntimeError(
@@ -34,12 +34,12 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
 
     Raises ConfigError for an object that is not a callback.
     """
-    given = arguments["callbacks"]
-    callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
+    passed = arguments["callbacks"]
+    callbacks: list[Callback] = list(passed) if isinstance(passed, list) else [passed]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(f"Trainer(callbacks=...): expected Callbacks, got {type(callback).__name__}.")
-    if any(isinstance(one, CheckpointCallback) for one in callbacks) and not arguments["enable_checkpointing"]:
+    if any(isinstance(item, CheckpointCallback) for item in callbacks) and not arguments["enable_checkpointing"]:
         raise ConfigError(
             "Trainer(enable_checkpointing=False) has a ModelCheckpoint in callbacks. Remove one of the two."
         )
@@ -55,6 +55,6 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
     refuse_same_keys(callbacks)
     refuse_bars(callbacks, trainer.enable_progress_bar)
     trainer.enable_checkpointing = False  # these write to Lightning's folders, so Legato's run directory is not needed
-    callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
+    callbacks.sort(key=lambda callback: (isinstance(callback, CheckpointCallback), not isinstance(callback, Finder)))
     trainer.profiler = add_profiler(profiler, callbacks)
     return callbacks

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
     """Return the data of the current run in the form that a search accepts."""
-    given = trainer.run.request_loaders
+    loaders = trainer.run.request_loaders
     if trainer.run.stage == "fit":
-        found = {"train_dataloaders": given.get("train")}
+        data = {"train_dataloaders": loaders.get("train")}
     else:
-        found = {"dataloaders": given.get(trainer.run.loop.doing)}
-    return {"datamodule": trainer.datamodule, **found}
+        data = {"dataloaders": loaders.get(trainer.run.loop.doing)}
+    return {"datamodule": trainer.datamodule, **data}
 
 
 class Finder(Callback):
@@ -36,9 +36,9 @@ class Finder(Callback):
 
     def searches_before(self, method: str) -> bool:
         """Return whether to search before fit, validate, test or predict."""
-        own = next(kind for kind in type(self).__mro__ if "SEARCH" in vars(kind))
+        owner = next(kind for kind in type(self).__mro__ if "SEARCH" in vars(kind))
         names = (self.HOOKS.get(method, ""), self.SEARCH)
-        return all(hasattr(own, name) and getattr(type(self), name) is getattr(own, name) for name in names)
+        return all(hasattr(owner, name) and getattr(type(self), name) is getattr(owner, name) for name in names)
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
         """Search with the data passed to fit, validate, test or predict."""
@@ -96,10 +96,10 @@ class LearningRateFinder(Finder):
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
         """Sweep during a fit, and continue with the suggested rate."""
         self.search(trainer, pl_module, "fit", **data_of_run(trainer))
-        found = None if self.optimal_lr is None else self.optimal_lr.suggestion()
-        if found is not None and self._options["update_attr"]:
+        suggestion = None if self.optimal_lr is None else self.optimal_lr.suggestion()
+        if suggestion is not None and self._options["update_attr"]:
             for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
-                group["lr"] = found
+                group["lr"] = suggestion
 
 
 class BatchSizeFinder(Finder):

@@ -234,11 +234,11 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save every n steps, or after the time interval."""
-        if self._in_a_step(trainer) or self._should_skip_saving_checkpoint(trainer):
+        if self._is_accumulating(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
         # not `or`: the clock must be read after each batch, because the first reading starts it
-        if not (by_steps | self._time_has_come(trainer)):
+        if not (by_steps | self._is_due_by_time(trainer)):
             return
         # read values of this step from the device only if a decision depends on them
         if self.monitor is not None:
@@ -250,11 +250,11 @@ class ModelCheckpoint(Checkpoint):
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
 
-    def _in_a_step(self, trainer: "Trainer") -> bool:
+    def _is_accumulating(self, trainer: "Trainer") -> bool:
         """Return whether gradients of an unfinished step are accumulated, from which a run could not resume."""
         return trainer.training and trainer.metrics.step == trainer.global_step
 
-    def _time_has_come(self, trainer: "Trainer") -> bool:
+    def _is_due_by_time(self, trainer: "Trainer") -> bool:
         if self._train_time_interval is None:
             return False
         # ranks agree on the time at logging points only, so the decision costs no extra message
@@ -343,11 +343,11 @@ class ModelCheckpoint(Checkpoint):
     # --- what to save and to keep -----------------------------------------------------------------------------------
     def _monitor_candidates(self, trainer: Any) -> dict[str, Tensor]:
         """Return the values for file names: the metrics, the epoch and the step."""
-        found = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
+        metrics = {name: deepcopy(value) for name, value in trainer.newest_agreed().items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
-            logged = found.get(name)
-            found[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(count)
-        return found
+            logged = metrics.get(name)
+            metrics[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(count)
+        return metrics
 
     def _save_topk_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
         if self.save_top_k == 0:
@@ -403,9 +403,9 @@ class ModelCheckpoint(Checkpoint):
         self.current_score = self.best_k_models[path] = current
         best, worst = (min, max) if self.mode == "min" else (max, min)
         if len(self.best_k_models) == count:
-            self.kth_best_model_path = worst(self.best_k_models, key=lambda one: float(self.best_k_models[one]))
+            self.kth_best_model_path = worst(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
             self.kth_value = self.best_k_models[self.kth_best_model_path]
-        self.best_model_path = best(self.best_k_models, key=lambda one: float(self.best_k_models[one]))
+        self.best_model_path = best(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
         self.best_model_score = self.best_k_models[self.best_model_path]
         if self.verbose and trainer.is_global_zero:
             log.info(
@@ -503,8 +503,8 @@ class ModelCheckpoint(Checkpoint):
             return f"{name}{self.CHECKPOINT_EQUALS_CHAR}{text}" if auto_insert_metric_name else text
 
         template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        found = re.sub(r"\{([^{}:]*)(?::([^{}]*))?\}", shown, template)
-        return found if prefix is None else self.CHECKPOINT_JOIN_CHAR.join((prefix, found))
+        filled = re.sub(r"\{([^{}:]*)(?::([^{}]*))?\}", shown, template)
+        return filled if prefix is None else self.CHECKPOINT_JOIN_CHAR.join((prefix, filled))
 
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: "Trainer", del_filepath: str | None = None
@@ -524,8 +524,8 @@ class ModelCheckpoint(Checkpoint):
         """Return the paths of all `last` checkpoints in the folder."""
         folder = Path(self.__resolve_ckpt_dir(trainer))
         pattern = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-(\d+))?")
-        found = folder.iterdir() if folder.is_dir() else ()
-        return {str(one) for one in found if one.suffix == self.FILE_EXTENSION and pattern.match(one.stem)}
+        paths = folder.iterdir() if folder.is_dir() else ()
+        return {str(path) for path in paths if path.suffix == self.FILE_EXTENSION and pattern.match(path.stem)}
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the paths and scores of the best checkpoints to a file, `best_k_models.yaml` by default."""

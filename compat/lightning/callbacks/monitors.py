@@ -38,7 +38,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         """Clear the values of the previous run. Raises MisconfigurationException without a logger."""
         if not trainer.loggers:
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
-        if self.log_momentum and not any({"momentum", "betas"} & one.defaults.keys() for one in trainer.optimizers):
+        if self.log_momentum and not any({"momentum", "betas"} & item.defaults.keys() for item in trainer.optimizers):
             rank_zero_warn("log_momentum=True, but the optimizers do not have momentum.", category=RuntimeWarning)
         optimizers = [(name, optimizer) for name, optimizer, _ in self._optimizers(trainer)]
         names = [group for name, optimizer in optimizers for group in self._names(name, optimizer)]
@@ -87,7 +87,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         rows: list[tuple[str | None, Any, str]]
         rows = [(config.name, config.scheduler.optimizer, config.interval) for config in configs]
         # strategy zero1 wraps the optimizers that the module returned
-        rows += [(None, getattr(one, "original", one), "any") for one in trainer.optimizers]
+        rows += [(None, getattr(optimizer, "original", optimizer), "any") for optimizer in trainer.optimizers]
         for chosen, optimizer, interval in rows:
             if interval == "any" and id(optimizer) in seen:
                 continue

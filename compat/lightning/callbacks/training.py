@@ -47,7 +47,7 @@ class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
 def logs_stats(hook: str) -> Any:
     """Return a hook of DeviceStatsMonitor that logs the current statistics."""
 
-    def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *given: Any, **named: Any) -> None:
+    def log_stats(monitor: "DeviceStatsMonitor", trainer: "Trainer", *positional: Any, **named: Any) -> None:
         monitor._get_and_log_device_stats(trainer, hook)
 
     return wraps(getattr(Callback, hook))(log_stats)
@@ -68,9 +68,9 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
         if not trainer._logger_connector.should_update_logs or not trainer.is_global_zero:
             return
         prefix, step = f"{type(self).__qualname__}.{key}", trainer.fit_loop.epoch_loop._batches_that_stepped
-        found = self.stats(trainer)
-        for logger in trainer.loggers if found else ():
-            named = {f"{prefix}{logger.group_separator}{name}": value for name, value in found.items()}
+        stats = self.stats(trainer)
+        for logger in trainer.loggers if stats else ():
+            named = {f"{prefix}{logger.group_separator}{name}": value for name, value in stats.items()}
             logger.log_metrics(named, step=step)
 
 

@@ -16,7 +16,7 @@ ROOT = __name__.rpartition(".")[0]
 STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightning_fabric": f"{ROOT}.fabric"}
 
 
-def take_name(top: str) -> None:
+def register_name(top: str) -> None:
     """Register the modules of Legato's tree in sys.modules under Lightning's names below `top`."""
     trees = [f"{ROOT}.pytorch", f"{ROOT}.fabric"]
     for tree in trees:

@@ -1,5 +1,5 @@
 """Registers the modules of Legato under the name of this package."""
 
-from legato.compat.lightning.stand_in import take_name
+from legato.compat.lightning.stand_in import register_name
 
-take_name(__name__)
+register_name(__name__)

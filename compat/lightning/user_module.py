@@ -4,12 +4,12 @@ from typing import Any
 
 from ...tasks.task import Task
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
-from .utilities import given_to_compile
+from .utilities import original_module
 
 
 def uncompiled(model: Any) -> Any:
     """Return the module inside a result of torch.compile, with its forward and steps compiled."""
-    module = given_to_compile(model)
+    module = original_module(model)
     if not isinstance(module, Task):
         return model
     for name in ("forward", *STEP_NAMES):
