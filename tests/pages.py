@@ -1,10 +1,10 @@
-"""Blocks of Markdown pages, run as a reader would run them: files are written, scripts run, commands called.
+"""Runs the blocks of Markdown pages as a reader would: writes files, runs scripts and calls commands.
 
 In README.md and docs/**/*.md:
 
-* a block with `title="NAME"` after its language is written to that file;
-* a `python` block without a title is run; those of one page are one script, in their order;
-* a `yaml` block without a title is a part of a config, and is checked as one;
+* a block with `title="NAME"` after its language is written to the file NAME;
+* the `python` blocks of a page without a title are run as one script, in their order;
+* a `yaml` block without a title is checked as part of a config;
 * each line of a `bash` block, and each line of a `console` block that begins with `$ `, is a command;
 * other blocks (`text`: output, drawings; `diff`) are not run.
 
@@ -37,7 +37,7 @@ TINY = (
     ),
     *("trainer.limit_test_batches=2", "trainer.limit_predict_batches=2"),
 )
-"""Settings that each command that trains or evaluates begins with."""
+"""The first settings of each command that trains or evaluates."""
 TRAINS = ("fit", "validate", "test", "predict", "check")
 
 
@@ -56,19 +56,19 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Its commands, without comments."""
+        """The commands of the block, without comments."""
         text = self.text.replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines()]
         if self.language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         elif self.language not in ("bash", "sh"):
             return []
-        found = (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)
-        return [line for line in found if line]
+        bare_lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)
+        return [line for line in bare_lines if line]
 
 
 def pages() -> list[str]:
-    """Return README.md and every page of docs/, by their paths in the repository."""
+    """Return the paths of README.md and every page of docs/ in the repository."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
@@ -78,42 +78,42 @@ def read(page: str) -> str:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Yield the fenced blocks of a page in their order."""
+    """Yield the fenced blocks of a page in order."""
     text = read(page)
-    for found in FENCE.finditer(text):
-        indent, language, rest, body = found.groups()
+    for match in FENCE.finditer(text):
+        indent, language, rest, body = match.groups()
         title = re.search(r'title="([^"]+)"', rest)
         body = "".join(line.removeprefix(indent) for line in body.splitlines(keepends=True))
-        line = text.count("\n", 0, found.start()) + 1
+        line = text.count("\n", 0, match.start()) + 1
         yield Block(page, line, language, title[1] if title else "", body)
 
 
 def prose(page: str) -> str:
-    """Return a page without its blocks, spans of code, pictures and the targets of its links."""
+    """Return a page without blocks, code spans, pictures and link targets."""
     text = FENCE.sub("", read(page))
     text = re.sub(r"`[^`\n]+`|!\[[^\]]*\]", "", text)
     return re.sub(r"\]\([^)\s]+\)", "]", text)
 
 
 class Reader:
-    """A user in a folder of her own, who does what a page says."""
+    """A user with an empty folder who follows the instructions of a page."""
 
     def __init__(self, folder: Path, tiny: tuple[str, ...] = TINY, timeout: float = 120) -> None:
         self.folder, self.tiny, self.timeout = folder, tiny, timeout
 
     def write(self, name: str, text: str) -> None:
-        """Write a file, with the folders above it."""
+        """Write a file and create its parent folders."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
     def script(self, text: str, name: str = "page.py") -> str:
-        """Run the text of a script; return what it printed. Raises AssertionError where it fails."""
+        """Run the text of a script and return its output. Raises AssertionError if it fails."""
         self.write(name, text)
         return self._finish(name, _run_script, name)
 
     def command(self, line: str) -> str:
-        """Run a line of a shell, `legato` and `python` without loading torch again; return what it printed."""
+        """Run a shell command and return its output; `legato` and `python` run without importing torch again."""
         words = shlex.split(line)
         if words[0] == "cd":
             self.folder = self.folder / words[1]
@@ -122,7 +122,9 @@ class Reader:
         if set(words) & {"|", "&&", ";", ">", "&"}:
             words = ["bash", "-euc", line]
         if words[0] == "legato":
-            if len(words) > 1 and words[1] in TRAINS and "--help" not in words:  # what the line itself says wins
+            if (
+                len(words) > 1 and words[1] in TRAINS and "--help" not in words
+            ):  # settings of the command take precedence
                 first = next((i for i, word in enumerate(words[2:], 2) if not word.endswith(".yaml")), len(words))
                 words[first:first] = self.tiny
             return self._finish(line, run_module, *words)
@@ -141,9 +143,9 @@ class Reader:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def _finish(self, what: str, *called: Any) -> str:
+    def _finish(self, command: str, *called: Any) -> str:
         done = completed(*called, timeout=self.timeout, cwd=self.folder)
-        assert done.returncode == 0, f"{what} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""docs/exactness.md is what `make exact` writes, and a part of its table, for each strategy a row or two, runs here."""
+"""docs/exactness.md is the output of `make exact`; one or two rows of its table per strategy run here."""
 
 import re
 from dataclasses import asdict
@@ -52,11 +52,11 @@ def test_the_rows_hold_each_pair_that_is_not_refused():
     held = {pair for row in ROWS for pair in combinations(asdict(row).items(), 2)}
     missing = [
         pair
-        for one, other in combinations(COLUMNS, 2)
-        for pair in product([(one, value) for value in COLUMNS[one]], [(other, value) for value in COLUMNS[other]])
+        for left, right in combinations(COLUMNS, 2)
+        for pair in product([(left, value) for value in COLUMNS[left]], [(right, value) for value in COLUMNS[right]])
         if pair not in held and not is_refused(dict(pair))
     ]
-    # each of these excludes all values of a third column, or is of a row that was left out
+    # each of these excludes all values of a third column, or belongs to a row that was left out
     assert len(missing) < 12, missing
 
 

@@ -53,9 +53,9 @@ def test_an_example_with_a_config_trains_and_resumes(config: str, reader: Reader
 @pytest.mark.parametrize("script", sorted(SMALL))
 def test_a_script_runs(script: str, reader: Reader) -> None:
     arguments, words = SMALL[script]
-    said = reader.command(f"python {script} {arguments}")
-    assert said
-    assert words in said
+    output = reader.command(f"python {script} {arguments}")
+    assert output
+    assert words in output
 
 
 def test_a_strategy_of_ones_own_trains_on_two_processes(reader: Reader) -> None:

@@ -1,4 +1,4 @@
-"""The Dockerfile: built and run where Docker is; elsewhere its steps run in a clean environment."""
+"""The Dockerfile is built and run if Docker is available; otherwise its steps run in a clean environment."""
 
 import json
 import os
@@ -20,14 +20,14 @@ FIT = ["fit", "digits.yaml", "trainer.accelerator=cpu", "trainer.devices=1", "tr
 
 
 def instructions():
-    """Return the steps of the Dockerfile, as words and their rest."""
+    """Return the instructions of the Dockerfile, each as its keyword and its arguments."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     steps = "\n".join(lines).replace("\\\n", " ").splitlines()
     return [tuple(step.split(None, 1)) for step in steps if step.strip()]
 
 
 def left_out(folder, names):
-    """Return what .dockerignore keeps out of a copy of the repository."""
+    """Return the names that .dockerignore excludes from a copy of the repository."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     kept = {line[1:] for line in lines if line.startswith("!")}
     at_top = Path(folder) == ROOT
@@ -36,19 +36,19 @@ def left_out(folder, names):
 
 
 class Container:
-    """A folder in which the steps are taken: paths of the image lie below it, and pip installs into its environment."""
+    """A folder with the paths of the image and an environment for pip, in which the instructions run."""
 
     def __init__(self, folder):
         self.folder, self.place, self.entry, self.command = folder, folder, [], []
         venv.create(folder / "venv", with_pip=True, symlinks=True)
-        # what the image fetches is installed here, and pip sees it
+        # pip finds the packages of this environment, which the image downloads
         site = next((folder / "venv" / "lib").glob("python*")) / "site-packages"
         (site / "installed.pth").write_text(sysconfig.get_paths()["purelib"])
         path = f"{folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
         self.variables = {**os.environ, "PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
 
     def take(self, word, rest):
-        """Take a step."""
+        """Run an instruction."""
         if word == "WORKDIR":
             self.place = self.folder / rest.lstrip("/")
             self.place.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Container:
             self.variables.update(pair.split("=", 1) for pair in shlex.split(rest))
         elif word in ("ENTRYPOINT", "CMD"):
             setattr(self, {"ENTRYPOINT": "entry", "CMD": "command"}[word], json.loads(rest))
-        else:  # of ARG only pip's index, which is the one that tests use
+        else:  # the only ARG is pip's index, which tests leave as it is
             assert (word, rest.partition("=")[0]) in (("FROM", "python:3.11-slim"), ("ARG", "PIP_EXTRA_INDEX_URL"))
 
     def start(self, *words):
@@ -87,8 +87,10 @@ def test_its_steps_make_an_environment_that_trains(container):
     assert list((container.place / "runs").rglob("manifest.json"))
     # the package that was copied and installed, and not the one of this environment
     where = [str(container.folder / "venv" / "bin" / "python"), "-c", "import legato; print(legato.__file__)"]
-    said = subprocess.run(where, cwd="/", env=container.variables, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(str(container.folder))
+    location = subprocess.run(
+        where, cwd="/", env=container.variables, capture_output=True, text=True, check=True
+    ).stdout
+    assert location.startswith(str(container.folder))
     assert not (container.folder / "opt" / "legato" / "tests").exists()
 
 

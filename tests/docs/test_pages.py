@@ -1,4 +1,4 @@
-"""Every page does what it says: its blocks run, its links lead somewhere, its figures are those of their source."""
+"""The blocks of every page run, its links have targets, and its figures equal those of their source."""
 
 import os
 import re
@@ -31,21 +31,21 @@ NOT_RUN = {
     "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
     "mypy": "does not find an editable install that is not its own; tests/cli/test_new.py",
 }
-"""Beginnings of commands that a test does not run, with the reason."""
+"""Prefixes of commands that a test does not run, with the reason."""
 LEFT_OUT = {
     "legato fit digits.yaml launcher=slurm": "needs SLURM; tests/cli/launchers/ runs it",
     "legato fit digits.yaml launcher=ray": "needs Ray; tests/cli/launchers/ runs it",
     "legato lightning train.py": "the reader's own program; tests/lightning/ runs some",
     "legato convert": "needs a checkpoint; tests/lightning/test_checkpoints.py converts some",
 }
-"""The same, of single commands."""
+"""Single commands that a test does not run, with the reason."""
 
 
 def page_id(page: str) -> str:
     return page.removesuffix(".md")
 
 
-TESTED_BY_ITSELF = {
+TESTED_ELSEWHERE = {
     "docs/how-to/replay.md": "test_replay_page.py, which also reads what is printed",
     "docs/how-to/spike.md": "test_replay_page.py, which also reads what is printed",
     "docs/start/whole-program.md": "test_whole_program.py, which also reads what is printed",
@@ -53,7 +53,7 @@ TESTED_BY_ITSELF = {
 RUNS = [
     page
     for page in PAGES
-    if page not in TESTED_BY_ITSELF
+    if page not in TESTED_ELSEWHERE
     and any(block.language in ("python", "yaml", "bash", "console") for block in blocks(page))
 ]
 
@@ -63,13 +63,13 @@ RUNS = [
 def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reader = Reader(tmp_path)
-    found = list(blocks(page))
-    scripts = [block for block in found if block.language == "python" and not block.title]
-    for block in found:
+    page_blocks = list(blocks(page))
+    scripts = [block for block in page_blocks if block.language == "python" and not block.title]
+    for block in page_blocks:
         if block.title:
             reader.write(block.title, block.text)
         elif block is (scripts[-1] if scripts else None):
-            reader.script("\n".join(one.text for one in scripts))
+            reader.script("\n".join(script.text for script in scripts))
         elif block.language == "yaml":
             monkeypatch.syspath_prepend(reader.folder)
             check_part(block)
@@ -79,7 +79,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest
 
 
 def check_part(block: Block) -> None:
-    """Check a part of a config: whatever it leaves out comes from a ready one."""
+    """Check a part of a config; a complete config supplies the rest."""
     values = yaml.safe_load(block.text)
     assert isinstance(values, dict), f"{block} is not a mapping"
     assert set(values) <= {*SECTIONS, "extends", "vars"}, f"{block} has keys that no config has"
@@ -95,21 +95,21 @@ def check_part(block: Block) -> None:
 
 
 def not_run(command: str) -> str | None:
-    """Return why a test does not run the command; None where it does."""
+    """Return why a test does not run the command, or None if it does."""
     listed = {**NOT_RUN, **LEFT_OUT}
     return next((reason for beginning, reason in listed.items() if command.startswith(beginning)), None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_block_says_what_it_is(page: str) -> None:
-    """No language, no test: output and drawings are `text`."""
+    """A block without a language is not tested; output and drawings are `text`."""
     languages = {"bash", "console", "diff", "ini", "json", "python", "text", "toml", "xml", "yaml"}
     assert [str(block) for block in blocks(page) if block.language not in languages] == []
 
 
 def test_every_exception_is_needed() -> None:
     commands = [command for page in PAGES for block in blocks(page) for command in block.commands]
-    assert [one for one in LEFT_OUT if not any(command.startswith(one) for command in commands)] == []
+    assert [prefix for prefix in LEFT_OUT if not any(command.startswith(prefix) for command in commands)] == []
 
 
 def test_every_command_that_a_page_names_is_one() -> None:
@@ -128,7 +128,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def slug(heading: str) -> str:
-    """Return the anchor of a heading, as GitHub and mkdocs make it of plain words."""
+    """Return the anchor that GitHub and mkdocs generate for a heading."""
     words = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
 
@@ -151,7 +151,7 @@ def test_no_link_is_dead(page: str) -> None:
 
 
 def generated(path: Path) -> bool:
-    """Return whether a page is one that the site makes (docs/site.py)."""
+    """Return whether the site generates the page (docs/site.py)."""
     return path.parent == ROOT / "docs" / "reference" and path.name in ("config.md", "command-line.md")
 
 
@@ -163,7 +163,7 @@ FIGURES = {
     "SHA-256": {"examples/same_bits.py": ["hashlib.sha256"]},
     "Python >= 3.10": {"setup.cfg": ["python_requires = >=3.10"]},
 }
-"""Every sentence of the README with a figure, and where each figure is measured or fixed."""
+"""Every sentence of the README with a figure, and the source of the figure."""
 COMPARED = {
     "bare | 0.96 | 1.93 | 1.76 | - | 1.05 |": {
         BENCHMARKS: ["0.96 of a hand-written one bare", "1.93 and 3.33", "Accelerate 1.76 bare", "| +21 us (1.05) |"],
@@ -172,11 +172,11 @@ COMPARED = {
         BENCHMARKS: ["1.03 as usual", "1.93 and 3.33", "| +213 us (1.54) |"],
     },
 }
-"""The same, of rows of the comparison."""
+"""Rows of the comparison with a figure, and the source of the figure."""
 
 
 def plain(page: str) -> str:
-    """Return the prose of a page in one line, links as their words."""
+    """Return the prose of a page in one line, with the text of its links."""
     return " ".join(re.sub(r"\[([^\]]*)\]", r"\1", prose(page)).split())
 
 

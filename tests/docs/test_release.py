@@ -35,9 +35,9 @@ def test_workflows_run_targets_of_the_makefile(path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     words = [command.split() for command in commands(load(path))]
     assert words
-    for first, *others in words:
-        assert first == "make"
-        assert {word for word in others if word.isalpha()} <= targets
+    for program, *arguments in words:
+        assert program == "make"
+        assert {word for word in arguments if word.isalpha()} <= targets
 
 
 def test_continuous_integration_covers_what_contributors_run():
