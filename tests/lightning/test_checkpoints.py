@@ -208,7 +208,7 @@ def test_callbacks_go_on_where_they_were(tmp_path, caplog):
     )
     assert timer.time_elapsed() > saved["Timer"]["time_elapsed"]["train"]
     told = "\n".join(caplog.messages)
-    assert "checkpoint of Lightning 2.6.6. Going on at step 12 in epoch 2" in told
+    assert "checkpoint of Lightning 2.6.6. Resuming at step 12 in epoch 2" in told
     assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in told
     assert "a loader that shuffles uses Legato's order" in told
 
