@@ -9,7 +9,7 @@ ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /opt/legato
 COPY . .
 RUN python -m pip install --no-cache-dir --constraint constraints.txt setuptools wheel
-RUN python -m pip install --no-cache-dir --constraint constraints.txt --no-build-isolation '.[tasks]'
+RUN python -m pip install --no-cache-dir --constraint constraints.txt --no-build-isolation .
 
 # output as it comes, and not when a buffer is full or the container is gone
 ENV PYTHONUNBUFFERED=1

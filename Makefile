@@ -73,11 +73,11 @@ clean:
 $(DEMO): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[tasks]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	touch $(DEMO)
 
 $(STAMP): $(DEMO)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,tasks]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $(STAMP)
 
 $(VENV)/.others: $(STAMP) .ci/others

@@ -28,7 +28,6 @@ launch.PRELOAD += [
     "legato.trainer.setup.start",
     "pytest",
     "scipy.signal",
-    "sklearn.datasets",
     "tensorboard.summary.writer",
 ]
 launch.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]

@@ -258,4 +258,6 @@ def test_the_wheel_holds_every_module_and_every_config(tmp_path):
     folder = (ROOT / "configs").iterdir()
     configs = {str(path.relative_to(ROOT)) for path in folder if path.suffix in (".yaml", ".json")}
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "cli").rglob("*.template")}
-    assert held == {f"legato/{name}" for name in {*NAMES, *configs, *templates, "__main__.py", "py.typed"}}
+    assert held == {
+        f"legato/{name}" for name in {*NAMES, *configs, *templates, "__main__.py", "py.typed", "tasks/digits.csv.gz"}
+    }
