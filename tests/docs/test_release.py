@@ -53,9 +53,18 @@ def test_only_the_job_that_publishes_may_sign():
     workflow = load(WORKFLOWS / "release.yml")
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["jobs"]["publish"]["permissions"] == {"id-token": "write"}
-    assert workflow["jobs"]["publish"]["environment"] == "pypi"
+    assert workflow["jobs"]["publish"]["environment"]["name"] == "pypi"
     assert "permissions" not in workflow["jobs"]["build"]
     assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.stem)
+def test_jobs_end_in_time_and_keep_no_credentials(path):
+    for job in load(path)["jobs"].values():
+        assert job["timeout-minutes"] <= 60
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"] == {"persist-credentials": False}
 
 
 def test_templates_and_hooks_are_valid():
@@ -63,7 +72,7 @@ def test_templates_and_hooks_are_valid():
         fields = load(ROOT / ".github" / "ISSUE_TEMPLATE" / form)["body"]
         assert len({field["id"] for field in fields}) == len(fields)
     hooks = load(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
-    assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/lint-imports"}
+    assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/lint-imports", ".ci/changes"}
 
 
 # --- the changelog ----------------------------------------------------------------------------------------------------

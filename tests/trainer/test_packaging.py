@@ -1,4 +1,4 @@
-"""The source distribution: it has everything, a wheel can be built from it, and its tests run on that wheel."""
+"""The source distribution has everything, its tests pass on the wheel built from it, and SECURITY.md is true."""
 
 import configparser
 import email
@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -81,6 +83,95 @@ def test_the_wheel_has_what_the_first_commands_need(installed, tmp_path):
     run(*legato, "fit", "configs/quick.yaml", "trainer.max_epochs=1", cwd=tmp_path / "moons", env=installed)
     assert run(*legato, "runs", cwd=tmp_path / "moons", env=installed).count("done") == 1
     assert "Digits" in run(*legato, "config", "digits.yaml", cwd=tmp_path, env=installed)
+
+
+@pytest.mark.parametrize("source", ["sdist", "pip wheel"])
+def test_the_program_of_the_readme_runs_on_the_wheel(source, wheel, tmp_path):
+    if source == "pip wheel":
+        sources = copy_sources(tmp_path / "source")
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, sources)
+        (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=True, symlinks=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # what Legato requires is installed here
+    (site / "installed.pth").write_text(sysconfig.get_paths()["purelib"])
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel)
+    program = tmp_path / "same_bits.py"
+    shutil.copy(ROOT / "examples" / "same_bits.py", program)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    assert run(python, "-c", "import legato; print(legato.__file__)", cwd=tmp_path, env=environment).startswith(
+        str(site)
+    )
+    printed = run(python, program, cwd=tmp_path, env=environment)
+    assert len(re.findall(r"\b[0-9a-f]{64}$", printed, re.MULTILINE)) == 4
+    assert len(set(re.findall(r"\b[0-9a-f]{64}$", printed, re.MULTILINE))) == 1
+
+
+# --- what SECURITY.md promises ----------------------------------------------------------------------------------------
+def test_a_wheel_runs_nothing_when_it_is_installed(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (info,) = {
+            name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name and name.startswith("legato-")
+        }
+        files = [name for name in archive.namelist() if not name.startswith(f"{info}/")]
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert {Path(name).suffix for name in files} - {""} == {".py", ".yaml", ".json", ".template", ".typed", ".gz"}
+    assert [name for name in files if not name.startswith("legato/") or not Path(name).suffix] == [
+        name for name in files if name.endswith("dist-info/METADATA")
+    ]
+    assert entry_points.split() == ["[console_scripts]", "legato", "=", "legato.cli.main:main"]
+
+
+def test_security_lists_what_is_required():
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    required = set(re.findall(r"^([\w-]+)", options["options"]["install_requires"], re.MULTILINE))
+    table = (ROOT / "SECURITY.md").read_text().partition("| --- | --- |")[2].partition("\n\n")[0]
+    listed = {name for row in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE) for name in row.split(", ")}
+    assert listed == required
+
+
+CONNECTS = """
+import sys
+
+events = []
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.bind", "socket.sendto"):
+        address = arguments[1]
+        if isinstance(address, tuple) and address[0] not in LOOPBACK:
+            events.append((event, address))
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
+        if arguments[0] not in LOOPBACK:
+            events.append((event, arguments[0]))
+    elif event == "socket.__new__" and importing:
+        events.append((event, arguments[1:]))
+
+
+importing = True
+sys.addaudithook(watch)
+import legato as lg
+
+for room in (lg, lg.callbacks, lg.tasks, lg.loggers, lg.strategies, lg.runs, lg.lab):
+    for name in room.__all__:
+        getattr(room, name)
+print("importing", events)
+importing = False
+from legato.tasks import Digits, DigitsData
+
+trainer = lg.Trainer(max_steps=2, accelerator="cpu", devices=1, enable_progress_bar=False, limit_val_batches=1)
+trainer.fit(Digits(channels=8), DigitsData())
+print("training", events)
+"""
+
+
+def test_importing_opens_no_socket_and_training_no_connection(tmp_path):
+    printed = run(sys.executable, "-W", "ignore", "-c", CONNECTS, cwd=tmp_path)
+    assert printed.splitlines()[0] == "importing []"
+    assert "training []" in printed.splitlines()
 
 
 def test_the_metadata(wheel):
