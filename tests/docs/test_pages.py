@@ -48,6 +48,7 @@ def page_id(page: str) -> str:
 TESTED_ELSEWHERE = {
     "docs/how-to/replay.md": "test_replay_page.py, which also reads what is printed",
     "docs/how-to/spike.md": "test_replay_page.py, which also reads what is printed",
+    "docs/start/tutorial.md": "test_tutorial.py, which also reads what is printed",
     "docs/start/whole-program.md": "test_whole_program.py, which also reads what is printed",
 }
 RUNS = [
