@@ -15,7 +15,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening, LlamaConfig
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 import legato as lg
@@ -27,7 +28,7 @@ class FineTuning(lg.Task):
     def __init__(
         self, model=None, lora_rank=0, lora_modules="all-linear", adapter=None, lr=3e-3, warmup=20, prompt="2+3="
     ):
-        """`model`: a folder or a name of the Hub. `adapter`: go on with this one, in place of a new one."""
+        """`model`: a folder or a name on the Hub. `adapter`: a LoRA adapter to continue from."""
         super().__init__()
         self.save_hyperparameters()
         self.tokenizer = make_tokenizer(model)  # an export writes it beside the model
@@ -44,10 +45,8 @@ class FineTuning(lg.Task):
             net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         if adapter is not None:
             return PeftModel.from_pretrained(net, adapter, is_trainable=True)
-        if not lora_rank:
-            return net
         lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=lora_modules, task_type="CAUSAL_LM")
-        return get_peft_model(net, lora)
+        return get_peft_model(net, lora) if lora_rank else net
 
     def step(self, batch, name):
         # by position_ids the model sees where documents begin, unless a cache or a mask is in the way
@@ -80,44 +79,32 @@ class FineTuning(lg.Task):
 
 
 class Documents(lg.DataModule):
-    """Prompts and answers of a file of JSON lines, or sums; a tenth is for validation."""
+    """Prompts and answers of a file of JSON lines, or sums; every tenth is for validation."""
 
-    def __init__(self, model=None, file=None, length=64, batch_size=8):
+    def __init__(self, model=None, file=None, length=64, batch_size=64):
         super().__init__()
         self.save_hyperparameters()
 
     def setup(self, stage):
         lines = Path(self.hparams.file).read_text(encoding="utf-8").splitlines() if self.hparams.file else []
-        pairs = [json.loads(line) for line in lines] or [
-            {"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(40) for b in range(40)
-        ]
+        sums = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(40) for b in range(40)]
         tokenizer = make_tokenizer(self.hparams.model)
-        texts = [(tokenizer(pair["prompt"]).input_ids, pair["answer"] + tokenizer.eos_token) for pair in pairs]
-        documents = [(prompt, tokenizer(text, add_special_tokens=False).input_ids) for prompt, text in texts]
-        self.train = pack([d for n, d in enumerate(documents) if n % 10], self.hparams.length)
-        self.validation = pack(documents[::10], self.hparams.length)
+        pairs = [json.loads(line) for line in lines] or sums
+        self.documents = [encode(tokenizer, self.hparams.length, **pair) for pair in pairs]
 
     def train_dataloader(self):
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True)
+        documents = [document for index, document in enumerate(self.documents) if index % 10]
+        return DataLoader(documents, self.hparams.batch_size, shuffle=True, collate_fn=DataCollatorWithFlattening())
 
     def val_dataloader(self):
-        return DataLoader(self.validation, self.hparams.batch_size)
+        return DataLoader(self.documents[::10], self.hparams.batch_size, collate_fn=DataCollatorWithFlattening())
 
 
-def pack(documents, length):
-    """Return rows of `length` tokens, each with as many documents as fit; only answers have a loss."""
-    rows = []
-    for prompt, answer in documents:
-        ids, labels = (prompt + answer)[:length], ([NO_LOSS] * len(prompt) + answer)[:length]
-        if not rows or len(rows[-1]["input_ids"]) + len(ids) > length:
-            rows.append({"input_ids": [], "labels": [], "position_ids": []})
-        for values, more in zip(rows[-1].values(), (ids, labels, range(len(ids))), strict=True):
-            values.extend(more)
-    empty = {"input_ids": 0, "labels": NO_LOSS, "position_ids": 0}
-    return [
-        {name: torch.tensor(values + [empty[name]] * (length - len(values))) for name, values in row.items()}
-        for row in rows
-    ]
+def encode(tokenizer, length, prompt, answer):
+    """Return at most `length` tokens of a document; only those of the answer have a loss."""
+    first = tokenizer(prompt).input_ids
+    rest = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
+    return {"input_ids": (first + rest)[:length], "labels": ([NO_LOSS] * len(first) + rest)[:length]}
 
 
 def make_tokenizer(model):
@@ -126,4 +113,4 @@ def make_tokenizer(model):
     words = {word: number for number, word in enumerate(["<end>", *"0123456789+="])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    return FastTokenizer(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")

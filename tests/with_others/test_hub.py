@@ -80,25 +80,24 @@ def points(name, run):
 
 # --- packed documents -------------------------------------------------------------------------------------------------
 def test_a_document_sees_nothing_of_the_documents_beside_it(example):
-    task = example.FineTuning()
+    task, data = example.FineTuning(), example.Documents(length=6, batch_size=3, file="pairs.jsonl")
     task.configure_model()
-    documents = [([3, 4], [5, 6, 7, 0]), ([8], [9, 0]), ([2, 3, 4], [1, 0])]
-    (row,) = example.pack(documents, 20)
-    assert [len(values) for values in row.values()] == [20, 20, 20]
-    assert row["labels"].tolist()[:6] == [-100, -100, 5, 6, 7, 0]
-    batch = {name: values[None] for name, values in row.items()}
+    data.setup("fit")
+    batch = next(iter(data.val_dataloader()))
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+    assert len(starts) == 4
     together = output_of(task.model, {**batch, "use_cache": False})
-    first = 0
-    for prompt, answer in documents:
-        ids = torch.tensor([prompt + answer])
-        alone = output_of(task.model, {"input_ids": ids})
-        torch.testing.assert_close(together[:, first : first + ids.shape[1]], alone, rtol=1e-4, atol=1e-5)
-        first += ids.shape[1]
+    for document, first, end in zip(data.documents[::10], starts, starts[1:], strict=False):
+        assert batch["input_ids"][0, first:end].tolist() == document["input_ids"]
+        assert batch["labels"][0, first:end].tolist() == document["labels"]
+        alone = output_of(task.model, {"input_ids": torch.tensor([document["input_ids"]])})
+        torch.testing.assert_close(together[:, first:end], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cut_document_begins_a_row(example):
-    rows = example.pack([([1] * 3, [2] * 3), ([3] * 3, [4] * 9)], 8)
-    assert [row["position_ids"].tolist() for row in rows] == [[0, 1, 2, 3, 4, 5, 0, 0], [*range(8)]]
+def test_only_answers_have_a_loss_and_long_documents_are_cut(example):
+    tokenizer = example.make_tokenizer(None)
+    document = example.encode(tokenizer, 6, prompt="1+2=", answer="345")
+    assert document == {"input_ids": [2, 11, 3, 12, 4, 5], "labels": [-100, -100, -100, -100, 4, 5]}
 
 
 # --- a run, its resume, its export ------------------------------------------------------------------------------------
