@@ -324,7 +324,7 @@ def test_what_is_no_weight_is_refused(trainer, weight, came):
         def training_step(self, batch, batch_idx):
             return {"loss": self.loss(batch), "weight": weight}
 
-    with pytest.raises(TaskError, match=f"{came}.*expected a number that is not negative"):
+    with pytest.raises(TaskError, match=f"{came}.*expected a nonnegative number"):
         trained(trainer, Wrong())
 
 

@@ -209,7 +209,7 @@ def test_a_smaller_last_batch_and_sequences_of_many_lengths_compile_once_more(tr
 
 def test_compile_options_that_are_none_are_refused(refused):
     said = refused(ConfigError, Deep(), loader(8), compile={"blocks": ["Blok"]})
-    assert "trainer.compile.blocks: no module of Deep is a 'Blok'. Did you mean 'Block'?" in said
+    assert "trainer.compile.blocks: Deep has no module of class 'Blok'. Did you mean 'Block'?" in said
     said = refused(ConfigError, Deep(), loader(8), compile={"block": ["Block"]})
     assert "trainer.compile has no option 'block'. Did you mean 'blocks'?" in said
     said = refused(ConfigError, Deep(), make_loader(8), compile={"backed": "eager"})

@@ -34,7 +34,7 @@ class Blocks(Noisy):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_weight_that_differs_is_named_at_the_next_logging_point(name):
     devices = 4 if name == "model_parallel" else 2
-    wanted = r"after step 1,.*: head.weight on rank 1\. Something"
+    wanted = r"after step 1,.*: head.weight on rank 1\. An optimizer"
     with pytest.raises(DisagreementError, match=wanted):
         fit(Blocks(), devices=devices, strategy=STRATEGIES[name])
 

@@ -117,7 +117,7 @@ def test_sparse_gradients_are_refused_alike_on_any_number_of_processes(trainer, 
     ("task", "strategy", "message"),
     [
         (Sparse, "fsdp", "strategy=fsdp cannot work on the sparse gradients of table"),
-        (Scaled, "fsdp", "cuts parameters along their first dimension, and scale has none"),
+        (Scaled, "fsdp", "shards parameters along their first dimension, but scale has no dimension"),
         (Spectral, "ddp", r"Spectral\.model\.0 is parametrized, as by spectral_norm"),
     ],
 )

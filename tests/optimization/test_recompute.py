@@ -62,5 +62,7 @@ def test_batch_norm_counts_each_batch_once(trainer, options):
 
 
 def test_a_class_that_the_task_has_not_is_refused():
-    with pytest.raises(ConfigError, match=r"activation_checkpointing: no module of Dropped is a 'Blok'\. Did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing: Dropped has no module of class 'Blok'\. Did you mean"
+    ):
         fit(Dropped(), strategy="single", activation_checkpointing=["Blok"])

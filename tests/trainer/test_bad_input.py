@@ -152,7 +152,7 @@ def test_validation_loaders_without_a_validation_step(refused):
         (lambda loss: torch.stack([loss, loss]), r"scalar loss.*shape \(2,\).*loss.mean\(\)"),
         (lambda loss: loss.item(), "must return a scalar loss tensor.*it returned float"),
         (lambda loss: "low", "it returned str"),
-        (lambda loss: {"losses": loss}, r"has no 'loss'; its keys are \['losses'\]"),
+        (lambda loss: {"losses": loss}, r"returned a dict without 'loss'; its keys are \['losses'\]"),
         (lambda loss: {"loss": loss.item()}, "it returned float"),
         (lambda loss: [loss, loss], "2 losses for 1 optimizers"),
     ],

@@ -1,11 +1,11 @@
-"""BatchWeights: weights of the batches of a step in its gradient, where training_step returns them.
+"""BatchWeights: weights of a step's batches in its gradient, if training_step returns them.
 
-The gradient of a step is the mean over its batches, weighted by their samples or by what training_step returns:
+The gradient of a step is the mean over its batches, weighted by their samples or by training_step's weights:
 
     {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
 
-The weights of later batches and of other ranks are unknown before backward. So each loss is multiplied by its own
-weight, and the gradients are divided by the sum of all weights once they have met.
+The weights of later batches and of other ranks are unknown before backward. So each loss is multiplied by its weight,
+and the gradients are divided by the sum of all weights once they are reduced.
 """
 
 import math
@@ -25,31 +25,31 @@ from ..data.steps import ReplicaBatch, StepInput
 if TYPE_CHECKING:
     from ...base.contracts import Trainer
 
-# Factor of all weights until the first step has shown how large they are
+# Factor of all weights until the first step shows their magnitude
 FIRST_SCALE = 2.0**-10
 
 
 class BatchWeights:
-    """The weights of one step's batches, by replica, and whether this run has any."""
+    """The weights of one step's batches, summed by replica, and whether this run uses weights."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task
-        # Whether batches have weights; None until the ranks have compared what their first step returned
+        # Whether batches have weights; None until the ranks have compared the outputs of their first step
         self.used: bool | None = None
-        # The weight of the newest batch, or the number of its samples
+        # The newest batch's weight, or its number of samples
         self.newest: Any = 0
         self.sums = torch.zeros(0)
-        # Batches without a weight, and with one, until that is compared
+        # Numbers of batches without and with a weight, until the ranks have compared them
         self.counts = [0, 0]
 
     def begin_step(self) -> None:
-        """Forget the weights of the step before."""
+        """Clear the weights of the previous step."""
         device = self.strategy.device
         sums = torch.zeros(self.state.replicas, dtype=widest_float(device), device=device)
         self.sums, self.counts = sums, [0, 0]
 
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
-        """Return the factor of a batch's loss, and add the weight that training_step returned with it to the step's."""
+        """Add the batch's weight to the step's, and return the factor of the batch's loss."""
         weight = weight_of(output)
         self.newest = item.samples if weight is None else weight
         if output is not None:
@@ -62,13 +62,13 @@ class BatchWeights:
         return self.factor(weight, step)
 
     def factor(self, weight: Any, step: StepInput) -> Any:
-        """Return what the loss of a batch with this weight is multiplied with."""
+        """Return the factor of the loss of a batch with this weight."""
         return weight * (self.strategy.loss_scale / step.samples * self._scale())
 
     def divide_gradients(self, step: StepInput) -> Tensor | float:
-        """Divide the step's gradients by the sum of the weights of all its batches; every rank calls it.
+        """Divide the step's gradients by the sum of its batches' weights. Collective.
 
-        Returns the divisor; 1.0 without weights. Raises TaskError, on all ranks, where only some batches have one.
+        Returns the divisor, 1.0 without weights. Raises TaskError, on all ranks, if only some batches have a weight.
         """
         ranks = self.strategy.data_ranks
         if self.used is False:
@@ -78,12 +78,12 @@ class BatchWeights:
             if without and weighted:
                 raise TaskError(MIXED)
             if without or not weighted:
-                self.used = False if without else None  # without a batch it stays unknown
+                self.used = False if without else None  # still unknown without a batch
                 return 1.0
         # by replica, so that the sum is the same on any number of processes
         total = ranks.all_reduce(self.sums, "sum").sum()
         divisor = total * self._scale() / step.samples
-        divisor = torch.where(divisor == 0.0, 1.0, divisor)  # where no batch weighs anything
+        divisor = torch.where(divisor == 0.0, 1.0, divisor)  # all weights are 0
         if self.used is None:
             self._settle(float(total) / step.samples)
         self._divide(divisor)
@@ -96,34 +96,34 @@ class BatchWeights:
                 gradient = local_part(parameter.grad).detach()
                 kinds.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
         for (device, dtype, _), gradients in kinds.items():
-            # in their own type torch divides all at once; half precision would round the divisor
+            # in the gradients' dtype, torch divides all at once; half precision would round the divisor
             divide_each(gradients, divisor.to(device).to(dtype if dtype.itemsize >= 4 else divisor.dtype))
 
     def _scale(self) -> float:
         return self.state.weight_scale or FIRST_SCALE
 
     def _settle(self, weight_of_sample: float) -> None:
-        """Note that batches have weights, and how large they are. Raises TaskError where they are not usable."""
+        """Record that batches have weights, and their magnitude. Raises TaskError for invalid weights."""
         if not 0.0 <= weight_of_sample < math.inf:
-            raise TaskError(f"The weights that training_step returned add up to {weight_of_sample}; {EXPECTED_WEIGHT}.")
+            raise TaskError(f"The weights returned by training_step sum to {weight_of_sample}; {EXPECTED_WEIGHT}.")
         self.used = True
-        # Half precision would overflow with losses that are multiplied by thousands of tokens. A power of two changes
-        # no other bits, and the run keeps it, so that a resume has the same.
+        # Losses multiplied by thousands of tokens would overflow in half precision. A power of two changes no other
+        # bits; the run stores it, so that a resume uses the same one.
         if not self.state.weight_scale and weight_of_sample:
             self.state.weight_scale = 2.0 ** -round(math.log2(weight_of_sample))
 
 
-EXPECTED_WEIGHT = "expected a number that is not negative, or a tensor with one, such as the batch's number of tokens"
+EXPECTED_WEIGHT = "expected a nonnegative number or a one-element tensor, such as the batch's number of tokens"
 MIXED = (
-    "training_step returned a 'weight' beside the loss of some batches and none for others, so the mean over the step "
-    'is unknown. Return {"loss": loss, "weight": weight} for every batch, or for none.'
+    "training_step returned a 'weight' with the loss of some batches but not of others, so the mean over the step is "
+    'undefined. Return {"loss": loss, "weight": weight} for every batch, or for none.'
 )
 
 
 def weight_of(output: Any) -> Any:
-    """Return the weight in what training_step returned, as a number or a tensor without dimensions; None if none is.
+    """Return the weight in training_step's output, as a number or a 0-dim tensor; None without a weight.
 
-    Raises TaskError for anything else.
+    Raises TaskError for an invalid weight.
     """
     weight = output.get("weight") if isinstance(output, Mapping) else None
     if weight is None:
@@ -133,5 +133,5 @@ def weight_of(output: Any) -> Any:
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         weight = weight.detach().reshape(())
         return weight.to(widest_float(weight.device))
-    came = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-    raise TaskError(f"training_step returned the weight {came}; {EXPECTED_WEIGHT}.")
+    description = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise TaskError(f"training_step returned the weight {description}; {EXPECTED_WEIGHT}.")

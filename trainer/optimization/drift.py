@@ -1,4 +1,4 @@
-"""DriftGuard: comparison of the weights of ranks that must hold the same, so that no run trains several models."""
+"""DriftGuard: compare the weights of ranks that must hold equal ones, so that they don't drift apart unnoticed."""
 
 import time
 from collections import Counter
@@ -12,13 +12,13 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Seconds without a comparison at a logging point for each second that comparisons have taken: 0.4 % of the time."""
+"""Seconds between comparisons at log points, per second that a comparison takes: 0.4 % of the time."""
 
 
 class DriftGuard:
-    """Compares every parameter of the ranks whose weights must be the same, bit for bit (`Strategy.weight_ranks`).
+    """Compares every parameter, bit for bit, between ranks that must hold equal weights (`Strategy.weight_ranks`).
 
-    Parameters alone: ranks' buffers (running statistics of batch norm) differ between two steps, and rank 0's count.
+    Buffers are not compared: running statistics of batch norm differ between steps, and rank 0's count.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
@@ -26,18 +26,18 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Compare again from the next logging point on; every rank calls it, perhaps with other ranks than before."""
+        """Compare again at the next log point, also if the set of ranks has changed. Collective."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
-        """The step and the agreed time of the newest and the next comparison; seconds that the newest one waited."""
+        """Step of the newest comparison, agreed time of the next one, and seconds that the newest one waited."""
 
     def compare_if_due(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step` where that was not done for long enough. `elapsed`: the agreed seconds."""
+        """Compare the weights after `step` if a comparison is due. `elapsed`: the agreed seconds of the run."""
         if elapsed >= self.next_time:
             self.compare(step, elapsed)
 
     def compare(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step`, once; every rank calls it. Raises DisagreementError where they differ."""
-        # a save, or the end of training, may come right after the logging point that has compared this step
+        """Compare the weights after `step`, once. Raises DisagreementError if they differ. Collective."""
+        # a save or the end of training may follow a log point that has already compared this step
         if self.ranks.size == 1 or self.compared_at == step:
             return
         began = time.perf_counter()
@@ -45,49 +45,49 @@ class DriftGuard:
         names = [name for name, parts in sums.items() for _ in parts]
         parts = [part for parts in sums.values() for part in parts]
         numbers = on_host(parts)
-        # the ranks must agree on the pause, so the wait in this collective counts in the next one
+        # the ranks must agree on the pause, so the wait in this collective is added in the next comparison
         total, summed = numbers.sum(), time.perf_counter()
         nanoseconds = torch.tensor(int((summed - began + self.waited) * 1e9))
-        # ~x = -x - 1 turns the least into the greatest, so that one maximum has both
+        # ~x = -x - 1 reverses the order, so that one maximum yields both the smallest and the largest total
         answer = self.ranks.all_reduce(torch.stack([total, ~total, nanoseconds]), "max").tolist()
         self.waited = time.perf_counter() - summed
-        # counted from when it was due: comparisons of saves, which do not wait until then, add to the pause
+        # counted from the due time, so that comparisons before it, at saves, add to the pause
         self.compared_at, self.next_time = step, (self.next_time or elapsed) + PAUSE_PER_SECOND * answer[2] * 1e-9
         if answer[0] != ~answer[1]:
             raise DisagreementError(
-                f"The ranks' weights differ after step {step}, where all of {self.ranks.size} must be the same: "
-                f"{describe_differing(self.ranks, names, numbers.tolist())}. Something changes weights by random "
-                f"numbers or data that only one rank has: an optimizer, a hook, or training_step itself. Draw the same "
-                f"numbers on all ranks, and go on from an earlier checkpoint."
+                f"The ranks' weights differ after step {step}, but must be equal on all {self.ranks.size} ranks: "
+                f"{describe_differing(self.ranks, names, numbers.tolist())}. An optimizer, a hook or training_step "
+                f"changes weights by random numbers or data that differ between ranks. Draw the same numbers on all "
+                f"ranks, and resume from an earlier checkpoint."
             )
 
 
 def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
-    """Describe which of the numbers with these names differ on which ranks; "" if none does. Collective."""
+    """Describe which of these named numbers differ, and on which ranks; "" if none differ. Collective."""
     gathered = ranks.gather_objects(numbers)
     if gathered.count(numbers) == len(gathered):
         return ""
     by_rank = dict(zip(get_process_group_ranks(ranks.group), gathered, strict=True))
-    # what most ranks have passes for right; where two values are as frequent, that of the lower rank
+    # the most frequent value counts as right; of equally frequent ones, the lowest rank's
     usual = [Counter(column).most_common(1)[0][0] for column in zip(*by_rank.values(), strict=True)]
-    others = [rank for rank, column in by_rank.items() if column != usual]
+    strays = [rank for rank, column in by_rank.items() if column != usual]
     differing = [
-        name for index, name in enumerate(names) if any(by_rank[rank][index] != usual[index] for rank in others)
+        name for index, name in enumerate(names) if any(by_rank[rank][index] != usual[index] for rank in strays)
     ]
-    which = f"rank {others[0]}" if len(others) == 1 else f"ranks {first_names([str(rank) for rank in others])}"
-    return f"{first_names(list(dict.fromkeys(differing)))} on {which}"
+    label = f"rank {strays[0]}" if len(strays) == 1 else f"ranks {first_names([str(rank) for rank in strays])}"
+    return f"{first_names(list(dict.fromkeys(differing)))} on {label}"
 
 
 def on_host(parts: list[Tensor]) -> Tensor:
     """Return sums of bits in one tensor on the host."""
-    # those of other devices to the first one's, and from there all at once: each copy to the host waits
+    # first to one device, then to the host in a single copy, as each copy to the host waits
     return torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
 
 
 def sums_of_bits(tensor: Tensor) -> list[Tensor]:
-    """Return the sum of a tensor's memory, read as integers: exact, in whatever order the threads add; by parts.
+    """Return sums of a tensor's memory, read as integers, one per plain tensor in it. They are exact in any order.
 
-    torch.hash_tensor reads 5 GB/s on a CPU where this reads 27, and two changes of one bit cancel in its exclusive or.
+    torch.hash_tensor reads 5 GB/s on a CPU, this 27; and two changes of the same bit cancel in its exclusive or.
     """
     if tensor.is_meta:
         return []
@@ -97,11 +97,11 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         return [part for inner in plain_tensors(tensor) for part in sums_of_bits(inner)]
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of one element that was expanded, which counts as contiguous
+    if flat.stride(0) != 1:  # a single expanded element counts as contiguous
         flat = flat.clone(memory_format=torch.contiguous_format)
-    # bits and not values: a sum of values rounds, and is no longer equal to itself with a NaN among them
+    # bits rather than values: a sum of values rounds, and with a NaN it is not equal to itself
     flat = flat.view(torch.uint8)
-    if flat.data_ptr() % 8:  # eight bytes are read at a time
+    if flat.data_ptr() % 8:  # the sum reads eight bytes at a time
         flat = flat.clone()
     rest = flat.numel() % 8
     words = flat[: flat.numel() - rest].view(torch.int64).sum()

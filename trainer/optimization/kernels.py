@@ -1,4 +1,4 @@
-"""Numerics that bitwise runs compare, compilation and activation checkpointing."""
+"""Numeric settings that bitwise runs compare, compilation, and activation checkpointing."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from ..switches import environment, versions
 KEPT = ("__module__", "__doc__")
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 NOTHING_COMPILED = (
-    "trainer.compile has compiled nothing: the steps never call the task, or a module that is an attribute of it. Name "
+    "trainer.compile has compiled nothing: the steps call neither the task nor a module that is its attribute. Name "
     "the classes that they call, as in compile={'blocks': ['Block']}."
 )
 # Keyword arguments of torch.compile
@@ -28,16 +28,16 @@ COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disabl
 def numerics(
     optimizers: Sequence[Optimizer], precision: str, device: torch.device, options: bool | Mapping[str, Any] = False
 ) -> dict[str, Any]:
-    """Return every setting that affects the last bits of a result, apart from the order of additions.
+    """Return every setting that affects the last bits of a result, except the order of additions.
 
-    Seen to change bits: the number of threads, the instruction set, `fused` instead of `foreach` optimizers.
-    `options`: those of trainer.compile.
+    Bits were seen to change with the number of threads, the instruction set, and `fused` instead of `foreach`
+    optimizers. `options`: the value of trainer.compile.
     """
     return {
         **versions(),
         **environment(),
         "device": name_of(device),
-        # a backend may be a function, whose address is another one in each process
+        # by name, as a backend may be a function, whose address differs between processes
         "compile": json.dumps(options, default=lambda value: getattr(value, "__name__", type(value).__name__)),
         "precision": precision,
         "optimizers": [
@@ -48,20 +48,22 @@ def numerics(
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer, as returned by the task even if a strategy has wrapped it."""
+    """Return the class name of the task's optimizer, even if a strategy has wrapped it."""
     return type(getattr(optimizer, "original", optimizer)).__name__
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError, naming a rank and the differences, if the processes of a bitwise run differ in numerics."""
+    """Raise ConfigError, with a rank and the differences, if the processes of a bitwise run differ in numerics."""
     first = by_rank[0]
-    for rank, own in enumerate(by_rank):
-        differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
-        # a run on unequal machines would end well, and not be the same when it is repeated
+    for rank, here in enumerate(by_rank):
+        differing = [
+            f"{name} is {here[name]!r}, on rank 0 {first[name]!r}" for name in here if here[name] != first[name]
+        ]
+        # a run on different machines would succeed, but a repeat could not reproduce it
         if differing:
             raise ConfigError(
                 f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
-                f"{'; '.join(differing)}. Use machines of one kind, or reproducible: order."
+                f"{'; '.join(differing)}. Use machines of the same kind, or reproducible: order."
             )
 
 
@@ -69,7 +71,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
     """Compile the task's forward and its direct children in place, so that state_dict names stay the same.
 
     `blocks` (class names) selects modules instead; equal blocks share one compilation. The steps are not compiled,
-    since logging breaks the graph. Raises ConfigError for a class that no module has or an option unknown to
+    since logging breaks the graph. Raises ConfigError for a class without a module, or an option unknown to
     torch.compile.
     """
     if options is False:
@@ -85,7 +87,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children; in place of a list or dict of modules, which nobody calls, its own."""
+    """Yield a module's children; those of a ModuleList or ModuleDict, which is never called, take its place."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called_children(child)
@@ -98,7 +100,7 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
     names, chosen = read_compile(options)
 
     def compiled(kind: type[nn.Module]) -> Callable[..., Any]:
-        # torch's compiler passes over a forward of torch.nn by itself
+        # in a lambda, as torch's compiler skips a forward that is defined in torch.nn
         forward = torch.compile(lambda module, *values, **more: kind.forward(module, *values, **more), **chosen)
         return lambda module, *values, **more: forward(module, *values, **more)
 
@@ -108,9 +110,9 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
 def give_forwards(
     modules: Iterable[nn.Module], forward_of: Callable[[type[nn.Module]], Callable[..., Any]]
 ) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Give modules a subclass with the forward that `forward_of` makes of their class; return them with that class.
+    """Change modules to a subclass whose forward is `forward_of(class)`; return the modules with their classes.
 
-    A subclass and not a wrapper: names in the state dict, hooks, copies and `isinstance` stay.
+    A subclass rather than a wrapper keeps the names in the state dict, hooks, copies and `isinstance`.
     """
     before = [(module, type(module)) for module in modules]
     kinds = {
@@ -129,7 +131,7 @@ def restore_classes(before: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None
 
 
 def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, dict[str, Any]]:
-    """Return the block names in trainer.compile, and the options for torch.compile.
+    """Return the block names in trainer.compile, and the options of torch.compile.
 
     Raises ConfigError for options unknown to torch.compile.
     """
@@ -147,33 +149,34 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
 def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
     """Return the modules whose class or base class has one of these names, outer modules first.
 
-    Raises ConfigError, naming `option` and the nearest classes, for a name that no module has.
+    Raises ConfigError, with `option` and the nearest classes, for a name without a module.
     """
     wanted = {names} if isinstance(names, str) else set(names)
-    found, missing = [], set(wanted)
+    modules, missing = [], set(wanted)
     for module in task.modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if module is not task and kinds & wanted:
-            found.append(module)
+            modules.append(module)
             missing -= kinds
     if missing:
-        known = sorted({type(module).__name__ for module in task.modules() if module is not task})
+        classes = sorted({type(module).__name__ for module in task.modules() if module is not task})
         name = sorted(missing)[0]
-        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        shown = ", ".join(classes[:12]) + (", ..." if len(classes) > 12 else "")
         raise ConfigError(
-            f"{option}: no module of {type(task).__name__} is a {name!r}.{did_you_mean(name, known)} There are {shown}."
+            f"{option}: {type(task).__name__} has no module of class {name!r}.{did_you_mean(name, classes)} "
+            f"It has {shown}."
         )
-    return found
+    return modules
 
 
 def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Checkpoint the activations of blocks, of which backward recomputes everything but their input.
+    """Checkpoint the activations of blocks: backward recomputes everything except their inputs.
 
-    After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), by
+    After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), with
     torch.utils.checkpoint. Random numbers are replayed and buffers (batch norm) are updated only by the first forward,
-    so the result is identical to the bit. Returns what `restore_classes` takes to undo it.
+    so the result is bitwise identical. Returns the argument with which `restore_classes` undoes it.
 
-    Raises ConfigError for a class that no module has.
+    Raises ConfigError for a class without a module.
     """
     return give_forwards(modules_named(task, names, "activation_checkpointing"), _recomputing)
 
@@ -182,10 +185,9 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
-        # the second forward must not update running statistics again
-        # (first forward, recomputation)
+        # for the first forward and the recomputation, which must not update running statistics again
         contexts = (nullcontext(), _on_copies_of_buffers(self))
-        # The reentrant way needs an input that requires a gradient, and gives shared weights theirs twice.
+        # use_reentrant=True would need an input that requires a gradient, and add shared weights' gradients twice
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
 
     return forward
@@ -193,12 +195,12 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
 
 @contextmanager
 def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    """Swap a block's buffers for copies that are dropped on exit."""
-    own = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
+    """Replace a block's buffers by copies, which are dropped on exit."""
+    buffers = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
     try:
-        for module, name, buffer in own:
+        for module, name, buffer in buffers:
             setattr(module, name, buffer.clone())
         yield
     finally:
-        for module, name, buffer in own:
+        for module, name, buffer in buffers:
             setattr(module, name, buffer)

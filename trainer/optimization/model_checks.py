@@ -1,4 +1,4 @@
-"""Checks of a task's modules before the first step, for what torch would refuse later in words of its own."""
+"""Checks of a task's modules before the first step, with clearer errors than torch raises later."""
 
 from collections.abc import Sequence
 
@@ -9,33 +9,33 @@ from ...base.errors import ConfigError, TaskError, first_names
 
 
 def require_parameters(task: nn.Module) -> None:
-    """Raise TaskError for a task without parameters, of which torch says that an optimizer got an empty list."""
+    """Raise TaskError for a task without parameters; torch only reports that an optimizer got an empty list."""
     if next(task.parameters(), None) is None:
         raise TaskError(
             f"{type(task).__name__} has no parameters, so configure_optimizers has nothing to train. Assign modules to "
-            f"the task as attributes, and modules in a list or dict as nn.ModuleList or nn.ModuleDict."
+            f"the task as attributes, and lists or dicts of modules as nn.ModuleList or nn.ModuleDict."
         )
 
 
 def require_sendable(task: nn.Module) -> None:
-    """Raise TaskError for a task that cannot be sent to other processes: torch pickles no parametrized module."""
+    """Raise TaskError for a task that cannot be sent to other processes: torch cannot pickle parametrized modules."""
     for name, module in task.named_modules():
-        # a parametrized module has a class that was made for it, which pickle cannot find by its name
+        # parametrize gives each module a new class, which pickle cannot find by name
         if parametrize.is_parametrized(module):
             raise TaskError(
                 f"{type(task).__name__}.{name} is parametrized, as by spectral_norm or weight_norm, and torch cannot "
-                f"send such a module to other processes. Start the processes with torchrun, or train on one."
+                f"send such a module to other processes. Start the processes with torchrun, or train on one process."
             )
 
 
 def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
-    """Raise ConfigError for modules with sparse gradients where there are reasons, as parts of the config, against."""
+    """Raise ConfigError for modules with sparse gradients if any config settings (`reasons`) exclude these."""
     names = [
         name
         for name, module in task.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     ]
-    # torch fails in the first backward or clip, with a name of a kernel and without one of a layer
+    # torch fails in the first backward or clip, and names a kernel rather than a layer
     if names and reasons:
         raise ConfigError(
             f"{' and '.join(reasons)} cannot work on the sparse gradients of {first_names(names)}: make the layer with "
@@ -50,23 +50,23 @@ def sparse_weights(task: nn.Module) -> set[nn.Parameter]:
 
 
 def require_told_sparse(task: nn.Module) -> None:
-    """Raise TaskError for a sparse gradient of no Embedding(sparse=True): several processes cannot add up such ones."""
-    told = sparse_weights(task)
+    """Raise TaskError for a sparse gradient outside Embedding(sparse=True), which several processes cannot reduce."""
+    declared = sparse_weights(task)
     for name, parameter in task.named_parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse and parameter not in told:
+        if parameter.grad is not None and parameter.grad.is_sparse and parameter not in declared:
             raise TaskError(
-                f"{type(task).__name__}.{name} has a sparse gradient, but no Embedding(sparse=True) holds it, which "
-                f"tells other processes of it before step 1. Write nn.Embedding(n, d, sparse=True) instead of "
+                f"{type(task).__name__}.{name} has a sparse gradient, but no Embedding(sparse=True) holds it, by which "
+                f"all processes would know it before step 1. Write nn.Embedding(n, d, sparse=True) instead of "
                 f"functional.embedding(..., sparse=True), or leave sparse out."
             )
 
 
 def require_dimensions(task: nn.Module, strategy: str) -> None:
-    """Raise TaskError for parameters without dimensions, which a strategy that shards parameters cannot cut."""
-    # torch's sharding fails here without a name
+    """Raise TaskError for 0-dim parameters, which a strategy cannot shard."""
+    # torch's sharding error names no parameter
     names = [name for name, parameter in task.named_parameters() if parameter.dim() == 0]
     if names:
         raise TaskError(
-            f"strategy {strategy!r} cuts parameters along their first dimension, and {first_names(names)} has none. "
-            f"Give it one: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+            f"strategy {strategy!r} shards parameters along their first dimension, but {first_names(names)} has no "
+            f"dimension. Write nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )

@@ -1,4 +1,4 @@
-"""SkipGuard: steps that are skipped for NaN, `trainer.nan=skip`."""
+"""SkipGuard: skip steps with NaN or infinite gradients (`trainer.nan=skip`)."""
 
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class SkipGuard:
-    """Look at the gradients of a step before its update, and skip the update where they are not finite.
+    """Checks the gradients of a step before its update, and skips the update if they are not finite.
 
-    Reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
+    Reduced gradients are equal on all ranks, so all ranks skip the same steps without a collective. Buffers,
     torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
     """
 
@@ -29,8 +29,8 @@ class SkipGuard:
     ) -> None:
         if not task.automatic_optimization:
             raise ConfigError(
-                "trainer.nan=skip skips the update of a step, which manual optimization leaves to training_step: check "
-                "the gradients there, before optimizer.step(), or set nan to raise or ignore."
+                "trainer.nan=skip skips the update of a step, but under manual optimization training_step makes the "
+                "update. Check the gradients there, before optimizer.step(), or set nan to raise or ignore."
             )
         self.trainer, self.task, self.metrics, self.optimizers = trainer, task, metrics, optimizers
         self.state, self.strategy = trainer.state, trainer.strategy
@@ -39,62 +39,62 @@ class SkipGuard:
         self.metrics_before = metrics.states.snapshot()
 
     def begin_step(self) -> None:
-        """Copy everything that a step changes besides the weights, and forget the losses of the step before."""
+        """Copy everything that a step changes besides the weights, and clear the previous step's losses."""
         metrics = self.metrics
         metrics.losses.clear()
         if len(metrics.pending) > PENDING_LIMIT // 2:
             metrics.flush()  # a flush within the step would make its values impossible to drop
-        # each step, since whether it will be skipped is known only when its gradients are there
+        # in each step, since only its gradients show whether it will be skipped
         self.metrics_before = metrics.states.snapshot()
         self.buffers = list(self.task.buffers())
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
-        """Return whether the update is skipped, once the gradient of the whole step is complete.
+        """Return whether to skip the update, once the step's gradient is complete.
 
         Raises NonFiniteError after too many skipped steps in a row.
         """
         state, ranks = self.state, self.strategy.collectives
-        # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
+        # reduced gradients: all ranks see the same values, and skip the same steps without a collective
         parameters = (parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer))
         finite = are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
-        if self.strategy.gradients_in_parts:  # an inf may lie in one rank's part only
+        if self.strategy.gradients_in_parts:  # only one rank's part may contain an inf
             finite = not ranks.any(not finite)
-        if finite or not self._is_to_blame():
+        if finite or not self._loss_is_bad():
             state.skipped_in_a_row = 0
             return False
         self._roll_back()
         state.skipped_in_a_row += 1
         limit = self.trainer.nan_skips
-        # a scaled loss may overflow now and then; a model that has diverged skips every step from then on
+        # a scaled loss may overflow occasionally, but a diverged model skips every further step
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
             error = NonFiniteError(
-                f"{skipped} steps in a row, up to step {step}, had a gradient that is not finite; nan_skips={limit} "
-                f"allows {limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those "
-                f"of step {step - skipped}."
+                f"{skipped} steps in a row, up to step {step}, had a non-finite gradient; nan_skips={limit} allows "
+                f"{limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those of "
+                f"step {step - skipped}."
             )
             raise explained(self.trainer, error)
         return True
 
     def _roll_back(self) -> None:
-        """Undo what the step has changed besides the weights, and count it as skipped."""
+        """Undo the step's changes besides the weights, and count the step as skipped."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.before, strict=True):
                 buffer.copy_(value)
         self.metrics.drop_step()
         self.metrics.states.restore(self.metrics_before)
         for optimizer in self.optimizers:
-            mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+            mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
         self.state.skipped_steps += 1
 
-    def _is_to_blame(self) -> bool:
-        """Return whether the loss is non-finite, rather than only its scaled gradient."""
+    def _loss_is_bad(self) -> bool:
+        """Return whether the loss is non-finite, and not only its scaled gradient."""
         if self.strategy.precision.scaler is None:
             return True
         values = to_floats([loss for loss, _ in self.metrics.losses])
         return self.strategy.collectives.any(any(value - value != 0.0 for value in values))
 
     def report(self, reduced: Reduced) -> None:
-        """Add the number of skipped steps to a logging point."""
+        """Add the number of skipped steps to a log point."""
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)

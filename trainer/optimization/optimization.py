@@ -47,8 +47,8 @@ class Optimization:
         self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
-        # Whether a learning rate scheduler takes a metric after steps
-        self.has_plateau_by_steps = any(one.reduce_on_plateau and one.interval == "step" for one in self.schedulers)
+        # Whether a learning rate scheduler takes a metric and steps by steps
+        self.has_plateau_by_steps = any(item.reduce_on_plateau and item.interval == "step" for item in self.schedulers)
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
@@ -58,46 +58,46 @@ class Optimization:
         self.prepares_steps = self.looks_at_gradients or self.draws_in_updates or self.own_optimizer_step
         self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
         """Whether anything runs right before or after an optimizer step."""
-        # Whether weights and loop state may not fit together: from a step's first update until it is counted
+        # Whether weights and State may not match: from a step's first update until the step is counted
         self.updating = False
-        # Whether gradients stay until the forward of a step's first batch is done
+        # Whether gradients are cleared only after the forward of a step's first batch
         self.clears_late = False
-        # Whether a hook has left out the update of this step; see `Trainer.leave_out_update`
+        # Whether a hook skips the update of this step; see `Trainer.leave_out_update`
         self.leaves_out_update = False
-        # Makes the loss of a step, as a function, for an optimizer or a task's optimizer_step that calls it
+        # Returns a step's loss as a function, for an optimizer or a task's optimizer_step that calls it
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
         # `needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients
         self.needs_closure = self.are_cleared = False
-        # Graphs that torch's compiler had made before this run's first step: more of them show that it compiles
+        # Graphs made by torch's compiler before this run's first step: a larger count shows that it compiles
         self.graphs = count_graphs()
-        self.epoch = self.regrouped_at = -1  # of the newest step; before which parameters were frozen or unfrozen
+        self.epoch = self.regrouped_at = -1  # epoch of the newest step; step before which parameters were (un)frozen
         # Under manual optimization: the newest step, and the number of updates within it
         self.updates = 0, 0
         # Under manual optimization: optimizers that have stepped since the loss scale was last updated
         self.stepped: list[Optimizer] = []
-        # Check of the gradients before an update, or None
+        # Checks gradients before an update, or None
         fits, skips = trainer.stage == "fit", trainer.nan == "skip"
         self.guard = SkipGuard(trainer, task, metrics, self.optimizers) if fits and skips else None
-        # Whether losses and gradients are checked before the next update: the first one of these processes
+        # Whether to check losses and gradients before the next update: the first one of this set of processes
         self.checks_first = True
-        self.recheck: Any = None  # what computes steps twice, where trainer.recheck_every says so
-        # Search for weights that training_step changes, in the first steps
+        self.recheck: Any = None  # computes steps twice, if trainer.recheck_every is set
+        # Finds weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
-        # Weights of batches in the gradient of a step, where training_step returns them
+        # Weights of batches in a step's gradient, if training_step returns them
         self.weights = BatchWeights(trainer)
-        # a scaled gradient may overflow harmlessly: then only a loss that is not finite shows a real problem
+        # a scaled gradient may overflow harmlessly: only a non-finite loss then shows a real problem
         scaled = self.strategy.precision.scaler is not None
         self.watches_losses = trainer.nan == "raise" or (trainer.nan == "skip" and scaled)
-        # Index and share of each loss of the newest step, where a closure returns them; else None
+        # Index and share of each loss of the newest step, if a closure returns them; else None
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        # Parameters that the gradient of each loss reaches, where there are several; None for all
+        # With several losses, the parameters that the gradient of each one reaches; None: all
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         if self.automatic and len(self.optimizers) > 1 and not self.strategy.takes_one_loss:
-            # else the gradient of one network's loss would reach the other network, as it does in a GAN
+            # otherwise, as in a GAN, the gradient of one network's loss would reach the other network
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     def _find_draws(self) -> tuple[bool, bool, bool]:
-        """Return whether updates, hooks before them, and hooks before a step may draw: then generators are seeded."""
+        """Return whether updates, hooks before updates, and hooks before steps may draw, which requires seeding."""
         if self.trainer.reproducible == "off":
             return False, False, False
         clips, hooks = overrides(self.task, Task, "configure_gradient_clipping"), self.hooks.may_draw
@@ -113,51 +113,51 @@ class Optimization:
         return clips or bool(self.hooks["on_before_optimizer_step"])
 
     def _repeats_steps(self) -> bool:
-        """Return whether training_step runs for several replicas in a step, or for parts of a batch."""
+        """Return whether training_step runs several times in a step: for several replicas, or for parts of a batch."""
         return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Go on with other optimizers, of the same parameters."""
+        """Replace the optimizers by others with the same parameters."""
         self.optimizers[:] = optimizers
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
     def restart(self) -> None:
-        """Check the next step as the first one, because the set of ranks has changed."""
+        """Check the next step like the first one, since the set of ranks has changed."""
         self.checks_first, self.weights.used = True, None
 
     def begin_training(self) -> None:
-        """Put what is trained into training mode, and say so where a module came in evaluation mode."""
+        """Put trained modules into training mode, and log those that were in evaluation mode."""
         self.end_evaluation()
         names = set_training_mode(self.task)
         if names and self.trainer.is_global_zero:
             log.info(
-                "%s came in evaluation mode, and %s trained in training mode, so that dropout works. Call .eval() in "
-                "on_train_epoch_start to keep evaluation mode.",
+                "%s came in evaluation mode and %s now in training mode, so that dropout works. To keep evaluation "
+                "mode, call .eval() in on_train_epoch_start.",
                 first_names(names),
                 "is" if len(names) == 1 else "are",
             )
 
     def warn_if_nothing_compiled(self) -> None:
-        """Warn where `trainer.compile` has made no graph so far, as far as that is known."""
+        """Warn if `trainer.compile` has made no graph so far."""
         if self.trainer.compile and count_graphs() == self.graphs and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
 
     def begin_evaluation(self) -> list[Optimizer]:
-        """Have optimizers with modes show the weights to evaluate by; return those that did not before."""
+        """Switch optimizers with modes to the weights for evaluation; return the ones that were switched."""
         changed = []
         for optimizer in filter(has_modes, self.optimizers):
-            with keyed_generators(self._update_key(optimizer)):  # some round at random
+            with keyed_generators(self._update_key(optimizer)):  # some optimizers round stochastically
                 changed += [optimizer] * to_evaluation(optimizer)
         return changed
 
     def end_evaluation(self) -> None:
-        """Go on with the weights that optimizers train."""
+        """Switch optimizers back to the weights that they train."""
         for optimizer in filter(has_modes, self.optimizers):
             to_training(optimizer)
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Have optimizers show the weights to evaluate by in this context, within an evaluation or outside of it."""
+        """Switch optimizers to the weights for evaluation in this context, within an evaluation or outside of one."""
         changed = self.begin_evaluation()
         try:
             yield
@@ -167,10 +167,10 @@ class Optimization:
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
-        """Prepare for a step before its first forward, and follow parameters that hooks have frozen or unfrozen."""
+        """Prepare a step before its first forward, and regroup parameters that hooks have frozen or unfrozen."""
         if self.guard is not None:
             self.guard.begin_step()
-        # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
+        # callbacks unfreeze between epochs; comparing all parameters in every step would slow down every run
         if self.strategy.frozen or self.epoch != self.state.epoch:
             self.epoch = self.state.epoch
             frozen = [id(parameter) for parameter in self.task.parameters() if not parameter.requires_grad]
@@ -187,7 +187,7 @@ class Optimization:
             self.recheck.begin_step(step)
 
     def zero_gradients(self, step: StepInput) -> None:
-        """Clear the gradients, and the losses that they come from."""
+        """Clear the gradients and the losses they come from."""
         if self.losses is not None:
             self.losses.clear()
         if self.own_zero_grad:
@@ -201,9 +201,9 @@ class Optimization:
     def _call_zero_grad(self, step: StepInput) -> None:
         batch_idx = step.batches[0].batch_idx if step.batches else self.state.epoch_rounds
         replica, samples, in_batch = self.metrics.replica, self.metrics.samples, self.metrics.in_batch
-        # what a hook logs here belongs to the whole step, with its number of samples as the weight
+        # values logged by a hook here count for the step, weighted by its number of samples
         self.metrics.leave_batches(step.samples)
-        # loading may have seeded the forward already, which then draws what it would without hooks
+        # loading may already have seeded the generators for the forward, which hooks must not change
         with self._keyed_hooks("on_before_zero_grad", self.draws_before_steps):
             for optimizer in self.optimizers:
                 self.hooks.call("on_before_zero_grad", optimizer)
@@ -212,10 +212,10 @@ class Optimization:
             self.metrics.return_to_batch(replica, samples)
 
     def step(self, step: StepInput) -> None:
-        """Update the weights by the gradients of a step, which are complete."""
-        if not step.samples:  # all of them are left out: the weights stay, as in a step that nan=skip skips
+        """Update the weights by the complete gradients of a step."""
+        if not step.samples:  # all samples are left out: the weights stay, as in a step skipped by nan=skip
             for optimizer in self.optimizers:
-                mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+                mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
             return
         if not self.automatic:
             return
@@ -225,45 +225,45 @@ class Optimization:
             self.recheck.end_step(step)
         if self.weights.used is not False:
             self.divide_gradients(step)
-        for parameter in self.strategy.frozen:  # unfrozen since the step began: it is trained from the next one on
+        for parameter in self.strategy.frozen:  # if unfrozen since the step began, it is trained from the next step on
             parameter.grad = None
-        # before clipping and unscaling, which would hide what was not finite
+        # before clipping and unscaling, which would hide non-finite values
         if self.checks_first:
             self._check_first_update()
         if self.guard is not None and self.guard.drops_step():
             return
-        # with nothing to prepare the list itself: no generator in the step
+        # with nothing to prepare, the list itself, which saves a generator in the step
         for optimizer in self._prepared(step) if self.prepares_steps else self.optimizers:
             self.updating = True
             closure = None if self.make_closure is None else self.make_closure(step, optimizer)
             self.strategy.optimizer_step(optimizer, closure)
 
     def _check_first_update(self) -> None:
-        self.checks_first = False  # later losses are checked at logging points: a check waits for the device
+        self.checks_first = False  # later losses are checked at log points, as a check waits for the device
         require_told_sparse(self.task)
         if self.trainer.nan == "raise":
             self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
-        """Divide gradients and losses by the weights of the step's batches, where they have some; collective."""
+        """Divide gradients and losses by the weights of the step's batches, if they have weights. Collective."""
         divisor = self.weights.divide_gradients(step)
         if self.losses is not None:
             self.losses = [(index, share / divisor) for index, share in self.losses]
 
     def _require_same_weights(self, watch: WeightWatch) -> None:
-        """Refuse a task whose training_step changes parameters, and warn of one that changes buffers."""
+        """Raise TaskError if training_step changes parameters; warn if it changes buffers."""
         (parameters, buffers), replicas = watch.end_step(), self.state.replicas
         self.watch = watch if watch.steps_left and not parameters else None
         if parameters:
             raise TaskError(
                 f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
-                f"runs once for each batch of {replicas} replicas, so the result would depend on how those are shared "
-                f"out. Change such weights (a teacher, an average) in on_step_end, which is called once a step, after "
-                f"the optimizers. An Embedding changes its own by max_norm: call weight.renorm_ there instead."
+                f"runs once per batch of {replicas} replicas, so the result would depend on their assignment to "
+                f"processes. Change such weights (a teacher, an average) in on_step_end, which runs once per step, "
+                f"after the optimizers. An Embedding with max_norm changes its weight: call weight.renorm_ there."
             )
         if buffers and self.strategy.place.rank == 0:
             log.warning(
-                "training_step changes the buffers %s. Of a step's %d replicas only the first one's batch counts.",
+                "training_step changes the buffers %s. Of a step's %d replicas, only the first one's changes are kept.",
                 first_names(buffers),
                 replicas,
             )
@@ -275,13 +275,13 @@ class Optimization:
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
                 self.prepare(optimizer)
-            if shares:  # once a step, before any of its updates
+            if shares:  # once per step, before its first update
                 self.metrics.share_step()
                 shares = False
             if self.leaves_out_update:
-                mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+                mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
                 continue
-            if self.draws_in_updates:  # no states are put back: the next batch seeds the generators anew
+            if self.draws_in_updates:  # not restored: the next batch seeds the generators again
                 seed_generators(self._update_key(optimizer))
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
@@ -292,8 +292,8 @@ class Optimization:
             strategy.precision.update()
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
-        # the true gradients first: clipping and hooks would otherwise see them times the loss scale
+        """Unscale and clip the gradients of an optimizer, and call the hooks that read them."""
+        # unscale first: otherwise clipping and hooks would see gradients times the loss scale
         self.strategy.precision.unscale(optimizer)
         if self.draws_before_updates:
             seed_generators(self._hook_key("on_before_optimizer_step", optimizer))
@@ -308,14 +308,14 @@ class Optimization:
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, self.make_closure(step, optimizer))
 
     def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the loss of an optimizer in the newest step: the mean over the samples of this process's batches."""
+        """Return an optimizer's loss in the newest step: the mean over the samples of this process's batches."""
         losses, number = self.losses or (), self.optimizers.index(optimizer)
-        is_shared = all(index == 0 for index, _ in losses)  # one loss trains what all optimizers have
+        is_shared = all(index == 0 for index, _ in losses)  # a single loss trains the parameters of all optimizers
         shares = [share for index, share in losses if is_shared or index == number]
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
-        """Return the key of an update's random numbers: the same on all ranks that update the same weights."""
+        """Return the key of an update's random numbers, equal on all ranks that update the same weights."""
         index, call, state = self.optimizers.index(optimizer), self._call_of_step, self.state
         return mix(state.seed, UPDATE, state.global_step, index, call, self.strategy.shard)
 
@@ -326,7 +326,7 @@ class Optimization:
     def _keyed_hooks(
         self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[object]:
-        """Return the context of hooks within a replica's step, whose generators are put back."""
+        """Return a context for hooks within a replica's step, which keys the generators and restores them."""
         return keyed_generators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
 
     @property
@@ -337,7 +337,7 @@ class Optimization:
     def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
         """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
 
-        plateau: those that take a metric, or the others.
+        plateau: step the schedulers that take a metric; otherwise, step the others.
         """
         if not self.automatic:
             return
@@ -350,29 +350,29 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Bring `agreed_metrics`, which may be log_every_n_steps old, up to the newest step; every rank calls it."""
+        """Update `agreed_metrics`, which may be log_every_n_steps old, to the newest step. Collective."""
         self.trainer.agreed_metrics.update(self.metrics.newest_values().tensors())
 
     def _monitored(self, config: SchedulerConfig) -> Any:
-        known = self.trainer.agreed_metrics
-        if config.monitor in known:
-            old = config.interval == "epoch" and not self._is_of_epoch(config.monitor)
-            return None if old else known[config.monitor]  # a value counts once
+        metrics = self.trainer.agreed_metrics
+        if config.monitor in metrics:
+            is_old = config.interval == "epoch" and not self._is_of_epoch(config.monitor)
+            return None if is_old else metrics[config.monitor]  # each value counts once
         if config.strict:
             name = str(config.monitor)
-            # the mistake shows only at the end of an epoch: keep what it cost
+            # this mistake only shows at the end of an epoch: save the work until then
             if self.trainer.checkpoint_callback is not None:
                 self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
-                f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(known)}."
-                f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."
+                f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(metrics)}."
+                f"{did_you_mean(name, metrics)} To continue without it, set strict=False in the lr_scheduler dict."
             )
         return None
 
     def _is_of_epoch(self, name: str) -> bool:
         """Return whether a metric was measured in the current epoch."""
         state, measured_at = self.state, self.metrics.measured_at.get(name)
-        if measured_at == -1:  # a value of the checkpoint: of training it is measured again, of validation perhaps not
+        if measured_at == -1:  # from the checkpoint: training logs its values again, validation may not
             measured_at = state.validated_at
         return measured_at is None or measured_at > state.global_step - state.epoch_steps
 
@@ -380,11 +380,11 @@ class Optimization:
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
         """Run backward under manual optimization."""
         if self.automatic:
-            raise TaskError("manual_backward needs automatic_optimization = False; otherwise return the loss.")
+            raise TaskError("manual_backward needs automatic_optimization = False. Otherwise, return the loss instead.")
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
-        # torch.amp.GradScaler keeps one scale for all optimizers: it may change only when all have used the present
-        # one, or the second one's gradients are divided by a factor that they were not multiplied with
+        # torch.amp.GradScaler has one scale for all optimizers: if it changed before all have used it, the others'
+        # gradients would be divided by a factor that they were not multiplied with
         if self.stepped:
             self.update_scale()
         self.hooks.call("on_before_backward", loss)
@@ -399,11 +399,11 @@ class Optimization:
         if self.automatic:
             self.updating = True
             return strategy.optimizer_step(optimizer, closure, **options)
-        # averaged here, because backward ran inside of DDP's forward, before its hooks were ready (docs/decisions.md)
+        # averaged here, since backward ran inside DDP's forward, before its hooks were ready (docs/decisions.md)
         strategy.average(optimizer_parameters(optimizer))
         if self.checks_first:
             self._check_first_update()
-        # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
+        # hooks draw the same random numbers on every rank; the rest of training_step draws those of its replica
         with self._keyed_hooks("on_before_optimizer_step", self.draws_before_updates, optimizer):
             self.hooks.call("on_before_optimizer_step", optimizer)
         if strategy.precision.scaler is not None:
@@ -423,7 +423,7 @@ class Optimization:
         return returned
 
     def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure whose gradients and loss are the means over ranks, by which all of them decide alike."""
+        """Return a closure with gradients and loss averaged over ranks, so that all of them decide alike."""
         ranks = self.strategy.data_ranks
 
         def evaluate() -> Any:
@@ -438,13 +438,13 @@ class Optimization:
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.
 
-        Called before the first backward after a step, and at the end of training_step.
+        It is called before the first backward after a step, and at the end of training_step.
         """
         self.stepped.clear()
         self.strategy.precision.update()
 
     def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
-        """Clip the gradients of an optimizer's parameters; defaults are the Trainer's arguments."""
+        """Clip the gradients of an optimizer's parameters. The defaults are the Trainer's arguments."""
         limit = self.trainer.gradient_clip_val if limit is None else limit
         if limit is None:
             return
@@ -456,7 +456,7 @@ class Optimization:
 
 
 def forwarding(name: str) -> Callable[..., Any]:
-    """Return a method that calls the method `name` of the wrapped optimizer."""
+    """Return a method that calls the wrapped optimizer's method `name`."""
 
     def call(self: "ManualOptimizer", *arguments: Any, **options: Any) -> Any:
         return getattr(self.optimizer, name)(*arguments, **options)
@@ -466,7 +466,7 @@ def forwarding(name: str) -> Callable[..., Any]:
 
 @cache
 def wrapper_class(wrapper: Any, kind: Any) -> Any:
-    """Return a subclass of a wrapper and of the optimizer's class, whose methods are called on the optimizer."""
+    """Return a subclass of a wrapper and of the optimizer's class that forwards methods to the optimizer."""
     methods = {name for name in dir(kind) if not name.startswith("__") and callable(getattr(kind, name))}
     return type(
         wrapper.__name__.removesuffix("Optimizer") + kind.__name__,
@@ -476,39 +476,39 @@ def wrapper_class(wrapper: Any, kind: Any) -> Any:
 
 
 class ManualOptimizer:
-    """Optimizer as returned by `Task.optimizers()`; `step` goes through the strategy to reduce and unscale gradients.
+    """Optimizer as returned by `Task.optimizers()`; its `step` reduces and unscales gradients through the strategy.
 
-    All other attributes are the optimizer's own. An object is an instance of the optimizer's class, too.
+    All other attributes are those of the optimizer. The object is also an instance of the optimizer's class.
     """
 
     def __new__(cls, optimizer: Optimizer, optimization: Any = None) -> Any:
-        """Make an object of a class that is the optimizer's, too."""
-        # torch's schedulers refuse what is no instance of Optimizer
-        return super().__new__(wrapper_class(cls, type(optimizer)))  # type: ignore[arg-type]  # a class has a hash
+        """Create an object of a class that also derives from the optimizer's."""
+        # torch's schedulers only accept an instance of Optimizer
+        return super().__new__(wrapper_class(cls, type(optimizer)))  # type: ignore[arg-type]  # classes are hashable
 
     def __init__(self, optimizer: Optimizer, optimization: Optimization) -> None:
         self.optimizer = optimizer
         self._optimization = optimization
 
     def step(self, closure: Any = None, **options: Any) -> Any:
-        """Step the optimizer, whose own `step` is given the options too, and return its result."""
+        """Step the optimizer, passing it the options, and return its result."""
         return self._optimization.manual_step(self.optimizer, closure, **options)
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """Clear the gradients, so that the closure of this step computes them anew."""
+        """Clear the gradients, so that the closure of this step computes them again."""
         if self._optimization is not None:
             self._optimization.are_cleared = True
         self.optimizer.zero_grad(*arguments, **options)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Return a context in which only this optimizer's parameters require gradients."""
+        """Return a context manager under which only this optimizer's parameters require gradients."""
         self._optimization.task.toggle_optimizer(self)
         yield
         self._optimization.task.untoggle_optimizer(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be copied as a wrapper of the same optimizer: its class has no name in a module."""
+        """Copy and pickle as a wrapper of the optimizer, as the object's class has no name in a module."""
         return type(self).__mro__[1], (self.optimizer, self._optimization)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What optimization asks of optimizers."""
+"""Properties of optimizers: their parameters, modes, random numbers and closures."""
 
 import copy
 import inspect
@@ -17,18 +17,18 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 TRAINED = "trained_weights"
-"""Key, in an optimizer's state, of the weights that it trains while its parameters hold those to evaluate by."""
+"""Key in an optimizer's state of the trained weights, while the parameters hold the weights for evaluation."""
 
 
 def has_modes(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer trains other weights than are evaluated, and changes over by `train` and `eval`."""
+    """Return whether an optimizer has different weights for training and evaluation, set by `train` and `eval`."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
 def to_evaluation(optimizer: Any) -> bool:
-    """Change an optimizer with modes over to the weights to evaluate by; return False where they are there already."""
-    states = [(one, optimizer.state[one]) for one in optimizer_parameters(optimizer) if optimizer.state.get(one)]
-    # Before the first step both are the same, and eval() may fail.
+    """Switch an optimizer with modes to its weights for evaluation; return False if it need not switch."""
+    states = [(item, optimizer.state[item]) for item in optimizer_parameters(optimizer) if optimizer.state.get(item)]
+    # before the first step, both weights are equal, and eval() may fail
     if not states or any(TRAINED in state for _, state in states):
         return False
     for parameter, state in states:
@@ -39,55 +39,55 @@ def to_evaluation(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def to_training(optimizer: Any) -> None:
-    """Change an optimizer with modes over to the weights that it trains, to the last bit."""
+    """Switch an optimizer with modes back to exactly the weights that it trains."""
     optimizer.train()
     for parameter in optimizer_parameters(optimizer):
-        # train() computes them, with other last digits: a run with more validations or resumes would be another one
+        # train() recomputes them with rounding, so that validations and resumes would change the run
         trained = optimizer.state.get(parameter, {}).pop(TRAINED, None)
         if trained is not None:
             parameter.copy_(trained)
 
 
 def may_draw(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may draw random numbers: torch's own draw none."""
-    # torch.optim draws nothing; of others nobody can know, and seeding the generators costs microseconds
+    """Return whether an optimizer may draw random numbers; those of torch.optim don't."""
+    # other optimizers might, and seeding the generators only costs microseconds
     return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step evaluates the loss itself, as that of LBFGS does, or of SAM."""
-    # asked of the class: learning rate schedulers replace an instance's `step` by a wrapper
+    """Return whether an optimizer's step evaluates the loss itself, as in LBFGS or SAM."""
+    # the class's signature: learning rate schedulers replace an instance's `step` by a wrapper
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     if not parameters or parameters[0].name != "closure" or not may_draw(optimizer):
         return bool(parameters) and parameters[0].default is inspect.Parameter.empty
-    # Others take None and raise: a copy with small parameters, which have no gradients, is asked for a step.
+    # Some accept None but raise: try a step of a copy with tiny parameters and no gradients.
     try:
-        made = copy_with(optimizer, lambda one: nn.Parameter(torch.zeros([1] * one.dim(), dtype=one.dtype)))
-        made.step()
-    except Exception as error:  # any kind: each package has its own
+        probe = copy_with(optimizer, lambda like: nn.Parameter(torch.zeros([1] * like.dim(), dtype=like.dtype)))
+        probe.step()
+    except Exception as error:  # of any class: packages raise different ones
         return "closure" in f"{type(error).__name__} {error}".lower()
     return False
 
 
 def copy_with(optimizer: Any, change: Callable[[Tensor], nn.Parameter]) -> Any:
-    """Return a copy of an optimizer that trains `change(parameter)` in the place of each parameter."""
-    memo: dict[int, Any] = {id(one): change(one) for one in optimizer_parameters(optimizer)}
+    """Return a copy of an optimizer that trains `change(parameter)` in place of each parameter."""
+    memo: dict[int, Any] = {id(parameter): change(parameter) for parameter in optimizer_parameters(optimizer)}
 
     def changed(states: Any) -> Any:
-        found: dict[Any, dict[str, Any]] = defaultdict(dict)
-        for parameter, values in states.items():  # what the constructor has made already
+        copies: dict[Any, dict[str, Any]] = defaultdict(dict)
+        for parameter, values in states.items():  # states made by the constructor
             for name, value in values.items():
                 is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-                found[memo[id(parameter)]][name] = change(value).detach().clone() if is_like else value
-        return found
+                copies[memo[id(parameter)]][name] = change(value).detach().clone() if is_like else value
+        return copies
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Optimizer):
             return copy.deepcopy(value, memo) if isinstance(value, list | dict) else value
-        if id(value) not in memo:  # of a wrapper the optimizer within, which may share its groups and states
-            made = memo[id(value)] = object.__new__(type(value))
+        if id(value) not in memo:  # a wrapper's inner optimizer may share its groups and states
+            duplicate = memo[id(value)] = object.__new__(type(value))
             memo.setdefault(id(value.state), changed(value.state))
-            made.__dict__.update({name: copied(one) for name, one in vars(value).items() if name != "step"})
+            duplicate.__dict__.update({name: copied(item) for name, item in vars(value).items() if name != "step"})
         return memo[id(value)]
 
     return copied(optimizer)

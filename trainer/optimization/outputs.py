@@ -1,4 +1,4 @@
-"""Parsing and checking of what training_step returns."""
+"""Parsing and checking of training_step's output."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,42 +9,42 @@ from ...base.errors import TaskError
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
-    """Return the loss of all optimizers, or one for each; empty if the step returned None to skip the batch.
+    """Return one loss for all optimizers, or one for each; empty if the step returned None to skip the batch.
 
     Raises TaskError for any other output.
     """
-    # the usual case first: this is in every step
+    # the most common case first, as this runs in every step
     if isinstance(output, Tensor):
         return (output,)
     if output is None:
         return ()
-    found = output.get("loss") if isinstance(output, Mapping) else output
+    result = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and "loss" not in output:
-        raise TaskError(f"The dict that training_step returned has no 'loss'; its keys are {sorted(map(str, output))}.")
-    is_list = isinstance(found, (list, tuple))
-    losses: Sequence[Any] = found if is_list else (found,)  # type: ignore[assignment]  # a list, as asked
+        raise TaskError(f"training_step returned a dict without 'loss'; its keys are {sorted(map(str, output))}.")
+    is_list = isinstance(result, (list, tuple))
+    losses: Sequence[Any] = result if is_list else (result,)  # type: ignore[assignment]  # checked by isinstance
     for loss in losses:
         if not isinstance(loss, Tensor):
             raise TaskError(
-                f"training_step must return a scalar loss tensor, a dict with 'loss', or None to leave the batch out; "
-                f"it returned {type(loss).__name__}."
+                f"training_step must return a scalar loss tensor, a dict with 'loss', or None to skip the batch; it "
+                f"returned {type(loss).__name__}."
             )
     if is_list and len(losses) != optimizers:
         raise TaskError(
-            f"training_step returned {len(losses)} losses for {optimizers} optimizers; return one loss, which trains "
-            f"what all of them have, or a list with one for each, in the order of configure_optimizers (not under fsdp "
-            f"and mesh), or set automatic_optimization = False."
+            f"training_step returned {len(losses)} losses for {optimizers} optimizers. Return one loss, which trains "
+            f"the parameters of all optimizers, or a list with one loss per optimizer, in the order of "
+            f"configure_optimizers (not under fsdp and mesh), or set automatic_optimization = False."
         )
     return losses
 
 
 def as_outputs(output: Any) -> dict[str, Any]:
-    """Return the output of a step as passed to hooks: a dict with a detached "loss", empty for a skipped batch."""
+    """Return a step's output as hooks receive it: a dict with a detached "loss", empty for a skipped batch."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if output is None:
         return {}
-    # a copy, since hooks may add to it what is not the task's
+    # a copy, since hooks may add keys to it
     values = dict(output) if isinstance(output, Mapping) else {"loss": output}
     loss = values.get("loss")
     if isinstance(loss, Tensor):
@@ -54,7 +54,7 @@ def as_outputs(output: Any) -> dict[str, Any]:
 
 def describe_bad_loss(loss: Tensor) -> str:
     """Explain why backward cannot start from `loss`."""
-    # torch names neither training_step nor what to write instead
+    # torch's error names neither training_step nor a remedy
     if loss.numel() != 1:
         return (
             f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "
@@ -62,5 +62,5 @@ def describe_bad_loss(loss: Tensor) -> str:
         )
     return (
         "training_step returned a loss without a graph: it does not depend on any parameter that requires a gradient. "
-        "Was it detached, computed under torch.no_grad, or are all parameters frozen?"
+        "Check that it is not detached or computed under torch.no_grad, and that not all parameters are frozen."
     )

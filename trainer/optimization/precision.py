@@ -1,12 +1,12 @@
 """Precision: dtype of the weights, autocast and gradient scaling.
 
-After PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html, with examples at
+It follows PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html, with examples at
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 
     32-true, 64-true       everything in that dtype
     bf16-true, 16-true     weights, input and arithmetic in half precision, no scaling
-    bf16-mixed             weights in float32; autocast multiplies matrices in bfloat16
-    16-mixed               the same in float16, whose narrow range needs loss scaling
+    bf16-mixed             weights in float32, autocast to bfloat16 for matrix products
+    16-mixed               the same with float16, whose narrow range needs loss scaling
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +26,8 @@ _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf1
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _CAST = {torch.float64: nn.Module.double, torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a gradient,
-# so that a forward under no_grad leaves the weights of a later one in the same step untrained.
+# Whether autocast may cache the weights that it casts. Before torch 2.12 it also caches casts without a gradient, so
+# that after a forward under no_grad, a later forward in the same step does not train these weights.
 _KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
@@ -40,17 +40,17 @@ class Precision:
     def __init__(self, name: str | int, device_type: str) -> None:
         self.name = _SHORT_NAMES.get(str(name), str(name))
         self.device_type = device_type
-        _refuse_what_the_device_lacks(self.name, device_type)
-        # Dtype of parameters, buffers and input; None leaves them unchanged
+        _require_support(self.name, device_type)
+        # Dtype of parameters, buffers and input; None keeps their dtypes
         self.weights_dtype: torch.dtype | None = _WEIGHTS.get(self.name)
         self.autocast_dtype: torch.dtype | None = _AUTOCAST.get(self.name)
-        # float16 has 5 bits of exponent: gradients below 6e-8 would be zero. bfloat16 has float32's range.
+        # float16 has 5 exponent bits: gradients below 6e-8 would become zero. bfloat16 has float32's range.
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
         )
         self._used = self._is_ready = False
-        # Returns the context manager for a forward: no-op, autocast, or another default dtype for new tensors. Autocast
-        # is per thread, the default dtype per process.
+        # Returns the context manager of a forward: no-op, autocast (per thread), or a default dtype for new tensors
+        # (per process)
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if self.autocast_dtype is not None:
             dtype, kept = self.autocast_dtype, _KEEPS_CASTS
@@ -59,26 +59,26 @@ class Precision:
             self.forward_context = partial(_default_dtype, self.weights_dtype)
 
     def cast_anew(self) -> None:
-        """Have autocast cast weights at each use: what it keeps is old once an optimizer has stepped within a step."""
+        """Make autocast cast weights at each use, since an optimizer step within a step makes cached casts stale."""
         if self.autocast_dtype is not None:
             self.forward_context = partial(_cast_anew, self.forward_context)
 
     def place(self, module: nn.Module) -> None:
-        """Convert the floating point parameters and buffers of `module` in place, for a true precision other than 32.
+        """Convert floating point parameters and buffers of `module` in place, for a true precision other than 32.
 
         Parameters stay the same objects, so optimizers that hold them stay valid.
         """
         if self.weights_dtype is not None:
-            # Module.double() and its like convert floating point tensors alone: indices in buffers stay
+            # Module.double() and its like convert floating point tensors only: indices in buffers stay
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return `batch` with floating point tensors in the dtype of the weights; the same object for 32 and mixed."""
+        """Return `batch` with floating point tensors in the weights' dtype; the same object for 32 and mixed."""
         dtype = self.weights_dtype
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss to call backward on; the scale is constant within a step."""
+        """Return the scaled loss for backward; the scale is constant within a step."""
         if self.scaler is None:
             return loss
         self._is_ready = True
@@ -98,7 +98,7 @@ class Precision:
             optimizer.step(**options)
         elif self._has_gradient(optimizer):
             self.scaler.step(optimizer, **options)
-        # else a learning rate scheduler warns that it ran before the optimizer, if the first step overflowed
+        # otherwise, if the first step overflows, a learning rate scheduler warns that it ran before the optimizer
         mark_stepped(optimizer)
 
     def update(self) -> None:
@@ -113,7 +113,7 @@ class Precision:
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None
         if gradient is not None and not self._is_ready:
-            self.scale(gradient.new_zeros(()))  # it initialises at its first loss, which only other ranks had
+            self.scale(gradient.new_zeros(()))  # the scaler initializes at its first loss, which this rank did not have
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class Precision:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore from `state_dict`.
 
-        A missing state keeps a fresh scaler and a superfluous one is ignored, so that a run may resume in another
-        precision.
+        Without a state the scaler stays new, and without a scaler the state is ignored, so that a run may resume in
+        another precision.
         """
         if self.scaler is not None and state:
             self.scaler.load_state_dict(dict(state))
@@ -151,7 +151,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
+def _require_support(name: str, device_type: str) -> None:
     if name == "64-true" and widest_float(torch.device(device_type)) is not torch.float64:
         raise ConfigError(
             f"trainer.precision 64-true: {device_type} devices have no float64. Use 32-true, or accelerator=cpu."

@@ -1,4 +1,4 @@
-"""WeightWatch: finds weights that change between two updates, in the first steps of a run."""
+"""WeightWatch: find weights that change between two updates, in the first steps of a run."""
 
 from torch import Tensor, nn
 
@@ -11,10 +11,10 @@ WATCHED_STEPS = 3
 class WeightWatch:
     """Compares weights before the first forward of a step with those before its update.
 
-    training_step, and the hooks around it, run once for each replica: what they write to weights would depend on how
-    the replicas are shared out. Version counters show a write that changes nothing yet, as of a teacher that begins as
-    a copy; values one through `.data`, which has no version. Values are read in the first step alone: that waits for
-    the device.
+    training_step and the hooks around it run once per replica, so weights that they change would depend on the
+    assignment of replicas to processes. Version counters reveal a write that changes no value yet, as when a teacher
+    starts as a copy; values reveal a write through `.data`, which has no version. Values are read in the first step
+    only, as that waits for the device.
     """
 
     def __init__(self, task: nn.Module) -> None:
@@ -22,20 +22,20 @@ class WeightWatch:
         self.before: dict[str, list[int]] = {}
 
     def begin_step(self) -> None:
-        """Take the marks of all weights."""
+        """Record the marks of all weights."""
         self.before = self._marks()
 
     def end_step(self) -> tuple[list[str], list[str]]:
-        """Return the names of the parameters and of the buffers that have changed since the step began."""
+        """Return the names of the parameters and buffers that have changed since the step began."""
         changed = [name for name, mark in self._marks().items() if self.before.get(name, mark) != mark]
-        # a teacher that changes every n steps is missed; three steps find what is updated in each
+        # three steps find weights that change in each one; a teacher that changes every n steps may be missed
         self.steps_left -= 1
         parameters = dict(self.task.named_parameters())
         return [name for name in changed if name in parameters], [name for name in changed if name not in parameters]
 
     def _marks(self) -> dict[str, list[int]]:
-        """Return marks of parameters, and of floating point buffers but those of torch's modules."""
-        # cuDNN's recurrent layers put their weights into one block of memory within forward
+        """Return marks of parameters, and of floating point buffers outside torch's modules."""
+        # cuDNN's recurrent layers move their weights into one block of memory in forward
         recurrent = [module for module in self.task.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for module in recurrent for parameter in module.parameters()}
         marks = {
@@ -43,7 +43,7 @@ class WeightWatch:
             for name, parameter in self.task.named_parameters()
         }
         for path, module in self.task.named_modules():
-            # torch's modules and running statistics are written in each forward on purpose: the first replica's count
+            # buffers of torch's modules and running statistics change in each forward: the first replica's count
             if not (type(module).__module__.startswith("torch.") or hasattr(module, "running_mean")):
                 for name, buffer in module.named_buffers(path, recurse=False):
                     if buffer.is_floating_point():
