@@ -1,4 +1,4 @@
-"""Small runs of every kind, and fingerprints of all that they leave behind."""
+"""Small runs of every kind, and fingerprints of their results."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ from legato.trainer.processes.rendezvous import leave_process_group
 
 REPLICAS = 8
 SHARDED = ("zero1", "fsdp", "mesh")
-"""Strategies under which each rank has its part of the optimizer's state, which a resume shows."""
+"""Strategies with a sharded optimizer state, which a resume tests."""
 CLASSES = 3
 
 
 class Noisy(Dataset):
-    """Inputs that are never twice the same: half of each is drawn when it is loaded."""
+    """Inputs that differ each time: half of each is drawn when it is loaded."""
 
     def __init__(self, samples, shape):
         self.samples = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(samples))
@@ -50,7 +50,7 @@ class Text(Dataset):
 
 
 class Classifier(lg.Task):
-    """What the tasks below share; `die` is (what, global step, batch or None) at which rank 1 is killed."""
+    """Base of the tasks below; `die` is (stage, global step, batch or None) at which rank 1 is killed."""
 
     die = None
 
@@ -100,7 +100,7 @@ class Perceptron(Classifier):
     def training_step(self, batch, batch_idx):
         if batch[0][0, 1] > 1.5:
             return None
-        self.average = 0.9 * self.average + 0.1 * batch[0].mean()  # another tensor takes the buffer's place
+        self.average = 0.9 * self.average + 0.1 * batch[0].mean()  # assigns another tensor to the buffer
         loss = super().training_step(batch, batch_idx) * (1 + 0.01 * self.average)
         self.mean.update(loss.detach(), len(batch[1]))
         self.log("train/mean", self.mean, on_step=False, on_epoch=True)
@@ -119,7 +119,7 @@ class Perceptron(Classifier):
 
 
 class Convolutions(Classifier):
-    """Batch norm: statistics that a forward changes."""
+    """Batch norm, whose forward changes its statistics."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -137,7 +137,7 @@ def make_gpt():
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what is trained on what, and how. 69 samples are five rounds of 8 replicas x 2, the last one short."""
+    """A run: task, data and options. 69 samples are five rounds of 8 replicas x 2, of which the last is short."""
 
     make: object
     data: object
@@ -170,52 +170,53 @@ CASES = {
 
 
 class Fingerprint(lg.callbacks.MonitoringCallback):
-    """Takes them when training ends, and stops it after `stop_after` steps."""
+    """Computes fingerprints at the end of training, and stops it after `stop_after` steps."""
 
     def __init__(self, stop_after=None):
         self.stop_after = stop_after
-        self.found = {}
+        self.fingerprints = {}
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         if trainer.global_step == self.stop_after:
             trainer.should_stop = True
 
     def on_train_end(self, trainer, task):
-        states = [] if trainer.strategy.name in SHARDED else [one.state_dict()["state"] for one in trainer.optimizers]
-        self.found = {
-            "weights": digest((name, whole(tensor)) for name, tensor in task.named_parameters()),
+        optimizers = [] if trainer.strategy.name in SHARDED else trainer.optimizers
+        self.fingerprints = {
+            "weights": digest((name, full_tensor(tensor)) for name, tensor in task.named_parameters()),
             "buffers": digest(task.named_buffers()),
             "optimizer": digest(
                 (f"{index} {name}", value)
-                for state in states
-                for index, values in sorted(state.items())
+                for optimizer in optimizers
+                for index, values in sorted(optimizer.state_dict()["state"].items())
                 for name, value in sorted(values.items())
             ),
             "callback_metrics": {name: value.item().hex() for name, value in sorted(trainer.callback_metrics.items())},
             "counts": [trainer.global_step, trainer.current_epoch, trainer.state.samples_seen],
         }
-        every = trainer.strategy.collectives.gather_objects(self.found)
-        assert trainer.reproducible != "bitwise" or all(other == self.found for other in every), "the processes differ"
+        every = trainer.strategy.collectives.gather_objects(self.fingerprints)
+        same = all(fingerprints == self.fingerprints for fingerprints in every)
+        assert trainer.reproducible != "bitwise" or same, "the processes differ"
 
 
-def whole(tensor):
-    """Return a tensor, or the whole of one of which each rank has a part."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+def full_tensor(tensor):
+    """Return the full tensor, also of a sharded one."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def digest(named):
     """Return a hash of tensors and numbers, with their names, types, shapes and every bit."""
-    whole = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, value in named:
         tensor = torch.as_tensor(value).detach()
-        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        whole.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def run(case, root, *, workers=0, checkpoints=False, stop_after=None, die=None, **options):
-    """Run `case`, or go on with what is below `root`; return its fingerprints."""
+    """Run `case`, or resume the run in `root`; return its fingerprints."""
     torch.manual_seed(0)
     task = case.make()
     task.die = die
@@ -230,16 +231,16 @@ def run(case, root, *, workers=0, checkpoints=False, stop_after=None, die=None, 
     )
     trainer.fit(task, case.loader(workers), validation.loader(workers, shuffle=False), resume="auto")
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {**fingerprint.found, "metrics": [without_clock(line) for line in lines]}
+    return {**fingerprint.fingerprints, "metrics": [without_clock(line) for line in lines]}
 
 
 def without_clock(line):
-    """Return a logged point without what depends on the machine's speed."""
+    """Return a logged point without values that depend on the machine's speed."""
     return {name: value for name, value in line.items() if name != "time" and not name.startswith("throughput/")}
 
 
 def run_all(root, names, processes, **options):
-    """Run these cases one after another, in processes that are started once."""
+    """Run these cases in turn, in the same processes."""
     try:
         options = {"strategy": "ddp", "devices": processes, **options}
         return {name: run(CASES[name], root / name, **options) for name in names}

@@ -1,4 +1,4 @@
-"""Counts of torch's collectives, for tests of what an operation sends."""
+"""Counts of torch's collectives, for tests of the communication of an operation."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from torch import distributed
 
 
 def count_collectives(names: Iterable[str], function: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Call `function`; return what it returns, and how often it called each of these functions of torch.distributed."""
+    """Call `function`; return its result, and the number of calls of each of these functions of torch.distributed."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(distributed, name) for name in names if hasattr(distributed, name)}
 

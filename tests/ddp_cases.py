@@ -43,7 +43,7 @@ class Net(lg.Task):
         self.log("val/loss", self.loss(batch))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # whose step knows the gradient's size
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)  # its step depends on the size of the gradient
 
 
 def loader(samples, batch_size=4, **options):
@@ -69,8 +69,8 @@ def in_one(task, **arguments):
     return trained(task, strategy="single", replicas=2, **arguments)
 
 
-def close(ours, theirs, tolerance=1e-6):
-    return torch.allclose(ours, theirs, rtol=0, atol=tolerance)
+def close(actual, expected, tolerance=1e-6):
+    return torch.allclose(actual, expected, rtol=0, atol=tolerance)
 
 
 class Spare(Net):

@@ -1,4 +1,4 @@
-"""Small tasks for the strategies that take parameters apart, and the layouts of 2 and 4 processes that they run on."""
+"""Small tasks for strategies that shard parameters, and their layouts of 2 and 4 processes."""
 
 import tempfile
 
@@ -16,8 +16,8 @@ tokens = torch.randint(0, len(ALPHABET), (40, 9), generator=generator)
 TEXT = TensorDataset(tokens[:, :-1], tokens[:, 1:])
 IMAGES = TensorDataset(torch.randn(40, 1, 6, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator))
 
-# AdamW moves a parameter whose gradient is nothing but rounding (an attention's key bias has none) by a whole step. A
-# larger eps keeps such steps small, so that weights can be compared.
+# AdamW makes a full step for a gradient that is only rounding (the key bias of attention has none). A larger eps keeps
+# such steps small, so that weights can be compared.
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
@@ -40,7 +40,7 @@ class GPT(CharacterGPT):
 
 
 class LateGPT(GPT):
-    """Builds its modules in configure_model, and remembers what they were made of."""
+    """Builds its modules in configure_model, and records the device that they were built on."""
 
     def __init__(self, optimizer="sgd"):
         lg.Task.__init__(self)
@@ -115,7 +115,7 @@ RUNS = {
 
 
 class Tied(GPT):
-    """One tensor stands in two places."""
+    """Two modules share a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class Thaws(CNN):
 
 
 class Leaves(CNN):
-    """Leaves the first epoch in the middle of its second step, after the first of the step's batches."""
+    """Ends the first epoch within its second step, after the first batch of the step."""
 
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if (self.current_epoch, batch_idx) == (0, 3) else None
@@ -182,7 +182,7 @@ FEATURES = {
     "activations computed twice": (Dropped, {"strategy": SHARD, "activation_checkpointing": ["Block"]}),
     "the same under ddp": (Dropped, {"strategy": "ddp", "activation_checkpointing": ["Attention", "Perceptron"]}),
 }
-"""On 2 processes. Each is the run of one process with the same options, but for the strategy."""
+"""On 2 processes; each is compared with one process under the same options, except the strategy."""
 
 
 def data_of(task, samples):
@@ -201,13 +201,13 @@ def fit(task, batch_size=2, samples=19, resume=None, **options):
 
 
 def curve(trainer):
-    """The loss of every step, and what was measured over all of an epoch."""
+    """Return the loss of every step, and the metrics of every epoch."""
     steps = [value for _, value in trainer.memory.of("train/loss_step")]
     return torch.tensor([*steps, *(float(value) for _, value in sorted(trainer.callback_metrics.items()))])
 
 
 def outcome(task, **options):
-    """The weights, and the curve where this process has it."""
+    """Return the weights, and the curve if this process has it."""
     trainer = fit(task, **options)
     return flat(task), curve(trainer)
 
@@ -216,5 +216,5 @@ def in_one(task, **options):
     return outcome(task, strategy="single", **options)
 
 
-def difference(ours, theirs):
-    return max(float((one.double() - other.double()).abs().max()) for one, other in zip(ours, theirs, strict=True))
+def difference(actual, expected):
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(actual, expected, strict=True))

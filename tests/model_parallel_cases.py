@@ -1,4 +1,4 @@
-"""Tasks in two parts, their data, and runs of them in one process and in several."""
+"""Tasks of two parts, their data, and runs in one process and in several."""
 
 import torch
 from ddp_cases import DATA, QUIET, close, flat
@@ -18,7 +18,7 @@ TEXT = TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
 class Chain(lg.Task):
-    """One nn.Sequential has all parameters, so that it needs to say nothing."""
+    """One nn.Sequential has all parameters, so that it needs no configure_blocks."""
 
     def __init__(self, norm=False, dropout=0.0, width=8):
         super().__init__()
@@ -57,7 +57,7 @@ class Chain(lg.Task):
 
 
 class Placed(Chain):
-    """Puts its parts on its devices and moves its activations itself."""
+    """Places its parts on devices and moves its activations itself."""
 
     def configure_model(self):
         self.net[:3].to(self.devices[0])
@@ -97,7 +97,7 @@ def run(task, samples=22, resume=None, **arguments):
 
 
 def differs(task, other, tolerance=1e-6):
-    """Say by how much two tasks differ, where it is too much."""
+    """Return the differences between two tasks that exceed the tolerance."""
     if close(flat(task), flat(other), tolerance):
         return ""
     return f"{type(task).__name__} differs by {(flat(task) - flat(other)).abs().max():.2e}"

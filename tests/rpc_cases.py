@@ -1,4 +1,4 @@
-"""A small recommender whose embeddings may live elsewhere, its data and its trainer."""
+"""A small recommender with remote embeddings, its data and its trainer."""
 
 import torch
 from tiny import unchanged
@@ -25,7 +25,7 @@ RPC = {"devices": 2, "strategy": {"name": "ddp_rpc", "timeout": 60}}
 
 
 class Ratings(lg.Task):
-    """Rates by the embeddings of a user and an item, and a dense layer."""
+    """Predicts a rating from the embeddings of a user and an item, with a dense layer."""
 
     def __init__(self, kind="SGD", lr=0.5, sparse=False, schedule=False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run with a parameter server that is told to end in the middle, as a process of its own: FOLDER."""
+"""Script with a run that gets a signal to end, under a parameter server; argument: FOLDER."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Elastic runs: processes die, are replaced and join while the run goes on, and its result stays the same."""
+"""Elastic runs: processes die, are replaced and join while the run continues, and the result stays the same."""
 
 import itertools
 import json
@@ -26,26 +26,26 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same run in one process: its task, its trainer and its points."""
+    """Return task, trainer and points of the same run in one process."""
     task, trainer = fit(tmp_path_factory.mktemp("undisturbed"))
     return task, trainer, points(trainer)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where processes tell what they do. In the end none of them is left, nor a file outside."""
+    """Return a folder for messages of processes. Afterwards no process is left, nor a file outside the folder."""
     warm_up()
     path = tmp_path / "told"
     path.mkdir()
     yield path
     words = ("trained", "built", "validating", "loading")
-    told = [int(file.name.rsplit("-", 1)[1]) for word in words for file in path.glob(f"{word}-*")]
-    assert wait_until(lambda: not any(runs(process) for process in told))
-    assert not [name for name in os.listdir("/dev/shm") for process in told if f"_{process}_" in name]
+    pids = [int(file.name.rsplit("-", 1)[1]) for word in words for file in path.glob(f"{word}-*")]
+    assert wait_until(lambda: not any(runs(process) for process in pids))
+    assert not [name for name in os.listdir("/dev/shm") for process in pids if f"_{process}_" in name]
 
 
 def points(trainer):
-    """The lines of metrics.jsonl by step, without what tells the time; each step must be there once, in order."""
+    """Return the lines of metrics.jsonl by step, without times; each step must occur once, in order."""
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
@@ -54,7 +54,7 @@ def points(trainer):
 
 
 def assert_same(task, trainer, undisturbed):
-    """The result is that of the undisturbed run, bit for bit, and so is every point of the log."""
+    """Check that the result and every point of the log are those of the undisturbed run, bit for bit."""
     assert trainer.global_step == undisturbed[1].global_step
     assert trainer.state.samples_seen == undisturbed[1].state.samples_seen
     assert digest(task) == digest(undisturbed[0])
@@ -64,7 +64,7 @@ def assert_same(task, trainer, undisturbed):
 # --- any process, any moment ------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (4, 6, 3)])
-def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
+def test_kills_at_random_moments_do_not_change_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
     def plan(killer):
         killer.wait_for_members(processes)
         for _ in range(kills):
@@ -79,7 +79,7 @@ def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, 
 
 
 class DiesBeforeItsUpdate(Net):
-    """Rank `victim` dies when a step's gradients and buffers are those of all; the others are about to meet."""
+    """Rank `victim` dies after the reduction of a step's gradients and buffers, before the next collective."""
 
     def __init__(self, folder, victim):
         super().__init__(folder)
@@ -93,8 +93,8 @@ class DiesBeforeItsUpdate(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "missing"), [(2, 0), (0, 14)])
-def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_beginning(tmp_path, folder, victim, missing):
-    """With 14 samples missing only rank 0 has a batch of the step, from which all others have their buffers."""
+def test_a_step_is_repeated_from_its_start_after_a_death_after_backward(tmp_path, folder, victim, missing):
+    """With 14 samples missing, only rank 0 has a batch in the step, and broadcasts its buffers to the others."""
     results, samples = [], STEPS_PER_EPOCH * REPLICAS * 4 - missing
     for where, options in ((None, {}), (folder, {"elastic": True, "devices": 3})):
         task, trainer = DiesBeforeItsUpdate(where, victim), trainer_of(tmp_path, max_epochs=2, **options)
@@ -105,7 +105,7 @@ def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_begin
 
 
 class MeetsAfterUpdate(DDPStrategy):
-    """Averages weights after each update, as many strategies do; one process dies in between, once."""
+    """Averages weights after each update, as many strategies do; a process dies once before the average."""
 
     def optimizer_step(self, optimizer, closure=None, **options):
         returned = super().optimizer_step(optimizer, closure, **options)
@@ -119,8 +119,8 @@ class MeetsAfterUpdate(DDPStrategy):
 
 
 @pytest.mark.slow
-def test_a_process_dies_in_what_a_strategy_does_after_its_update_which_is_not_made_twice(tmp_path, folder, undisturbed):
-    """No survivor can repeat that step, so all start again from the checkpoint of the epoch before."""
+def test_an_update_is_not_repeated_after_a_death_right_after_it(tmp_path, folder, undisturbed):
+    """No survivor can repeat that step, so all restart from the checkpoint of the previous epoch."""
     task = Net(folder)
     trainer = trainer_of(tmp_path, strategy=MeetsAfterUpdate(elastic=True), devices=2, max_restarts=2)
     trainer.fit(task, loader(shuffle=True), loader(32))
@@ -145,12 +145,12 @@ def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):
 
 
 @pytest.mark.slow
-def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undisturbed):
+def test_another_process_writes_after_the_death_of_rank_zero(tmp_path, folder, undisturbed):
     def plan(killer):
         for _ in range(2):
             members = killer.wait_for_members(2)
             killer.wait(lambda: killer.step() % STEPS_PER_EPOCH == 6)
-            killer.kill(members[0])  # ids go up, and who comes is put at the end
+            killer.kill(members[0])  # ids increase, and new members are appended
 
     with Killer(folder, plan, kills=2):
         task, trainer = fit(tmp_path, folder, elastic=True, devices=3)
@@ -164,7 +164,7 @@ def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undistur
 # --- validation and saving --------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, undisturbed, victim):
+def test_a_validation_is_repeated_after_a_death(tmp_path, folder, undisturbed, victim):
     def plan(killer):
         hold = folder / "hold-0.05"
         hold.touch()
@@ -177,7 +177,7 @@ def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, 
 
 
 @pytest.mark.slow
-def test_a_validation_saves_its_best_after_a_process_died_in_the_epoch(tmp_path, folder, undisturbed):
+def test_a_validation_saves_the_best_checkpoint_after_a_death_in_the_epoch(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(3)
         killer.wait(lambda: killer.step() % STEPS_PER_EPOCH == 4)
@@ -191,7 +191,7 @@ def test_a_validation_saves_its_best_after_a_process_died_in_the_epoch(tmp_path,
 
 
 class SlowSave(lg.Callback):
-    """Tells that rank 0 is about to write a checkpoint, and takes its time."""
+    """Signals that rank 0 is about to write a checkpoint, and waits."""
 
     def on_save_checkpoint(self, trainer, task, checkpoint):
         if trainer.is_global_zero and trainer.training and trainer.global_step == 20:
@@ -217,14 +217,14 @@ def test_rank_zero_dies_while_it_saves(tmp_path, folder, undisturbed, asynchrono
 
 # --- who comes --------------------------------------------------------------------------------------------------------
 class TellsShare(Net):
-    """Tells which replicas its process executes."""
+    """Writes the replicas that its process executes."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.tell("share", str(len(self.trainer.current_run.layout.owned(self.trainer.global_rank))))
 
 
 @pytest.mark.slow
-def test_a_replacement_takes_its_share_and_survivors_do_not_wait_for_it(tmp_path, folder, undisturbed):
+def test_a_replacement_takes_its_replicas_and_survivors_do_not_wait_for_it(tmp_path, folder, undisturbed):
     steps = []
 
     def plan(killer):
@@ -242,7 +242,7 @@ def test_a_replacement_takes_its_share_and_survivors_do_not_wait_for_it(tmp_path
 
 
 class UntilTold(TellsShare):
-    """Trains until there is a file `enough`."""
+    """Trains until a file `enough` exists."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -250,8 +250,8 @@ class UntilTold(TellsShare):
 
 
 @pytest.mark.slow
-def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replacement_in(tmp_path, folder):
-    """A point is logged each 40 ms, and they meet each second: logging must not put that off again and again."""
+def test_a_replacement_joins_when_logging_is_more_frequent_than_agreement(tmp_path, folder):
+    """A point is logged every 40 ms, and ranks agree every second: logging must not delay the agreement forever."""
 
     def plan(killer):
         members = killer.wait_for_members(2)
@@ -268,7 +268,7 @@ def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replace
 
 # --- all of them ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tmp_path, folder, undisturbed):
+def test_a_run_restarts_from_its_newest_checkpoint_when_all_processes_die(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(2)
         killer.wait(lambda: killer.step() > STEPS_PER_EPOCH + 3)
@@ -283,7 +283,7 @@ def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tm
 
 # --- other trouble ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_process_that_hangs_is_ended_after_the_timeout_and_the_others_go_on(tmp_path, folder, undisturbed):
+def test_a_process_that_hangs_is_killed_after_the_timeout_and_the_others_continue(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(3)
         killer.kill(members[1], signal.SIGSTOP)
@@ -303,11 +303,11 @@ class Mistaken(Net):
 
 
 @pytest.mark.slow
-def test_a_mistake_in_the_task_ends_the_run_at_once(tmp_path, folder):
+def test_an_error_in_the_task_ends_the_run_at_once(tmp_path, folder):
     with pytest.raises(KeyError, match="a mistake of the task"):
         fit(tmp_path, folder, task=Mistaken(folder), elastic=True, devices=2)
-    assert len(list(folder.glob("built-*"))) == 2  # nobody was started again
-    assert all(int(path.read_text()) <= 7 for path in folder.glob("trained-*"))  # nor went on
+    assert len(list(folder.glob("built-*"))) == 2  # no process was restarted
+    assert all(int(path.read_text()) <= 7 for path in folder.glob("trained-*"))  # nor continued
 
 
 class MistakenOnce(Net):
@@ -321,7 +321,9 @@ class MistakenOnce(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [1, 2])
-def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path, folder, undisturbed, restarts):
+def test_all_processes_restart_up_to_max_restarts_times_after_an_error_in_the_task(
+    tmp_path, folder, undisturbed, restarts
+):
     options = {"task": MistakenOnce(folder), "elastic": True, "devices": 2, "max_restarts": restarts}
     if restarts == 1:
         with pytest.raises(KeyError, match="a mistake of the task"):
@@ -332,12 +334,12 @@ def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_signal_after_a_death_stops_the_survivors_to_be_resumed(tmp_path, folder):
+def test_a_signal_after_a_death_stops_the_survivors_for_a_resume(tmp_path, folder):
     def plan(killer):
         members = killer.wait_for_members(3)
         killer.kill(members[1])
         step = killer.step()
-        killer.wait(lambda: killer.step() > step + 2)  # the launcher has noted the death
+        killer.wait(lambda: killer.step() > step + 2)  # the launcher has recorded the death
         os.kill(os.getpid(), signal.SIGTERM)
 
     with Killer(folder, plan, kills=2), pytest.raises(SystemExit) as caught:
@@ -404,7 +406,7 @@ COMMUNICATION = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "
 
 
 class Judged(Net):
-    """Logs in every way, and dies where it is told to: member -> (at which collective or step, before or after)."""
+    """Logs in every way, and dies as planned: member -> (collective or step, before or after)."""
 
     def __init__(self, folder=None, deaths=()):
         import torchmetrics
@@ -443,12 +445,12 @@ class Judged(Net):
         self.log("epoch", self.current_epoch + 0.1)
 
     def training_step(self, batch, batch_idx):
-        found = self.model(batch[0])
-        loss = torch.nn.functional.mse_loss(found, batch[1])
+        results = self.model(batch[0])
+        loss = torch.nn.functional.mse_loss(results, batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("greatest", batch[0].max(), on_epoch=True, reduce_fx="max")
         self.log("all", batch[0].sum(), on_step=True, on_epoch=True, reduce_fx="sum")
-        self.error(found.detach().squeeze(1), batch[1].squeeze(1))
+        self.error(results.detach().squeeze(1), batch[1].squeeze(1))
         self.log("error", self.error, on_step=True, on_epoch=True)
         self.kept.update(loss.detach())
         self.unseen.update(1.0)
@@ -468,7 +470,7 @@ class Judged(Net):
 
 
 def judged(root, folder=None, deaths=(), **options):
-    """Train three epochs at most, with decisions by what training logs; return task and trainer."""
+    """Train at most three epochs, with decisions that depend on logged training values; return task and trainer."""
     callbacks = [
         lg.callbacks.EarlyStopping("loss_epoch", patience=2, min_delta=0.5),
         lg.callbacks.Checkpoint(monitor="error_epoch", every_n_train_steps=7, save_top_k=2),
@@ -487,7 +489,7 @@ def decisions(trainer):
 
 @pytest.fixture(scope="module")
 def unjudged(tmp_path_factory):
-    """The undisturbed run of `judged`."""
+    """Return the result of `judged` without a death."""
     task, trainer = judged(tmp_path_factory.mktemp("judged"))
     assert trainer.global_step == 3 * STEPS_PER_EPOCH  # it was stopped
     return digest(task), points(trainer), decisions(trainer)
@@ -503,14 +505,14 @@ def unjudged(tmp_path_factory):
         {0: (139, True), 2: (158, True)},
     ],
 )
-def test_no_death_shows_in_what_was_logged_nor_in_what_was_decided_by_it(tmp_path, folder, unjudged, deaths):
+def test_deaths_change_neither_logged_values_nor_decisions_based_on_them(tmp_path, folder, unjudged, deaths):
     task, trainer = judged(tmp_path, folder, deaths, elastic=True, devices=3)
     assert len(list(folder.glob("built-*"))) == 3
     assert (digest(task), points(trainer), decisions(trainer)) == unjudged
 
 
 @pytest.mark.slow
-def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
+def test_a_run_without_bitwise_survives_deaths_too(tmp_path, folder):
     def plan(killer):
         killer.kill(killer.wait_for_members(2)[0])
 
@@ -520,7 +522,7 @@ def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
 
 
 class Spiky(Net):
-    """The loss of two steps is a hundred thousand times as large, with some of the gradient's directions."""
+    """Multiplies the loss of two steps by 100,000, which changes the direction of the gradient."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -531,16 +533,16 @@ def watched(root, folder=None, **options):
     """Train with averaged weights and dropped spikes; return the results."""
     averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.lab.SpikeWatch(50, 8, "skip")
     task, trainer = fit(root, task=Spiky(folder), callbacks=[averages, spikes], **options)
-    averages, spikes = (one for one in trainer.callbacks if type(one) in (type(averages), type(spikes)))
+    averages, spikes = (callback for callback in trainer.callbacks if type(callback) in (type(averages), type(spikes)))
     assert spikes.spikes == [32, 63]
-    found = averages.averaged_state_dict()
+    results = averages.averaged_state_dict()
     records = [json.loads(line) for line in (trainer.run_dir / "spikes.jsonl").read_text().splitlines()]
     seen = [(record["step"], record["loss"], record["gradient_norm"]) for record in records]
-    return digest(task), points(trainer), averages.updates, {n: v.tolist() for n, v in found.items()}, seen
+    return digest(task), points(trainer), averages.updates, {n: v.tolist() for n, v in results.items()}, seen
 
 
 @pytest.mark.slow
-def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_path, folder):
+def test_survivors_have_the_weight_averages_and_the_spike_statistics(tmp_path, folder):
     def plan(killer):
         for _ in range(3):
             time.sleep(killer.random.random() * 0.3)
@@ -552,9 +554,9 @@ def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_pa
 
     expected = watched(tmp_path / "alone")
     with Killer(folder, plan, kills=4) as killer:
-        found = watched(tmp_path, folder, elastic=True, devices=3, max_restarts=4)
+        results = watched(tmp_path, folder, elastic=True, devices=3, max_restarts=4)
     assert len(killer.dead) == 4
-    assert found == expected
+    assert results == expected
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -566,7 +568,7 @@ def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_pa
         ({"init_method": "tcp://127.0.0.1:7"}, "leave init_method out"),
     ],
 )
-def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
+def test_unsupported_options_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, elastic=True, **options)
 
@@ -578,18 +580,18 @@ def test_several_machines_are_refused(tmp_path, monkeypatch):
         fit(tmp_path, elastic=True, num_nodes=2)
 
 
-def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):
+def test_processes_of_another_launcher_are_refused(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="needs worker processes that Legato starts"):
         fit(tmp_path, elastic=True, devices=1)
 
 
-def test_a_generation_published_before_the_first_point_after_a_recovery_is_noticed_where_each_step_is_logged():
+def test_a_generation_published_before_the_first_log_point_after_a_recovery_is_detected():
     agreement = Agreement(SINGLE, 0, 0.0)
     agreement.join(SINGLE, 5, 0.0)
     versions, agreed = [], []
-    agreement.add(lambda: [3.0], lambda told: versions.append(told[0]) or told[0] > 2)
+    agreement.add(lambda: [3.0], lambda values: versions.append(values[0]) or values[0] > 2)
     for step in range(6, 20):
         agreement.apply(step, agreement.contribution(step, wants_stop=False))  # as each point of the log does
         if step >= agreement.next_step:
@@ -600,7 +602,7 @@ def test_a_generation_published_before_the_first_point_after_a_recovery_is_notic
 
 
 class Hasty:
-    """Another rank that has measured its pace over a microsecond."""
+    """Another rank, which has measured its pace over a microsecond."""
 
     size = 2
 
@@ -609,7 +611,7 @@ class Hasty:
         return tensor
 
 
-def test_a_pace_measured_over_a_moment_does_not_put_off_the_next_look_at_the_roster():
+def test_a_pace_measured_over_a_moment_does_not_delay_the_next_agreement():
     agreement, met = Agreement(Hasty(), 0, 0.0), []
     for step in range(1, 100):
         if step >= agreement.next_step:

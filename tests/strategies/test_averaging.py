@@ -1,4 +1,4 @@
-"""Gradients under manual optimization: averaged over ranks in one collective for each dtype, or in the tree."""
+"""Gradients under manual optimization are averaged over ranks, in one collective per dtype or in the tree."""
 
 from datetime import timedelta
 from unittest.mock import patch
@@ -25,7 +25,7 @@ ROWS = torch.randn(24, 7, generator=torch.Generator().manual_seed(4))
 
 
 class Hundred(lg.Task):
-    """A hundred parameters of one type, and some that are odd: in float64, used by rank 1 alone, unused."""
+    """A hundred parameters of one dtype, and others: in float64, used only by rank 1, unused."""
 
     automatic_optimization = False
 
@@ -42,7 +42,7 @@ class Hundred(lg.Task):
         self.counts, self.gradients, self.own = [], [], []
 
     def loss(self, rows, rank):
-        loss = sum((rows @ one).square().mean() * (index % 7 - 3) for index, one in enumerate(self.many))
+        loss = sum((rows @ weight).square().mean() * (index % 7 - 3) for index, weight in enumerate(self.many))
         if self.odd:
             loss = loss + (self.wide * rows.mean()).sum().float() + self.table(torch.arange(rank, rank + 3)).sum()
             if rank == 1:
@@ -55,8 +55,8 @@ class Hundred(lg.Task):
         self.manual_backward(self.loss(batch[0], self.global_rank))
         _, counts = count_collectives(COLLECTIVES, optimizer.step)
         self.counts.append(counts)
-        found = {name: one.grad for name, one in self.named_parameters()}
-        self.gradients.append({name: None if one is None else one.to_dense().clone() for name, one in found.items()})
+        grads = {name: parameter.grad for name, parameter in self.named_parameters()}
+        self.gradients.append({name: None if g is None else g.to_dense().clone() for name, g in grads.items()})
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -72,21 +72,21 @@ def train(task, processes, **options):
 
 
 def by_hand(task, start, processes):
-    """The mean of the ranks' gradients of the batches from `start` on, added up in the fixed tree for 2 and 3 ranks."""
+    """Return the mean of the ranks' gradients of the batches from `start` on, in the tree's order for 2 and 3 ranks."""
     every = []
     for rank in range(processes):
         task.zero_grad()
         task.loss(ROWS[start + 4 * rank : start + 4 * rank + 4], rank).backward()
-        every.append([None if one.grad is None else one.grad.to_dense().clone() for one in task.parameters()])
-    found = []
+        every.append([None if weight.grad is None else weight.grad.to_dense().clone() for weight in task.parameters()])
+    results = []
     for gradients in zip(*every, strict=True):
-        there = [one for one in gradients if one is not None]
-        found.append(sum(there[1:], there[0]) / processes if there else None)
-    return found
+        there = [gradient for gradient in gradients if gradient is not None]
+        results.append(sum(there[1:], there[0]) / processes if there else None)
+    return results
 
 
 class Undeclared(Hundred):
-    """Has a sparse gradient that no module tells of."""
+    """Has a sparse gradient without an Embedding(sparse=True)."""
 
     def __init__(self):
         super().__init__(odd=False)
@@ -97,10 +97,10 @@ class Undeclared(Hundred):
 
 
 def cases():
-    found = {name: train(Hundred(odd=False), 2, reproducible=name) for name in ("order", "bitwise")}
-    found["odd"] = train(Hundred(), 2)
-    found["odd in the tree"] = train(Hundred(sparse=False), 2, reproducible="bitwise")
-    return found
+    results = {name: train(Hundred(odd=False), 2, reproducible=name) for name in ("order", "bitwise")}
+    results["odd"] = train(Hundred(), 2)
+    results["odd in the tree"] = train(Hundred(sparse=False), 2, reproducible="bitwise")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,10 @@ def test_a_hundred_parameters_take_one_collective(two):
     assert counts == [{"all_reduce": 1}] * 3
     assert two["bitwise"][0] == [{"all_to_all_single": 1}] * 3  # and an all-gather
     for name in ("order", "bitwise"):
-        for ours, theirs in zip(two[name][1][0].values(), by_hand(Hundred(odd=False), 0, 2), strict=True):
-            assert torch.equal(ours, theirs), name
+        for actual, expected in zip(two[name][1][0].values(), by_hand(Hundred(odd=False), 0, 2), strict=True):
+            assert torch.equal(actual, expected), name
     last = zip(gradients[2].values(), two["bitwise"][1][2].values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in last)
+    assert all(torch.equal(gradient, target) for gradient, target in last)
 
 
 @pytest.mark.parametrize("name", ["odd", "odd in the tree"])
@@ -124,20 +124,20 @@ def test_other_types_sparse_and_unused_parameters_are_averaged_too(two, name):
     counts, gradients = two[name]
     if name == "odd":
         assert counts == [{"all_reduce": 4}] * 3  # for float32, for float64 and for two sparse gradients
-    for ours, theirs in zip(gradients[0].values(), by_hand(Hundred(), 0, 2), strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+    for actual, expected in zip(gradients[0].values(), by_hand(Hundred(), 0, 2), strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or torch.equal(actual, expected)
     assert gradients[0]["never"] is None
     assert gradients[0]["seldom"].tolist() == [1.5, 1.5]
 
 
-def test_three_ranks_add_up_in_the_tree():
+def test_three_ranks_sum_in_the_tree():
     _, gradients = run_workers(lambda: train(Hundred(odd=False), 3, reproducible="bitwise"), 3)
-    for ours, theirs in zip(gradients[0].values(), by_hand(Hundred(odd=False), 0, 3), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(gradients[0].values(), by_hand(Hundred(odd=False), 0, 3), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_a_sparse_gradient_that_no_embedding_tells_of_is_named():
+def test_a_sparse_gradient_without_an_embedding_is_named():
     with pytest.raises(
         TaskError, match=r"shape \(5, 2\) has a sparse gradient, but is not the weight of an Embedding\(sparse=True\)"
     ):
@@ -145,10 +145,10 @@ def test_a_sparse_gradient_that_no_embedding_tells_of_is_named():
 
 
 def shared_in_pieces():
-    """Return every rank's tensors once they are shared, and the bytes of each piece that was sent."""
+    """Return every rank's tensors after a broadcast, and the bytes of each piece that was sent."""
     place = find_place()
     join_process_group(place, "gloo", timedelta(seconds=60))
-    both, broadcast, sent = ranks.Ranks(place.rank, 2), torch.distributed.broadcast, []
+    pair, broadcast, sent = ranks.Ranks(place.rank, 2), torch.distributed.broadcast, []
     torch.manual_seed(place.rank)
     tensors = [torch.randn(30, 50).T, *(torch.randn(7, dtype=kind) for kind in (torch.float64, torch.bfloat16) * 20)]
     tensors += [torch.tensor(place.rank), torch.ones(3, dtype=torch.int16) * place.rank, torch.empty(0)]
@@ -158,13 +158,13 @@ def shared_in_pieces():
         broadcast(flat, **options)
 
     with patch.object(torch.distributed, "broadcast", noting), patch.object(ranks, "PIECE", 500):
-        both.broadcast_tensors(tensors)
-    every = both.gather_objects(tensors)
+        pair.broadcast_tensors(tensors)
+    every = pair.gather_objects(tensors)
     leave_process_group()
     return every, sent
 
 
-def test_weights_are_shared_in_pieces_of_bounded_size():
+def test_weights_are_broadcast_in_pieces_of_bounded_size():
     (first, second), sent = run_workers(shared_in_pieces, 2)
     assert all(map(torch.equal, first, second))
     assert first[-3] == 0

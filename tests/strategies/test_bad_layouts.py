@@ -1,6 +1,6 @@
-"""Layouts that cannot work: the same clear error on every rank at once, and none of them waits for another.
+"""Unsupported layouts raise the same error on every rank at once, and no rank waits for another.
 
-All cases run in turn in the processes of one start: a rank that hung, or went on alone, would spoil the next one.
+All cases run in turn in the same processes, so a rank that hangs or continues alone breaks the next case.
 """
 
 import json
@@ -41,7 +41,7 @@ class Looked(Planned):
 
 
 class Narrow(Net):
-    """Net whose head has another width than the one that was saved."""
+    """Net whose head has another width than the saved one."""
 
     def __init__(self):
         super().__init__()
@@ -100,43 +100,43 @@ CASES = {
 
 
 def run(folder):
-    """Try every case; note for each what this rank was told."""
+    """Run every case; return this rank's error for each."""
     torch.set_num_threads(1)
-    place, told = find_place(), {}
+    place, errors = find_place(), {}
     arguments = {**QUIET, "default_root_dir": folder}
     for name, (make, options, _) in CASES.items():
         options = {**arguments, "devices": 2, **options}
         resume = folder / "saved" if options.pop("resume", None) else None
         try:
             lg.Trainer(**options).fit(make(), loader(16), loader(8), resume=resume)
-            told[name] = "nothing"
+            errors[name] = "nothing"
         except LegatoError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    (folder / f"told-{place.rank}").write_text(json.dumps(told))
+            errors[name] = f"{type(error).__name__}: {error}"
+    (folder / f"errors-{place.rank}").write_text(json.dumps(errors))
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    one = lg.Trainer(**{**QUIET, "strategy": "single", "replicas": 2, "max_epochs": 1})
+    trainer = lg.Trainer(**{**QUIET, "strategy": "single", "replicas": 2, "max_epochs": 1})
     task = Net()
-    one.fit(task, loader(16))
-    one.save_checkpoint(folder / "saved")
+    trainer.fit(task, loader(16))
+    trainer.save_checkpoint(folder / "saved")
     run_workers(lambda: run(folder), 2, threads=1)
-    return [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"errors-{rank}").read_text()) for rank in range(2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_is_told_the_same(told, name):
-    first, second = told[0][name], told[1][name]
+def test_every_rank_raises_the_same_error(errors, name):
+    first, second = errors[0][name], errors[1][name]
     assert CASES[name][2] in first
     assert CASES[name][2] in second
     assert len(first.splitlines()) <= 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")
-def test_devices_that_are_not_there(refused):
+def test_missing_devices_are_refused(refused):
     from legato.base.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"torch sees no such device here\. Try accelerator=cpu"):

@@ -1,4 +1,4 @@
-"""`reproducible: bitwise`: one run's bits, on any number of processes and through any break."""
+"""`reproducible: bitwise`: the same bits on any number of processes and after any interruption."""
 
 import os
 import subprocess
@@ -28,20 +28,20 @@ MLP, CNN, GPT = "mlp sgd accumulate clip", "cnn adamw", "gpt adamw clip"
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What each case leaves behind when one process runs it from beginning to end."""
+    """Return the fingerprints of each case from an uninterrupted run in one process."""
     return run_all(tmp_path_factory.mktemp("alone"), NAMES, 1, strategy="single")
 
 
 def start(function, processes, *arguments, **options):
-    """Call `function` in so many processes."""
+    """Call `function` in a number of processes."""
     return run_workers(partial(function, *arguments, processes, **options), processes, threads=1)
 
 
-def assert_same(found, expected):
-    for name in found:
-        differing = [part for part in found[name] if found[name][part] != expected[name][part]]
-        ours, theirs = found[name]["metrics"], expected[name]["metrics"]
-        points = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
+def assert_same(results, expected):
+    for name in results:
+        differing = [key for key in results[name] if results[name][key] != expected[name][key]]
+        actual, reference = results[name]["metrics"], expected[name]["metrics"]
+        points = [pair for pair in zip_longest(actual, reference) if pair[0] != pair[1]]
         assert not differing, f"{name}: other {', '.join(differing)}; other points: {points}"
 
 
@@ -49,13 +49,13 @@ def assert_same(found, expected):
 
 
 @pytest.mark.slow
-def test_the_cases_are_worth_their_name(undisturbed):
-    for name, found in undisturbed.items():
-        steps, epochs, samples = found["counts"]
+def test_the_cases_differ(undisturbed):
+    for name, results in undisturbed.items():
+        steps, epochs, samples = results["counts"]
         assert steps >= 4, name
         assert epochs == 2, name
         assert samples == 2 * len(CASES[name].data), name
-        assert sum("val/loss" in line for line in found["metrics"]) >= 2, name
+        assert sum("val/loss" in line for line in results["metrics"]) >= 2, name
     assert {"train/mean", "val/error", "val/correct"} < undisturbed[MLP]["callback_metrics"].keys()
 
 
@@ -66,16 +66,17 @@ def test_any_number_of_processes_has_the_bits_of_one(processes, undisturbed, tmp
 
 
 @pytest.mark.slow
-def test_in_order_the_bits_do_depend_on_the_number_of_processes_and_nothing_more(tmp_path):
+def test_under_order_only_the_last_bits_depend_on_the_number_of_processes(tmp_path):
     names = [MLP, CNN]
     alone = run_all(tmp_path / "alone", names, 1, reproducible="order")
     two = start(run_all, 2, tmp_path / "two", names, reproducible="order", strategy=UNUSED)
     for name in names:
-        ours, theirs = two[name], alone[name]
-        assert ours["counts"] == theirs["counts"]
-        assert ours["weights"] != theirs["weights"]
+        actual, expected = two[name], alone[name]
+        assert actual["counts"] == expected["counts"]
+        assert actual["weights"] != expected["weights"]
         numbers = [
-            {key: float.fromhex(value) for key, value in one["callback_metrics"].items()} for one in (ours, theirs)
+            {key: float.fromhex(value) for key, value in results["callback_metrics"].items()}
+            for results in (actual, expected)
         ]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
 
@@ -84,19 +85,19 @@ def test_in_order_the_bits_do_depend_on_the_number_of_processes_and_nothing_more
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_goes_on_with_other_processes_and_loader_workers(undisturbed, tmp_path):
+def test_a_stopped_run_resumes_with_another_number_of_processes_and_loader_workers(undisturbed, tmp_path):
     names = [MLP, CNN, GPT]
     # max_steps for two of them; a learning rate schedule that spans the run is none of max_steps's, so GPT is stopped
     start(stop_early, 3, tmp_path, [MLP, CNN], max_steps=2)
     stopped = run(CASES[GPT], tmp_path / GPT, workers=2, checkpoints=True, stop_after=1)
     assert stopped["counts"][:2] == [1, 0]
     start(stop_early, 2, tmp_path, [MLP, CNN], max_steps=4, workers=2)
-    found = start(stop_early, 4, tmp_path, names)
-    # a run that is asked to stop within an epoch validates before it ends; going on, it knows nothing of that
-    (cut,) = (line for line in found[GPT]["metrics"] if line["step"] == 1)
+    results = start(stop_early, 4, tmp_path, names)
+    # a run that stops within an epoch validates before it ends, and the resumed run does not count that
+    (cut,) = (line for line in results[GPT]["metrics"] if line["step"] == 1)
     for name in ("val/loss", "val/bits_per_character"):
         del cut[name]
-    assert_same(found, undisturbed)
+    assert_same(results, undisturbed)
 
 
 def stop_early(root, names, processes, **options):
@@ -104,7 +105,7 @@ def stop_early(root, names, processes, **options):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_other_processes(undisturbed, tmp_path):
+def test_a_killed_run_resumes_with_another_number_of_processes(undisturbed, tmp_path):
     # in the second batch of a window of two, and in the validation after the step that follows
     for processes, die in ((3, ("train", 1, 3)), (2, ("validation", 2, 1))):
         with pytest.raises(WorkerError, match="SIGKILL"):
@@ -161,7 +162,7 @@ def test_another_instruction_set_is_refused_on_resume(tmp_path):
 
 
 class Clamped(bitwise_cases.Convolutions):
-    """Changes the gradients of each backward, which a sum over processes within backward would not leave apart."""
+    """Changes the gradients of each backward, which a reduction within backward would already have summed."""
 
     def on_after_backward(self):
         for parameter in self.parameters():
@@ -169,7 +170,7 @@ class Clamped(bitwise_cases.Convolutions):
 
 
 class Halves(bitwise_cases.Convolutions):
-    """Calls backward twice for each batch."""
+    """Calls backward twice per batch."""
 
     def backward(self, loss, *arguments, **options):
         (loss / 4).backward(retain_graph=True)
@@ -194,7 +195,7 @@ def test_a_task_may_change_the_gradients_of_each_replica(tmp_path):
 
 
 def unlike_ranks(root, processes):
-    """Rank 1 alone has a fused optimizer."""
+    """Only rank 1 has a fused optimizer."""
     place = find_place()
     case = Case(partial(bitwise_cases.Convolutions, "fused adamw" if place.rank else "adamw"), Noisy(16, (2, 6, 6)))
     try:
@@ -206,14 +207,14 @@ def unlike_ranks(root, processes):
 
 
 @pytest.mark.slow
-def test_processes_that_compute_unlike_bits_are_refused(tmp_path):
+def test_processes_that_compute_different_bits_are_refused(tmp_path):
     ranks = start(unlike_ranks, 2, tmp_path)
     assert "on rank 1 optimizers is" in ranks
     assert "'fused': True" in ranks
 
 
 def out_of_line(samples):
-    """Collate to inputs that begin 4 bytes after an aligned address."""
+    """Collate to inputs that start 4 bytes after an aligned address."""
     inputs = torch.stack([sample for sample, _ in samples])
     room = torch.empty(inputs.numel() + 1)
     view = room[1:].view(inputs.shape).copy_(inputs)
@@ -228,7 +229,7 @@ class OutOfLine(Case):
         return loader
 
     def make_out_of_line(self):
-        """A task whose weights begin 4 bytes after an aligned address, as those in a mapped file may."""
+        """Return a task whose weights start 4 bytes after an aligned address, as weights in a mapped file may."""
         task = self.make()
         for parameter in task.parameters():
             room = torch.empty(parameter.numel() + 1)
@@ -238,12 +239,12 @@ class OutOfLine(Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [MLP, CNN])
-def test_the_memory_alignment_of_batches_and_weights_leaves_no_trace(name, undisturbed, tmp_path):
+def test_results_do_not_depend_on_the_memory_alignment_of_batches_and_weights(name, undisturbed, tmp_path):
     case = CASES[name]
     batches = OutOfLine(case.make, case.data, case.options, case.batch_size)
     weights = replace(case, make=batches.make_out_of_line)
-    for index, one in enumerate((batches, weights)):
-        assert_same({name: run(one, tmp_path / str(index))}, undisturbed)
+    for index, kind in enumerate((batches, weights)):
+        assert_same({name: run(kind, tmp_path / str(index))}, undisturbed)
 
 
 # --- parameters and optimizer states in parts ------------------------------------------------------------------------
@@ -256,12 +257,12 @@ SHARDED_CASES = {
 
 
 def run_sharded(root, processes):
-    found = {name: run_all(root / name, cases, processes, strategy=it) for name, (it, cases) in SHARDED_CASES.items()}
-    return found, sent_by_fsdp(root / "sent", processes) if processes == 2 else None
+    results = {name: run_all(root / name, cases, processes, strategy=it) for name, (it, cases) in SHARDED_CASES.items()}
+    return results, sent_by_fsdp(root / "sent", processes) if processes == 2 else None
 
 
 def sent_by_fsdp(root, processes):
-    """Return the bytes that a process sends to others for the gradients of a step, and those of a ring."""
+    """Return the bytes that a process sends for the gradients of a step, and those of a ring all-reduce."""
     rank, sent, real = find_place().rank, [], dist.all_to_all_single
 
     def counted(output, source, to_receive, to_send, **options):
@@ -274,34 +275,35 @@ def sent_by_fsdp(root, processes):
     finally:
         dist.all_to_all_single = real
     padded = sum(
-        -(-len(one) // processes) * processes * one[0].numel() for one in bitwise_cases.Convolutions().parameters()
+        -(-len(weight) // processes) * processes * weight[0].numel()
+        for weight in bitwise_cases.Convolutions().parameters()
     )
     return sum(sent) / steps, padded * 4 * (processes - 1) / processes
 
 
-def without_optimizer(found):
-    return {name: {part: value for part, value in one.items() if part != "optimizer"} for name, one in found.items()}
+def without_optimizer(results):
+    return {name: {key: case[key] for key in case if key != "optimizer"} for name, case in results.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])  # four and four replicas; 3, 3 and 2
-def test_parts_have_the_bits_of_the_whole(processes, undisturbed, tmp_path):
+def test_sharded_runs_have_the_bits_of_one_process(processes, undisturbed, tmp_path):
     """Uneven last batches, accumulation, clipping by norm and by value, dropout, batch norm, shared weights."""
-    found, sent = start(run_sharded, processes, tmp_path)
-    for one in found.values():
-        assert_same(without_optimizer(one), undisturbed)
-    assert sent is None or sent[0] == sent[1]  # each process has one whole subtree
+    results, sent = start(run_sharded, processes, tmp_path)
+    for case in results.values():
+        assert_same(without_optimizer(case), undisturbed)
+    assert sent is None or sent[0] == sent[1]  # each process has a complete subtree
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_under_other_strategies(undisturbed, tmp_path):
+def test_a_sharded_run_resumes_under_other_strategies(undisturbed, tmp_path):
     start(stop_early, 2, tmp_path, [CNN], strategy=FSDP, max_steps=2)
     start(stop_early, 3, tmp_path, [CNN], strategy="zero1", max_steps=4)
     assert_same(run_all(tmp_path, [CNN], 1, checkpoints=True), undisturbed)
 
 
 class Seldom(bitwise_cases.Convolutions):
-    """One layer is used in every second batch of a replica only."""
+    """Uses a layer only in every second batch of a replica."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +324,7 @@ class Owned(bitwise_cases.Convolutions):
 
 
 def refusals(root, processes):
-    """Return what is said of runs that cannot have the same bits."""
+    """Return the errors of runs that cannot have the same bits."""
     messages, images = {}, Noisy(32, (2, 6, 6))
     cases = {
         "fused": (partial(bitwise_cases.Convolutions, "fused adamw"), FSDP, {}),
@@ -341,8 +343,8 @@ def refusals(root, processes):
 
 
 @pytest.mark.slow
-def test_what_would_change_the_bits_of_parts_is_refused(tmp_path):
-    said = start(refusals, 2, tmp_path)
+def test_settings_that_would_change_the_bits_of_sharded_runs_are_refused(tmp_path):
+    errors = start(refusals, 2, tmp_path)
     patterns = {
         "fused": "fused optimizers round",
         "own": "OwnOptimizer may combine several elements",
@@ -350,4 +352,6 @@ def test_what_would_change_the_bits_of_parts_is_refused(tmp_path):
         "seldom": "left parameters unused",
         "seldom block": "left parameters unused",
     }
-    assert {name: pattern in said.get(name, "") for name, pattern in patterns.items()} == dict.fromkeys(patterns, True)
+    assert {name: pattern in errors.get(name, "") for name, pattern in patterns.items()} == dict.fromkeys(
+        patterns, True
+    )

@@ -1,4 +1,4 @@
-"""Data parallel in one process: a batch split over devices counts as the batch itself."""
+"""Data parallelism in one process: a batch that is split over devices trains like the undivided batch."""
 
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ from legato.trainer.strategies.data_parallel.data_parallel import DataParallelSt
 from legato.trainer.strategies.strategy import SingleStrategy
 
 CPU = torch.device("cpu")
-OTHER_CPU = torch.device("cpu", 1)  # the same memory, but not equal to CPU: stands for a second device
+OTHER_CPU = torch.device("cpu", 1)  # stands for a second device: the same memory, but not equal to the device "cpu"
 
 
 class Classifier(lg.Task):
@@ -43,7 +43,7 @@ class Classifier(lg.Task):
 
 
 class Run(TrainerArguments):
-    """As much of a trainer as a strategy and `Task.log` look at."""
+    """The attributes of a trainer that a strategy and `Task.log` use."""
 
     running, global_step, stage = False, 0, ""
 
@@ -74,8 +74,8 @@ def gradients(task):
     return {name: parameter.grad for name, parameter in task.named_parameters()}
 
 
-def same_bits(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def same_bits(actual, expected):
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # --- loss and gradient ----------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_gradients_of_several_batches_add_up():
 
 
 @pytest.mark.parametrize("reproducible", ["off", "order"])
-def test_the_same_bits_every_time(reproducible):
+def test_repeated_steps_have_the_same_bits(reproducible):
     def run():
         task = Classifier(dropout=0.5 if reproducible == "order" else 0.0, norm=True)
         optimizer = task.configure_optimizers()
@@ -153,7 +153,7 @@ def test_recurrent_tied_frozen_and_unused_weights():
     assert all(type(parameter) is nn.Parameter for parameter in task.parameters())
 
 
-def test_a_chunk_that_is_left_out_adds_nothing_and_several_losses_stay_apart():
+def test_a_skipped_chunk_adds_nothing_and_several_losses_stay_separate():
     class Two(Classifier):
         def training_step(self, batch, batch_idx):
             image, _ = batch
@@ -164,18 +164,18 @@ def test_a_chunk_that_is_left_out_adds_nothing_and_several_losses_stay_apart():
 
     image, task = torch.ones(5, 5), Two()
     with attached(task, 2) as strategy:
-        whole = strategy.training_step(((image, None), 0), 0, last=True)
+        undivided = strategy.training_step(((image, None), 0), 0, last=True)
         half = strategy.training_step(((torch.cat([image[:3], -image[:2]]), None), 0), 0, last=True)
         assert strategy.training_step(((-image, None), 0), 0, last=True) is None
-    assert whole["count"] == 5
+    assert undivided["count"] == 5
     assert half["count"] == 3
-    torch.testing.assert_close(half["loss"][1], whole["loss"][1] * 3 / 5)
-    assert whole["output"].shape == (5, 3)
+    torch.testing.assert_close(half["loss"][1], undivided["loss"][1] * 3 / 5)
+    assert undivided["output"].shape == (5, 3)
     first, second = task.model[0].weight, task.model[4].weight
-    whole["loss"][0].backward(inputs=[first], retain_graph=True)
+    undivided["loss"][0].backward(inputs=[first], retain_graph=True)
     assert first.grad is not None
     assert second.grad is None
-    whole["loss"][1].backward(inputs=[second])
+    undivided["loss"][1].backward(inputs=[second])
     assert second.grad is not None
 
 
@@ -222,7 +222,7 @@ def test_a_value_assigned_to_a_copy_is_lost_with_a_warning():
     with attached(Forgetful(), 2) as strategy:
         with pytest.warns(UserWarning, match=r"training_step assigned self.total, .*dropped after each batch"):
             strategy.training_step((make_batch(4), 0), 0, last=True)
-        strategy.training_step((make_batch(4), 0), 0, last=True)  # said once
+        strategy.training_step((make_batch(4), 0), 0, last=True)  # warns once
 
 
 # --- what a batch may be --------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_chunk_computes_on_its_device():
     assert task.events == [(CPU, 3), (OTHER_CPU, 2)]
 
 
-def test_the_callers_modes_hold_for_each_chunk():
+def test_each_chunk_runs_in_the_modes_of_the_caller():
     class Modes(Classifier):
         def training_step(self, batch, batch_idx):
             output = self.model(batch[0])
@@ -300,7 +300,7 @@ def test_evaluation_outputs_come_in_the_order_of_the_samples():
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
-def test_what_copies_cannot_do_is_refused():
+def test_settings_that_copies_do_not_support_are_refused():
     manual = Classifier()
     manual.automatic_optimization = False
     compiled = Classifier()
@@ -313,7 +313,7 @@ def test_what_copies_cannot_do_is_refused():
     ):
         with pytest.raises(ConfigError, match=message), attached(task, 2, **options):
             pass
-        with attached(task, 1, **options):  # nothing of it matters on one device
+        with attached(task, 1, **options):  # all are allowed on one device
             pass
     with pytest.raises(ConfigError, match="this run has 2"):
         DataParallelStrategy().join(Place(rank=0, world_size=2), [CPU], 32)
@@ -337,6 +337,6 @@ def test_gpus_train_like_one_cpu(replicas):
                 strategy.optimizer_step(optimizer)
         return {name: tensor.cpu() for name, tensor in task.state_dict().items()}
 
-    ours = run(DataParallelStrategy(), [torch.device("cuda", 0), torch.device("cuda", 1)])
+    actual = run(DataParallelStrategy(), [torch.device("cuda", 0), torch.device("cuda", 1)])
     for name, tensor in run(SingleStrategy(), [CPU]).items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Whole runs under strategy data_parallel."""
+"""Complete runs under strategy data_parallel."""
 
 import traceback
 
@@ -49,7 +49,7 @@ def make_trainer(folder, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"replicas": 3}, {"precision": "64-true"}])
-def test_a_run_gives_what_one_device_gives(options, tmp_path):
+def test_a_run_has_the_results_of_one_device(options, tmp_path):
     def run(strategy, devices):
         task, data = Classifier(), make_data(61)
         trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, **options)
@@ -57,10 +57,10 @@ def test_a_run_gives_what_one_device_gives(options, tmp_path):
         predictions = trainer.predict(task, DataLoader(data, batch_size=9))
         return task.state_dict(), trainer.callback_metrics, {"predictions": torch.cat(predictions)}
 
-    for ours, expected in zip(run("data_parallel", 2), run("single", 1), strict=True):
-        assert ours.keys() == expected.keys()
+    for actual, expected in zip(run("data_parallel", 2), run("single", 1), strict=True):
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(ours[name], value, msg=name)
+            torch.testing.assert_close(actual[name], value, msg=name)
 
 
 def test_an_error_names_its_device_and_keeps_its_traceback(tmp_path):
@@ -82,7 +82,7 @@ def test_an_error_names_its_device_and_keeps_its_traceback(tmp_path):
     assert "on device 2 of 3 (cpu)" in text
 
 
-def test_what_is_logged_is_that_of_the_undivided_batches(tmp_path):
+def test_logged_values_are_those_of_the_undivided_batches(tmp_path):
     class Logging(Classifier):
         def __init__(self):
             super().__init__()
@@ -105,13 +105,13 @@ def test_what_is_logged_is_that_of_the_undivided_batches(tmp_path):
         trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
         return trainer.validate(Logging(), DataLoader(make_data(20), batch_size=7))[0]
 
-    expected, ours = evaluate("single", 1), evaluate("data_parallel", 3)
+    expected, actual = evaluate("single", 1), evaluate("data_parallel", 3)
     images = make_data(20).tensors[0]
     first_of_chunks = images[[0, 3, 6, 7, 10, 13, 14, 16, 18], 0].mean().item()
-    assert ours.pop("own") == pytest.approx(first_of_chunks, rel=1e-5)
+    assert actual.pop("own") == pytest.approx(first_of_chunks, rel=1e-5)
     expected.pop("own")
-    assert ours == pytest.approx(expected)
-    assert ours["count"] == 20
+    assert actual == pytest.approx(expected)
+    assert actual["count"] == 20
 
 
 class TwoLoaders(Classifier):
@@ -119,14 +119,14 @@ class TwoLoaders(Classifier):
         return self.loss(batch["labelled"]) + self.model(batch["plain"][0]).square().mean()
 
 
-def test_batches_of_loaders_that_differ_in_length_are_refused_with_what_to_do(tmp_path):
-    """Only the first loader's part was split; the other was sent to each device, and its mean was off."""
+def test_batches_of_loaders_that_differ_in_length_are_refused_with_a_remedy(tmp_path):
+    """Splitting only the first loader's batch, and sending the other's to each device, would give a wrong mean."""
     loaders = {"labelled": DataLoader(make_data(16), 4), "plain": DataLoader(make_data(24), 6)}
     with pytest.raises(DataError, match=r"first dimension \(4, 6\).*Give the task a method count_samples"):
         make_trainer(tmp_path, strategy="data_parallel", devices=2).fit(TwoLoaders(), loaders)
 
 
-def test_a_batch_that_begins_with_a_table_is_split_by_its_samples(tmp_path):
+def test_a_batch_that_starts_with_a_table_is_split_by_samples(tmp_path):
     class WithTable(Classifier):
         def training_step(self, batch, batch_idx):
             return (batch["table"].sum() + self.model(batch["points"])).square().mean()
@@ -139,9 +139,9 @@ def test_a_batch_that_begins_with_a_table_is_split_by_its_samples(tmp_path):
         make_trainer(tmp_path, strategy=strategy, devices=devices).fit(task, data)
         return task.state_dict()
 
-    ours, expected = run("data_parallel", 2), run("single", 1)
+    actual, expected = run("data_parallel", 2), run("single", 1)
     for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, msg=name)
+        torch.testing.assert_close(actual[name], value, msg=name)
 
 
 def with_table(samples):

@@ -1,4 +1,4 @@
-"""DDP in real processes: a run on two of them is the run in one."""
+"""DDP in real processes: a run on two processes equals the run in one."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def test_the_caller_has_everything_after_fit(tmp_path):
     def run(folder, **arguments):
         task = Net()
-        task.scale = lambda loss: 2 * loss  # travels
+        task.scale = lambda loss: 2 * loss  # is pickled with the task
         task.training_step = lambda batch: task.scale(task.loss(batch))
         callbacks = [Checkpoint(monitor="val/loss", save_top_k=2), EarlyStopping("val/loss")]
         settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path / folder}
@@ -30,52 +30,52 @@ def test_the_caller_has_everything_after_fit(tmp_path):
         trainer.fit(task, loader(22, shuffle=True), loader(10))
         return trainer, task
 
-    (one, alone), (two, together) = run("one", replicas=2), run("two", **TWO)
+    (solo, alone), (two, together) = run("one", replicas=2), run("two", **TWO)
     assert close(flat(alone), flat(together))
-    assert two.callback_metrics.keys() == one.callback_metrics.keys()
-    assert float(two.callback_metrics["val/loss"]) == pytest.approx(float(one.callback_metrics["val/loss"]), abs=1e-6)
+    assert two.callback_metrics.keys() == solo.callback_metrics.keys()
+    assert float(two.callback_metrics["val/loss"]) == pytest.approx(float(solo.callback_metrics["val/loss"]), abs=1e-6)
     assert (two.global_step, two.current_epoch, two.state.samples_seen) == (9, 3, 66)
     best = Path(two.checkpoint_callback.best_model_path)
     assert best.is_dir()
     assert best.parent == two.run_dir / "checkpoints"
-    assert best.name == Path(one.checkpoint_callback.best_model_path).name
+    assert best.name == Path(solo.checkpoint_callback.best_model_path).name
     assert float(two.checkpoint_callback.best_model_score) == pytest.approx(
-        float(one.checkpoint_callback.best_model_score), abs=1e-6
+        float(solo.checkpoint_callback.best_model_score), abs=1e-6
     )
-    assert two.early_stopping_callback.best_score == pytest.approx(one.early_stopping_callback.best_score, abs=1e-6)
+    assert two.early_stopping_callback.best_score == pytest.approx(solo.early_stopping_callback.best_score, abs=1e-6)
     assert not torch.distributed.is_initialized()
     assert two.validate(together, loader(10)) == two.validate(together, loader(10))
-    two.fit(together, loader(22), resume="auto")  # nothing is left to do
+    two.fit(together, loader(22), resume="auto")  # the run is already complete
     assert two.global_step == 9
 
 
 class Halves(Net):
-    """Calls backward twice for each batch."""
+    """Calls backward twice per batch."""
 
     def backward(self, loss, *arguments, **options):
         (loss / 4).backward(retain_graph=True)
         (loss * 3 / 4).backward()
 
 
-def test_a_second_backward_of_the_tasks_own_counts_on_every_process():
+def test_a_second_backward_of_the_task_counts_on_every_process():
     expected = in_one(Halves(), max_epochs=2)
     assert close(trained(Halves(), max_epochs=2, **TWO), expected)
 
 
 class Keeps(Halves):
-    """Clears gradients before every second step only."""
+    """Clears gradients only before every second step."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if self.global_step % 2 == 0:
             optimizer.zero_grad()
 
 
-def test_gradients_that_a_task_keeps_are_not_added_up_again():
+def test_gradients_that_a_task_keeps_are_not_reduced_again():
     expected = in_one(Keeps(), max_epochs=2)
     assert close(trained(Keeps(), max_epochs=2, **TWO), expected)
 
 
-def test_what_the_run_built_comes_back():
+def test_modules_that_the_run_builds_return_to_the_caller():
     class BuildsLater(Net):
         def configure_model(self):
             self.head = nn.Linear(8, 3)
@@ -87,13 +87,13 @@ def test_what_the_run_built_comes_back():
         def loss(self, batch):
             return super().loss(batch) * self.scale[0]
 
-    ours, theirs = BuildsLater(), BuildsLater()
-    del ours.head, theirs.head
-    assert close(trained(ours, **TWO), in_one(theirs))
-    assert isinstance(ours.scale[0], nn.Parameter)
+    actual, expected = BuildsLater(), BuildsLater()
+    del actual.head, expected.head
+    assert close(trained(actual, **TWO), in_one(expected))
+    assert isinstance(actual.scale[0], nn.Parameter)
 
 
-def test_callbacks_that_the_task_brings_keep_their_state():
+def test_callbacks_of_the_task_keep_their_state():
     class Brings(Net):
         def configure_callbacks(self):
             return EarlyStopping("val/loss", patience=7)
@@ -111,8 +111,8 @@ KNOBS = [
 ]
 
 
-def test_every_knob_of_ddp_trains_the_same_weights():
-    """Also where a process has no batch in the last step (17 samples)."""
+def test_every_option_of_ddp_trains_the_same_weights():
+    """Also if a process has no batch in the last step (17 samples)."""
 
     def work():
         return [trained(Net(), samples=17, devices=2, strategy={"name": "ddp", **knobs}) for knobs in KNOBS]
@@ -123,7 +123,7 @@ def test_every_knob_of_ddp_trains_the_same_weights():
 
 
 class Compressed(lg.strategies.DDPStrategy):
-    """Sends gradients in half precision, by torch's own hook."""
+    """Sends gradients in half precision, with torch's hook."""
 
     name = "compressed"
 
@@ -163,18 +163,18 @@ class TwoOptimizers(Net):
         return [hidden.pow(2).mean(), nn.functional.cross_entropy(self.head(hidden.detach()), label)]
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+        return [torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.body, self.head)]
 
 
-def test_precision_accumulation_and_clipping_are_those_of_one_process():
+def test_precision_accumulation_and_clipping_match_one_process():
     def work():
-        found = {name: trained(Net(dropout=0.3, norm=True), **TWO, **options) for name, options in VARIANTS.items()}
-        return {**found, "two optimizers": trained(TwoOptimizers(), **TWO, accumulate_grad_batches=2)}
+        results = {name: trained(Net(dropout=0.3, norm=True), **TWO, **options) for name, options in VARIANTS.items()}
+        return {**results, "two optimizers": trained(TwoOptimizers(), **TWO, accumulate_grad_batches=2)}
 
     weights = run_workers(work, 2)
     for name, options in VARIANTS.items():
-        ours, expected = weights[name], in_one(Net(dropout=0.3, norm=True), **options)
-        assert close(ours, expected, 0.02 if name == "bf16-true" else 1e-5), name
+        actual, expected = weights[name], in_one(Net(dropout=0.3, norm=True), **options)
+        assert close(actual, expected, 0.02 if name == "bf16-true" else 1e-5), name
     assert close(weights["two optimizers"], in_one(TwoOptimizers(), accumulate_grad_batches=2))
 
 
@@ -206,7 +206,7 @@ class Gan(lg.Task):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.critic, self.generator)]
+        return [torch.optim.SGD(module.parameters(), lr=0.1) for module in (self.critic, self.generator)]
 
 
 def train_gan_by_hand(steps):
@@ -214,19 +214,19 @@ def train_gan_by_hand(steps):
     optimizers = task.configure_optimizers()
     for start in range(0, 8 * steps, 8):
         halves = DATA.tensors[0][start : start + 4], DATA.tensors[0][start + 4 : start + 8]
-        for part, optimizer, loss in zip(
+        for network, optimizer, loss in zip(
             (task.critic, task.generator), optimizers, (task.critic_loss, task.generator_loss), strict=True
         ):
-            gradients = [torch.autograd.grad(loss(half), list(part.parameters())) for half in halves]
-            for parameter, *both in zip(part.parameters(), *gradients, strict=True):
-                parameter.grad = sum(both) / 2
-            nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+            gradients = [torch.autograd.grad(loss(half), list(network.parameters())) for half in halves]
+            for parameter, *pair in zip(network.parameters(), *gradients, strict=True):
+                parameter.grad = sum(pair) / 2
+            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
             optimizer.step()
     return flat(task)
 
 
 def test_a_gan_takes_the_mean_gradient_of_its_processes(capfd):
-    """The last two batches are one too few for two processes and a step of both: left out, and said so."""
+    """The last two batches are too few for a step of two processes, so they are left out with a message."""
     task = Gan()
     trainer = lg.Trainer(**{**QUIET, **TWO, "max_epochs": 1})
     trainer.fit(task, loader(19))
@@ -254,7 +254,7 @@ class Skips(Net):
         return None if int(label[0]) == 1 else super().training_step(batch, batch_idx)
 
 
-def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
+def test_unused_parameters_and_skipped_batches_match_one_process():
     find = {"name": "ddp", "find_unused_parameters": True}
 
     def work():
@@ -271,11 +271,11 @@ def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
 
 
 def share_memory(gradients):
-    return len({one.untyped_storage().data_ptr() for one in gradients}) < len(gradients)
+    return len({gradient.untyped_storage().data_ptr() for gradient in gradients}) < len(gradients)
 
 
 def test_gradients_as_views_of_buckets_have_the_same_bits():
-    """Also with none for some parameters, in a step without a batch on a process, and added up over batches."""
+    """Also with unused parameters, in a step without a batch on a process, and accumulated over batches."""
     find = {"find_unused_parameters": True}
     cases = [
         (Net, {}, {}),
@@ -284,16 +284,21 @@ def test_gradients_as_views_of_buckets_have_the_same_bits():
     ]
 
     def work():
-        found = []
+        results = []
         for kind, knobs, options in cases:
             for views in (False, True):
                 task, strategy = kind(), {"name": "ddp", "gradient_as_bucket_view": views, **knobs}
                 weights = trained(task, samples=17, devices=2, strategy=strategy, **options)
-                found.append((weights, share_memory([one.grad for one in task.parameters() if one.grad is not None])))
-        return found
+                results.append(
+                    (
+                        weights,
+                        share_memory([parameter.grad for parameter in task.parameters() if parameter.grad is not None]),
+                    )
+                )
+        return results
 
-    found = run_workers(work, 2)
-    for case, (plain, shared), (viewed, shared_views) in zip(cases, found[::2], found[1::2], strict=True):
+    results = run_workers(work, 2)
+    for case, (plain, shared), (viewed, shared_views) in zip(cases, results[::2], results[1::2], strict=True):
         assert (shared, shared_views) == (False, True), case
         assert torch.equal(plain, viewed), case
 
@@ -301,7 +306,7 @@ def test_gradients_as_views_of_buckets_have_the_same_bits():
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_refused_by_name():
+def test_unsupported_options_are_refused_by_name():
     def refused(**options):
         with pytest.raises(ConfigError) as caught:
             fit(Net(), devices=2, strategy={"name": "ddp", **options})

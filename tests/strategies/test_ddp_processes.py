@@ -1,4 +1,4 @@
-"""DDP's processes: where they meet, and how a run ends when one of them fails, hangs, disagrees or is interrupted."""
+"""DDP's processes: their rendezvous, and the end of a run in which one fails, hangs, disagrees or is interrupted."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def nothing_left(monkeypatch):
-    """Fail where a process lives on, or where the end takes long: 2 s alone, but the tests share the machine."""
+    """Fail if a process survives, or if the end takes long: 2 s alone, but tests share the machine."""
     warm_up()
     assert wait_until(lambda: len(children()) >= 2)  # the fork server and its resource tracker stay
     before, started = children(), time.monotonic()
@@ -82,7 +82,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def start():
-    """Start processes that end with the test."""
+    """Start processes that are killed at the end of the test."""
     started = []
 
     def start_one(*words, **environment):
@@ -101,19 +101,19 @@ def answers(process):
     return [line.split(" on ")[0] for line in output.splitlines() if line.startswith("slope")]
 
 
-def test_own_launcher_torchrun_and_two_terminals_give_the_same(tmp_path, start):
+def test_legatos_launcher_torchrun_and_two_terminals_give_the_same(tmp_path, start):
     path = script(tmp_path)
     port = str(free_port())
     terminals = [
         start(path, "2", RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)
     ]
     torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, "2")
-    own = subprocess.Popen([sys.executable, path, "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    legato = subprocess.Popen([sys.executable, path, "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     slope, samples = 0.0, [index / 6 for index in range(7)]
     for step in 3 * (samples[:4], samples[4:]):
         slope -= 0.1 * sum(2 * x * x * (slope - 2) for x in step) / len(step)
     expected = f"slope {slope:.5f} after 6 steps"
-    assert answers(own) == [expected]
+    assert answers(legato) == [expected]
     assert answers(torchrun) == [expected, expected]
     assert [answers(terminal) for terminal in terminals] == [[expected], [expected]]
 
@@ -153,7 +153,7 @@ def test_different_names_on_two_ranks_are_named(nothing_left):
         fit(ValidatesOnOneRank(), **TWO)
 
 
-def test_what_rank_zero_logs_alone_is_shown_and_nothing_else():
+def test_only_values_that_rank_zero_logs_alone_are_shown():
     class Alone(Net):
         def training_step(self, batch, batch_idx):
             if self.global_rank == 0:
@@ -167,7 +167,7 @@ def test_what_rank_zero_logs_alone_is_shown_and_nothing_else():
     assert not {"alone", "everywhere"} & trainer.callback_metrics.keys()
 
 
-def test_one_rank_that_wants_to_stop_stops_all_of_them_after_the_same_step():
+def test_a_stop_request_of_one_rank_stops_all_after_the_same_step():
     class Wishes(lg.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
             trainer.should_stop |= trainer.global_rank == 1 and trainer.global_step == 5
@@ -193,7 +193,7 @@ def fails(name):
 
 
 @pytest.mark.parametrize("name", ["setup", "configure_optimizers", "training_step", "validation_step", "on_train_end"])
-def test_the_rank_that_fails_is_the_one_that_is_shown(name, nothing_left):
+def test_the_error_of_the_failing_rank_is_shown(name, nothing_left):
     with pytest.raises(ValueError, match=f"^rank 1 fails in {name}$") as caught:
         fit(fails(name), **TWO)
     text = "".join(traceback.format_exception(caught.value)).rstrip()
@@ -251,8 +251,8 @@ def test_ctrl_c_ends_a_run_and_leaves_nothing(tmp_path, start):
 # --- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def test_the_caller_may_save_what_the_workers_left(tmp_path):
-    """The weights it has; the rest is in the run's own checkpoint of its end, if there is one."""
+def test_the_caller_can_save_after_workers_have_ended(tmp_path):
+    """It has the weights; the rest is in the run's last checkpoint, if there is one."""
     for keeps in (True, False):
         task = Net()
         made = fit(task, **TWO, max_epochs=1, default_root_dir=tmp_path / str(keeps), enable_checkpointing=keeps)

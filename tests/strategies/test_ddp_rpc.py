@@ -1,4 +1,4 @@
-"""DDP with parameter servers against one process with all batches; its checkpoints, its refusals, and how it ends."""
+"""DDP with parameter servers, compared with one process that has all batches; checkpoints, refusals, failures."""
 
 import json
 import os
@@ -20,10 +20,10 @@ from legato.callbacks import Checkpoint, ExponentialMovingAverage
 from legato.trainer.strategies import DDPRPCStrategy
 
 
-def assert_close(ours, theirs, tolerance=1e-6):
-    assert list(ours) == list(theirs)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
+def assert_close(actual, expected, tolerance=1e-6):
+    assert list(actual) == list(expected)
+    for name in actual:
+        torch.testing.assert_close(actual[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 # --- the same as one process ------------------------------------------------------------------------------------------
@@ -52,19 +52,19 @@ def refusal(name):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Everything that two trainers and a server can do in one start: runs, and then what is refused."""
+def results(tmp_path_factory):
+    """Return the results of two trainers and a server: of runs, and then of refusals, all in the same processes."""
     cases = {name: partial(run_on_server, name) for name in CASES} | {
         ("refused", name): partial(refusal, name) for name in REFUSED
     }
-    return run_cases(cases, 3, tmp_path_factory.mktemp("found"), threads=1)
+    return run_cases(cases, 3, tmp_path_factory.mktemp("results"), threads=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_trainers_and_servers_do_as_one_process_does(found, name):
+def test_trainers_and_servers_match_one_process(results, name):
     task, options = CASES[name]
-    assert_close(found[name], in_one(Ratings(**task), **options))
+    assert_close(results[name], in_one(Ratings(**task), **options))
 
 
 def weights_of_each_trainer():
@@ -93,19 +93,19 @@ def test_two_servers_share_the_modules():
 
 
 @pytest.mark.slow
-def test_a_task_that_was_trained_goes_on_and_is_evaluated(tmp_path):
-    """Its remote modules are back on the caller's task between two runs."""
-    ours, theirs = Ratings(), Ratings()
-    for task, options in ((ours, RPC), (theirs, {"strategy": "single", "replicas": 2})):
+def test_a_trained_task_is_trained_further_and_evaluated(tmp_path):
+    """Its remote modules are part of the caller's task again between two runs."""
+    actual, expected = Ratings(), Ratings()
+    for task, options in ((actual, RPC), (expected, {"strategy": "single", "replicas": 2})):
         fit(task, **options)
         assert type(task.users) is nn.Embedding
         fit(task, **options)
-    assert_close(flat(ours), flat(theirs))
+    assert_close(flat(actual), flat(expected))
     remote, alone = lg.Trainer(**{**QUIET, **RPC}), lg.Trainer(**QUIET)
-    first, second = remote.validate(ours, loader(), verbose=False), alone.validate(theirs, loader(), verbose=False)
+    first, second = remote.validate(actual, loader(), verbose=False), alone.validate(expected, loader(), verbose=False)
     assert first[0]["val_loss"] == pytest.approx(second[0]["val_loss"], abs=1e-6)
-    found = torch.cat(remote.predict(ours, loader(22)))
-    torch.testing.assert_close(found, torch.cat(alone.predict(theirs, loader(22))), rtol=0, atol=1e-6)
+    predictions = torch.cat(remote.predict(actual, loader(22)))
+    torch.testing.assert_close(predictions, torch.cat(alone.predict(expected, loader(22))), rtol=0, atol=1e-6)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -114,16 +114,16 @@ LAYOUTS = {"rpc": RPC, "one": {"strategy": "single", "replicas": 2}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), [("rpc", "rpc"), ("rpc", "one"), ("one", "rpc")])
-def test_a_run_goes_on_from_a_checkpoint_on_any_layout(tmp_path, saved, resumed):
+def test_a_run_resumes_from_a_checkpoint_on_any_layout(tmp_path, saved, resumed):
     def run(layout, resume=None):
         task = Ratings(kind="Adam", lr=0.05)
         kept = {"callbacks": [Checkpoint(dirpath=tmp_path / "kept", save_top_k=-1)], "enable_checkpointing": True}
         fit(task, resume=resume, **{**LAYOUTS[layout], **({} if resume else kept)})
         return flat(task)
 
-    whole = run(saved)
+    uninterrupted = run(saved)
     step = tmp_path / "kept" / "step-00000003"
-    assert_close(run(resumed, resume=step), whole)
+    assert_close(run(resumed, resume=step), uninterrupted)
     evaluated = lg.Trainer(**{**QUIET, **LAYOUTS[resumed]}).validate(Ratings(), loader(), ckpt_path=step, verbose=False)
     expected = lg.Trainer(**QUIET).validate(Ratings(), loader(), ckpt_path=step, verbose=False)
     assert evaluated[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-6)
@@ -169,7 +169,7 @@ REFUSED = {
     "compile": (Ratings, {"compile": True}, "does not support compile"),
     "twice": (Ratings, {"recheck_every": 5, "deterministic": True}, "does not support recheck_every"),
     "backward": (OwnBackward, {}, "an overridden backward"),
-    "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage averages all weights"),
+    "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage needs all weights"),
     "grouped": (Grouped, {}, "make it from self.parameters"),
     "nothing": (Nothing, {}, "Nothing has no remote_modules"),
 }
@@ -177,8 +177,8 @@ REFUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_is_refused_by_name(found, name):
-    assert REFUSED[name][2] in found["refused", name]
+def test_unsupported_settings_are_refused_by_name(results, name):
+    assert REFUSED[name][2] in results["refused", name]
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_modules_that_cannot_be_served_are_refused(task, kind, message):
         fit(task(), **{**RPC, "devices": 1})
 
 
-def test_places_that_are_too_few_or_too_far():
+def test_too_few_processes_or_several_nodes_are_refused():
     strategy = DDPRPCStrategy(servers=2)
     assert [strategy.serve(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
     with pytest.raises(ConfigError, match="2 processes - 2 servers = 0"):
@@ -207,7 +207,7 @@ def test_places_that_are_too_few_or_too_far():
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
 class Falls(Ratings):
-    """At its third step the process of rank `rank` is killed, by rank 0."""
+    """Rank 0 kills the process of rank `rank` in the third step."""
 
     def __init__(self, folder, rank):
         super().__init__()
@@ -244,13 +244,13 @@ class Beyond(Ratings):
 
 
 @pytest.mark.slow
-def test_an_error_on_the_server_is_told_by_the_trainer_that_asked():
+def test_an_error_on_the_server_is_raised_by_the_calling_trainer():
     with pytest.raises(Exception, match="index out of range in self"):
         fit(Beyond(), **RPC)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
+def test_a_run_that_ends_by_a_signal_saves_the_weights_of_the_servers(tmp_path):
     done = completed(run_script, Path(__file__).parents[1] / "rpc_preempted.py", tmp_path)
     assert done.returncode == 75, done.stderr
     assert "is complete. Exit code 75 requests a restart" in done.stderr
@@ -271,8 +271,8 @@ import legato as lg
 task = Ratings()
 trainer = lg.Trainer(**{**QUIET, **RPC})
 trainer.fit(task, loader(shuffle=True), loader(10))
-found = trainer.test(task, loader(), verbose=False)
-pathlib.Path(__file__).with_name(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
+results = trainer.test(task, loader(), verbose=False)
+pathlib.Path(__file__).with_name(f"results-{os.environ['RANK']}.json").write_text(json.dumps(results))
 """
 
 
@@ -285,7 +285,7 @@ def test_torchrun_starts_trainers_and_servers_and_several_stages_share_them(tmp_
     task = Ratings()
     in_one(task)
     (expected,) = lg.Trainer(**QUIET).test(task, loader(), verbose=False)
-    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("found-*.json"))]
-    assert sorted(map(len, found)) == [0, 1, 1]  # the server has none
-    values = [of_rank[0]["val_loss"] for of_rank in found if of_rank]
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("results-*.json"))]
+    assert sorted(map(len, results)) == [0, 1, 1]  # the server has none
+    values = [of_rank[0]["val_loss"] for of_rank in results if of_rank]
     assert values == pytest.approx([expected["val_loss"]] * 2, abs=1e-6)

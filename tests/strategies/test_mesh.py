@@ -1,4 +1,4 @@
-"""The mesh: on every layout the loss curve and the weights of one process, and what goes with sharded parameters."""
+"""The mesh: on every layout the loss curve and the weights of one process, and features with sharded parameters."""
 
 import warnings
 from functools import partial
@@ -36,13 +36,13 @@ CASES = {
 
 
 def with_layout(processes, layout, kind, optimizer):
-    """Return the outcome; in each process."""
+    """Return the outcome, in each process."""
     return outcome(kind(optimizer), strategy=LAYOUTS[processes][layout], devices=processes, **RUNS[optimizer])
 
 
 def with_feature(name):
     """Return the outcome of a feature, and the devices on which its task was built; in each of two processes."""
-    # torch's compiler asks a block's input for its gradient, and hides the warning about that where it is shown
+    # torch's compiler reads the gradient of a block's input, and suppresses the warning about it
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     kind, options = FEATURES[name]
     task = kind()
@@ -53,7 +53,7 @@ def with_feature(name):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Everything that two processes do, in the same ones."""
+    """Return the outcomes of all layouts and features of two processes, from one start."""
     cases = {case: partial(with_layout, 2, *case) for case in CASES[2]}
     cases |= {name: partial(with_feature, name) for name in FEATURES}
     return run_cases(cases, 2, tmp_path_factory.mktemp("two"))
@@ -61,7 +61,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """The layouts of four processes, in the same ones."""
+    """Return the outcomes of all layouts of four processes, from one start."""
     return run_cases({case: partial(with_layout, 4, *case) for case in CASES[4]}, 4, tmp_path_factory.mktemp("four"))
 
 
@@ -90,19 +90,19 @@ def test_every_layout_of_four_processes_is_one_process(case, four, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
-def test_with_every_feature_it_is_the_run_of_one_process(name, two):
+def test_every_feature_matches_one_process(name, two):
     kind, options = FEATURES[name]
     alone = {"replicas": 2, **options, "strategy": "single", "compile": False}
     if "tensor" in options["strategy"] and "replicas" not in options:
         alone["replicas"] = 1
-    ours, theirs = two[name][0], outcome(kind(), **alone)
+    actual, expected = two[name][0], outcome(kind(), **alone)
     tolerance = {"bf16-true": 1e-2, "16-mixed, cut": 2e-3}.get(name, TOLERANCE)
-    assert len(ours[1]) == len(theirs[1])
-    assert difference(ours, theirs) < tolerance
+    assert len(actual[1]) == len(expected[1])
+    assert difference(actual, expected) < tolerance
 
 
 @pytest.mark.slow
-def test_only_rank_0_builds_what_is_built_late(two):
+def test_only_rank_0_builds_the_modules_of_configure_model(two):
     assert two["built on rank 0"][1] == [["cpu"], ["meta"]]
 
 
@@ -117,5 +117,5 @@ def test_two_gpus_are_one():
         }
 
     alone = in_one(GPT("adamw"), accelerator="cuda", devices=1, **RUNS["adamw"])
-    for name, found in run_workers(work, 2).items():
-        assert difference(found, alone) < 1e-4, name
+    for name, results in run_workers(work, 2).items():
+        assert difference(results, alone) < 1e-4, name

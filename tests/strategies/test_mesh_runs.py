@@ -1,4 +1,4 @@
-"""Runs on a mesh: checkpoints from strategy to strategy, every sample evaluated once, what is refused and how."""
+"""Runs on a mesh: checkpoints between strategies, every sample evaluated once, refusals."""
 
 import re
 
@@ -22,7 +22,7 @@ from legato.trainer.strategies.mesh.tensor_plan import read_plan
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Everything that two processes do, in the same ones."""
+    """Return all results of two processes, from one start."""
     folder = tmp_path_factory.mktemp("mesh")
     legs(folder, 1, ["single"], 1)
     fit(CNN(norm=False), strategy="single").save_checkpoint(folder / "other")
@@ -43,14 +43,14 @@ def two(tmp_path_factory):
         "another model": lambda: read_another_model(folder / "other"),
         "diverged": lambda: (diverged("batch"), diverged("weights", max_steps=1)),
     }
-    found = run_cases(cases, 2, folder / "cases")
-    found["folder"] = folder
-    return found
+    results = run_cases(cases, 2, folder / "cases")
+    results["folder"] = folder
+    return results
 
 
 @pytest.fixture(scope="module")
 def four(two):
-    """The same of four."""
+    """Return all results of four processes, from one start."""
     folder = two["folder"]
 
     def more_legs():
@@ -58,9 +58,9 @@ def four(two):
 
     if (folder / "step-6").exists():  # else the test of two's legs tells why
         legs(folder, 7, ["single"], 1)
-    found = run_cases({"weights": more_legs, "evaluations": lambda: all_evaluations(4)}, 4, folder / "four")
-    found["folder"] = folder
-    return found
+    results = run_cases({"weights": more_legs, "evaluations": lambda: all_evaluations(4)}, 4, folder / "four")
+    results["folder"] = folder
+    return results
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ RUN = {**QUIET, "replicas": 4, "max_epochs": -1, "gradient_clip_val": 0.3}
 
 
 def legs(folder, first, strategies, devices):
-    """Go on for a step with one strategy after the other, each from the checkpoint that the one before has written."""
+    """Train for a step with each strategy in turn, each from the checkpoint of the previous one."""
     task, start = None, None
     for step, strategy in enumerate(strategies, first):
         task = Scheduled()
@@ -110,12 +110,12 @@ def legs(folder, first, strategies, devices):
 def test_a_run_goes_from_strategy_to_strategy(two, four):
     assert two["legs"] is not None
     folder, last = four["folder"], four["weights"]
-    found = legs(folder, 10, ["single"], 1)
+    results = legs(folder, 10, ["single"], 1)
     alone = Scheduled()
     trainer = lg.Trainer(**RUN, max_steps=10, strategy="single")
     trainer.fit(alone, DataLoader(data_of(alone, 19), 2, shuffle=True))
-    assert difference([found], [flat(alone)]) < 2e-6
-    assert difference([last], [found]) > 1e-4  # the last step did change something
+    assert difference([results], [flat(alone)]) < 2e-6
+    assert difference([last], [results]) > 1e-4  # the last step changed the weights
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -135,26 +135,26 @@ class Measured(CNN):
 
 
 def evaluations(strategy, devices):
-    task, found = Measured(), []
+    task, results = Measured(), []
     trainer = lg.Trainer(**QUIET, strategy=strategy, devices=devices, replicas=None if devices > 1 else 4)
     for samples in (7, 1):  # of four processes one has a short batch; all but one have none
         loader = DataLoader(Subset(IMAGES, range(samples)), 2)
-        found.append(trainer.validate(task, loader, verbose=False))
-        found.append(trainer.test(task, [loader, loader], verbose=False))
-        found.append(trainer.predict(task, loader))
-    return found
+        results.append(trainer.validate(task, loader, verbose=False))
+        results.append(trainer.test(task, [loader, loader], verbose=False))
+        results.append(trainer.predict(task, loader))
+    return results
 
 
 def emptied():
-    """Return for each rank whether a run has left a task without values, which no other run takes."""
+    """Return for each rank whether a run has left a task without values, which other runs refuse."""
     task = CNN()
     strategy = mesh(shard=2, whole_at_end=False)
     trainer = fit(task, strategy=strategy, devices=2)
-    found = trainer.strategy.collectives.gather_objects(all(parameter.is_meta for parameter in task.parameters()))
+    results = trainer.strategy.collectives.gather_objects(all(parameter.is_meta for parameter in task.parameters()))
     if trainer.global_rank == 0:
         with pytest.raises(TaskError, match=r"body.0.weight of CNN has no values.*whole_at_end=false"):
             MeshStrategy.place_task(trainer.strategy, task)
-    return found
+    return results
 
 
 def all_evaluations(processes):
@@ -165,17 +165,18 @@ def all_evaluations(processes):
 @pytest.mark.slow
 def test_every_sample_is_evaluated_once(two, four):
     expected = evaluations("single", 1)
-    assert [sum(map(len, found)) for found in expected[2::3]] == [7, 1]
-    for found in (two["evaluations"], four["evaluations"]):
-        for name, ours in found.items():
-            for one, other in zip(ours, expected, strict=True):
-                assert one == other if isinstance(one[0], list) else alike(one, other), name
+    assert [sum(map(len, results)) for results in expected[2::3]] == [7, 1]
+    for results in (two["evaluations"], four["evaluations"]):
+        for name, actual in results.items():
+            for batch, expected_batch in zip(actual, expected, strict=True):
+                assert batch == expected_batch if isinstance(batch[0], list) else alike(batch, expected_batch), name
 
 
-def alike(ours, theirs):
+def alike(actual, expected):
     return all(
-        one.keys() == other.keys() and all(one[key] == pytest.approx(other[key], abs=1e-6) for key in one)
-        for one, other in zip(ours, theirs, strict=True)
+        batch.keys() == expected_batch.keys()
+        and all(batch[key] == pytest.approx(expected_batch[key], abs=1e-6) for key in batch)
+        for batch, expected_batch in zip(actual, expected, strict=True)
     )
 
 
@@ -183,7 +184,7 @@ def alike(ours, theirs):
 
 
 class Asks(CNN):
-    """Calls itself outside of a step, in hooks."""
+    """Calls itself in hooks, outside of a step."""
 
     def forward(self, image):
         return self.narrow(self.wide(self.body(image).flatten(1)).tanh())
@@ -198,9 +199,9 @@ def test_the_callers_task_has_the_trained_weights_and_nothing_else():
     task = Asks()
     trainer = fit(task, strategy="fsdp", devices=2)
     alone = Asks()
-    theirs = fit(alone, strategy="single", replicas=2)
+    expected = fit(alone, strategy="single", replicas=2)
     assert difference([flat(task)], [flat(alone)]) < 1e-6
-    assert trainer.callback_metrics["asked"] == pytest.approx(float(theirs.callback_metrics["asked"]), abs=1e-6)
+    assert trainer.callback_metrics["asked"] == pytest.approx(float(expected.callback_metrics["asked"]), abs=1e-6)
     assert type(task.body) is nn.Sequential
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in task.modules())
     assert all(type(parameter) is nn.Parameter for parameter in task.parameters())
@@ -215,7 +216,7 @@ def test_weights_may_stay_in_the_checkpoint(two, tmp_path):
         **QUIET, strategy={"name": "fsdp", "whole_at_end": False}, devices=2, callbacks=[Saves(tmp_path / "end", 3)]
     )
     trainer.fit(task, DataLoader(data_of(task, 12), 2, shuffle=True))
-    assert torch.equal(flat(task), before)  # the caller's task is as it was
+    assert torch.equal(flat(task), before)  # the caller's task is unchanged
     trainer = lg.Trainer(**QUIET, strategy="single")
     trainer.validate(task, DataLoader(data_of(task, 4), 2), ckpt_path=tmp_path / "end")
     alone = fit(CNN(), strategy="single", replicas=2, samples=12, max_steps=3, max_epochs=-1).task
@@ -285,21 +286,21 @@ REFUSED = {
 
 
 def refusals():
-    """Return what each rank answered to each of REFUSED."""
-    found = {}
+    """Return each rank's error for each of REFUSED."""
+    results = {}
     for message, (kind, strategy, options) in REFUSED.items():
         try:
             fit(kind(), strategy=strategy, devices=2, **options)
-            found[message] = "no error"
+            results[message] = "no error"
         except ConfigError as error:
-            found[message] = str(error)
+            results[message] = str(error)
     ranks = [None, None]
-    distributed.all_gather_object(ranks, found)
+    distributed.all_gather_object(ranks, results)
     return ranks
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_refused_on_every_rank_before_the_first_step(two):
+def test_unsupported_settings_are_refused_on_every_rank_before_the_first_step(two):
     for rank in two["refusals"]:
         for message, came in rank.items():
             assert re.search(message, came), (message, came)
@@ -313,11 +314,11 @@ def left_out():
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_left_out_ends_the_run_with_its_reason(two):
+def test_a_skipped_batch_ends_the_run_with_the_reason(two):
     assert re.search(r"returned None.*Return the loss times 0.0", two["left out"])
 
 
-def test_arguments_that_no_processes_can_take():
+def test_axis_sizes_without_a_layout_are_refused():
     with pytest.raises(ConfigError, match="zero1 does not support elastic"):
         fit(CNN(), strategy={"name": "zero1", "elastic": True})
     with pytest.raises(ConfigError, match="expected a positive number of processes or 'auto', got shard=0"):
@@ -330,7 +331,7 @@ def test_arguments_that_no_processes_can_take():
 
 
 class Diverges(CNN):
-    """The weights of one rank's part are not finite after the first step; or the batch of one rank is not."""
+    """Has non-finite weights in one rank's shard after the first step, or a non-finite batch on one rank."""
 
     def __init__(self, where):
         super().__init__()
@@ -353,7 +354,7 @@ def diverged(where, **options):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_rank_ends_all_with_its_name(two):
+def test_a_non_finite_value_on_one_rank_ends_all_ranks_with_its_name(two):
     batch, weights = two["diverged"]
     assert re.search(r"The loss of step 2 is not finite on another rank.* Rank 1: ", batch)
     assert "Rank 1: In the newest batch (batch_idx 1)" in batch
@@ -378,9 +379,9 @@ def test_a_checkpoint_of_another_model_is_named(two):
 
 def test_a_plan_names_modules_by_patterns():
     task = GPT()
-    found = read_plan(task, task.tensor_plan(), 4)
-    assert found["blocks.0.attention.query_key_value"] == "column"
-    assert sorted(set(found.values())) == ["column", "row"]
+    results = read_plan(task, task.tensor_plan(), 4)
+    assert results["blocks.0.attention.query_key_value"] == "column"
+    assert sorted(set(results.values())) == ["column", "row"]
     with pytest.raises(ConfigError, match="has 48 outputs, not a multiple of tensor=5"):
         read_plan(task, task.tensor_plan(), 5)
 
@@ -388,28 +389,28 @@ def test_a_plan_names_modules_by_patterns():
 def test_blocks_are_found_by_class_and_by_size():
     task = GPT()
 
-    def found(blocks, task=task):
+    def names_of_blocks(blocks, task=task):
         return [type(block).__name__ for block in find_sharded_blocks(task, blocks)]
 
-    assert found(["Block"]) == ["Block"]
-    assert found(["Block", "LayerNorm"])[-2:] == ["LayerNorm", "Block"]  # inner ones first
-    assert found(1000) == ["Embedding", "Attention", "Perceptron", "Sequential"]
-    assert found(3000) == ["Block"]
-    assert found(10**9) == []
-    assert found(1000, Tied()) == ["Attention", "Perceptron"]
+    assert names_of_blocks(["Block"]) == ["Block"]
+    assert names_of_blocks(["Block", "LayerNorm"])[-2:] == ["LayerNorm", "Block"]  # inner ones first
+    assert names_of_blocks(1000) == ["Embedding", "Attention", "Perceptron", "Sequential"]
+    assert names_of_blocks(3000) == ["Block"]
+    assert names_of_blocks(10**9) == []
+    assert names_of_blocks(1000, Tied()) == ["Attention", "Perceptron"]
     assert modules_named(task, "Module", "x")[0] is task.embedding
 
 
 @pytest.mark.slow
 def test_one_process_reads_what_two_wrote(two):
-    """The same YAML goes on a laptop: a mesh of one process is plain training."""
+    """The same YAML works on a laptop: a mesh of one process is plain training."""
     task = CNN("adamw")
     trainer = lg.Trainer(**QUIET, strategy="fsdp")
     trainer.validate(task, DataLoader(data_of(task, 4), 2), ckpt_path=two["folder"] / "two")
     assert torch.equal(flat(task), two["weights"])
 
 
-def test_a_model_that_each_process_made_comes_back_whole():
+def test_a_model_that_each_process_built_is_restored():
     task = LateGPT()
     fit(task, strategy=SHARD, devices=2)
     task.load_state_dict(task.state_dict())  # by hooks of its own, and no longer by those of FSDP

@@ -1,4 +1,4 @@
-"""ddp_model_parallel: a model that is spread over devices trains as it does on one."""
+"""ddp_model_parallel: a model that is split over devices trains as on one device."""
 
 from functools import partial
 from itertools import combinations
@@ -37,13 +37,13 @@ def largest(sizes, counts):
 @pytest.mark.slow
 @examples(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
-def test_the_largest_part_is_as_small_as_can_be(sizes, data):
+def test_the_largest_part_is_minimal(sizes, data):
     parts = data.draw(st.integers(1, len(sizes)))
     counts = split_evenly(sizes, parts)
     assert len(counts) == parts
     assert sum(counts) == len(sizes)
     assert min(counts) >= 1
-    assert largest(sizes, counts) == min(largest(sizes, other) for other in every_split(len(sizes), parts))
+    assert largest(sizes, counts) == min(largest(sizes, split) for split in every_split(len(sizes), parts))
 
 
 # --- devices that differ ----------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def simulated(task, devices=2, **options):
 
 @pytest.fixture(scope="module")
 def clipped():
-    """Chain, trained on one device as `simulated` trains it."""
+    """Return a Chain that was trained on one device, as `simulated` trains it."""
     task = Chain()
     run(task, replicas=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
     return task
@@ -77,12 +77,12 @@ def test_parts_on_two_devices_train_as_on_one_to_the_bit(kind, clipped):
     assert torch.equal(flat(task), flat(clipped))
     crossed = [(start, end) for start, end, shape in there.moves if shape == (4, 8)]
     assert crossed.count((DEVICES[0], DEVICES[1])) >= trainer.global_step  # activations
-    if kind is Chain:  # Legato has cut it, and puts it together again
+    if kind is Chain:  # Legato has split it, and restores it
         assert {device_of(parameter) for parameter in task.parameters()} == {CPU}
         assert torch.equal(task(DATA[:4][0]), clipped(DATA[:4][0]))
 
 
-def test_while_it_runs_each_part_is_where_it_belongs():
+def test_each_part_is_on_its_device_during_a_run():
     class Looks(Chain):
         def __init__(self):
             super().__init__()
@@ -92,7 +92,7 @@ def test_while_it_runs_each_part_is_where_it_belongs():
             homes = {name: device_of(value) for name, value in self.state_dict(keep_vars=True).items()}
             assert homes.pop("net.0.weight") == homes.pop("net.0.bias") == homes.pop("net.2.weight") == DEVICES[0]
             assert homes.pop("net.2.bias") == DEVICES[0]
-            assert set(homes.values()) == {DEVICES[1]}  # the last block, and what is in no block
+            assert set(homes.values()) == {DEVICES[1]}  # the last block, and modules outside of all blocks
             assert self.devices == list(DEVICES)
             assert self.device == batch[0].device == batch[1].device == DEVICES[1]
             return super().training_step(batch, batch_idx) * self.weight.mean()
@@ -107,13 +107,13 @@ def test_a_gpt_in_two_parts_learns_and_writes_as_it_does_on_one_device():
     simulated(spread)
     simulated(in_pieces, micro_batches=2)
     assert torch.equal(flat(spread), flat(alone))
-    assert not differs(in_pieces, alone, 1e-4)  # AdamW makes much of a small gradient's last bits
+    assert not differs(in_pieces, alone, 1e-4)  # AdamW amplifies the last bits of small gradients
     generator = torch.Generator().manual_seed(1)
     assert spread.generate("a", 5, generator) == alone.generate("a", 5, generator.manual_seed(1))
 
 
 @pytest.mark.parametrize("stray", ["net.0", "net.6"])
-def test_a_part_that_was_forgotten_is_named(stray):
+def test_a_part_that_the_task_has_not_placed_is_named(stray):
     class Forgets(Placed):
         def configure_model(self):
             super().configure_model()
@@ -123,10 +123,10 @@ def test_a_part_that_was_forgotten_is_named(stray):
         simulated(Forgets())
 
 
-def test_seams_move_whatever_comes_in():
+def test_inputs_of_all_kinds_move_between_parts():
     class Takes(nn.Module):
         def forward(self, pair, *, mask, extra):
-            assert {device_of(one) for one in (*pair["a"], mask)} == {DEVICES[1]}
+            assert {device_of(tensor) for tensor in (*pair["a"], mask)} == {DEVICES[1]}
             return pair["a"][0] * mask + extra
 
     block = Takes()
@@ -166,55 +166,55 @@ CASES = [
 
 
 def in_parts():
-    """Run every case in parts; return the weights."""
-    found = []
+    """Run every case with a split model; return the weights."""
+    results = []
     for make, _, options, arguments in CASES:
         task = make()
         trainer = run(task, strategy=parts(**options), **{"devices": 4, "max_epochs": 1, **arguments})
         assert len(task.devices) == 1  # the run is over
         assert trainer.world_size == 2
-        found.append(flat(task))
-    return found
+        results.append(flat(task))
+    return results
 
 
 @pytest.mark.slow
 def test_two_processes_of_two_parts_are_one_process():
     spread = run_workers(in_parts, 2)
-    for (make, tolerance, options, arguments), ours in zip(CASES, spread, strict=True):
+    for (make, tolerance, options, arguments), actual in zip(CASES, spread, strict=True):
         task = make()
         run(task, **{"replicas": 2, "max_epochs": 1, **arguments, "strategy": "single", "devices": 1})
-        assert close(ours, flat(task), tolerance), (type(task), options, arguments, (ours - flat(task)).abs().max())
+        assert close(actual, flat(task), tolerance), (type(task), options, arguments, (actual - flat(task)).abs().max())
 
 
 @pytest.mark.slow
 def test_loss_curves_and_metrics_are_those_of_one_device():
-    one, two = run(Chain(), replicas=2), run(Chain(), replicas=2, devices=2, strategy=parts())
+    single, two = run(Chain(), replicas=2), run(Chain(), replicas=2, devices=2, strategy=parts())
     three = run(Chain(), replicas=2, devices=2, strategy=parts(micro_batches=3))
-    assert one.callback_metrics == two.callback_metrics
-    for name, value in one.callback_metrics.items():
+    assert single.callback_metrics == two.callback_metrics
+    for name, value in single.callback_metrics.items():
         assert float(three.callback_metrics[name]) == pytest.approx(float(value), abs=1e-6), name
-    assert {"train/loss_epoch", "val/acc"} <= one.callback_metrics.keys()
+    assert {"train/loss_epoch", "val/acc"} <= single.callback_metrics.keys()
 
 
 def test_validate_test_and_predict_through_the_parts():
     task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
-    one, two = lg.Trainer(**QUIET), lg.Trainer(**QUIET, devices=2, strategy=parts(micro_batches=2))
-    assert two.validate(task, loader, verbose=False) == one.validate(task, loader, verbose=False)
-    assert two.test(task, loader, verbose=False) == one.test(task, loader, verbose=False)
-    assert torch.equal(torch.cat(two.predict(task, loader)), torch.cat(one.predict(task, loader)))
+    single, two = lg.Trainer(**QUIET), lg.Trainer(**QUIET, devices=2, strategy=parts(micro_batches=2))
+    assert two.validate(task, loader, verbose=False) == single.validate(task, loader, verbose=False)
+    assert two.test(task, loader, verbose=False) == single.test(task, loader, verbose=False)
+    assert torch.equal(torch.cat(two.predict(task, loader)), torch.cat(single.predict(task, loader)))
 
 
-def test_predictions_leave_the_device_as_they_come():
+def test_predictions_leave_the_device_batch_by_batch():
     task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
     with SimulatedDevices() as there:
-        found = lg.Trainer(**QUIET, devices=2, strategy=OnSimulated(), prefetch_to_device=False).predict(task, loader)
-        assert [device_of(one) for one in found] == [CPU] * 3
-    assert [shape for source, target, shape in there.moves if target == CPU][:3] == [one.shape for one in found]
+        results = lg.Trainer(**QUIET, devices=2, strategy=OnSimulated(), prefetch_to_device=False).predict(task, loader)
+        assert [device_of(tensor) for tensor in results] == [CPU] * 3
+    assert [shape for source, target, shape in there.moves if target == CPU][:3] == [tensor.shape for tensor in results]
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 class Counted(Chain):
-    """Remembers the sizes of what it is called with; leaves out what begins with a negative number, if told to."""
+    """Records the sizes of its batches; may skip batches that start with a negative number."""
 
     def __init__(self, norm=True, leaves_out=False):
         super().__init__(norm)
@@ -226,7 +226,7 @@ class Counted(Chain):
         return None if self.leaves_out and batch[0][0, 0] < 0 else {"loss": loss, "logits": self(batch[0])}
 
 
-def test_a_batch_is_cut_and_its_output_put_together():
+def test_a_batch_is_split_and_its_outputs_are_combined():
     shapes = []
 
     class Looks(lg.Callback):
@@ -240,14 +240,14 @@ def test_a_batch_is_cut_and_its_output_put_together():
     assert trainer.state.samples_seen == 14
 
 
-def test_batch_norm_sees_pieces():
+def test_batch_norm_computes_statistics_over_micro_batches():
     task = Counted()
     run(task, 16, devices=2, strategy=parts(micro_batches=2), max_epochs=1)
     assert task.sizes == [2] * 8
     assert int(task.net[3].num_batches_tracked) == 2 * 8  # each piece goes through twice
 
 
-def test_a_piece_that_is_left_out_counts_as_zero():
+def test_a_skipped_micro_batch_counts_as_zero():
     task, by_hand = Counted(leaves_out=True), Counted(leaves_out=True)
     run(task, 8, devices=2, strategy=parts(micro_batches=2), max_epochs=1, seed=1)
     batches = []
@@ -272,9 +272,9 @@ def test_a_piece_that_is_left_out_counts_as_zero():
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_run_goes_on_in_parts_and_back_again(tmp_path):
-    whole = Chain()
-    run(whole, replicas=2, max_epochs=3)
+def test_a_run_resumes_with_a_split_model_and_back(tmp_path):
+    uninterrupted = Chain()
+    run(uninterrupted, replicas=2, max_epochs=3)
     legs = [
         {"strategy": "single", "replicas": 2},
         {"strategy": parts(micro_batches=2), "devices": 4},
@@ -290,7 +290,7 @@ def test_a_run_goes_on_in_parts_and_back_again(tmp_path):
         path = trainer.checkpoint_callback.last_model_path
         names.append(sorted(file.name for file in Path(path).iterdir()))
     assert trainer.global_step == 9
-    assert not differs(task, whole)
+    assert not differs(task, uninterrupted)
     assert all(files == names[0] for files in names)
 
 
@@ -322,7 +322,7 @@ class Tied(Chain):
 
 
 class Outside(Chain):
-    """Needs a block's weight in the loss, too, under a name of its own."""
+    """Uses a block's weight in the loss, too, under another name."""
 
     def __init__(self):
         super().__init__()
@@ -376,10 +376,10 @@ def test_manual_optimization_takes_no_micro_batches():
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
-    ours, alone = Manual(), Manual()
-    run(ours, devices=2, strategy=parts())
+    actual, alone = Manual(), Manual()
+    run(actual, devices=2, strategy=parts())
     run(alone)
-    assert torch.equal(flat(ours), flat(alone))
+    assert torch.equal(flat(actual), flat(alone))
     with pytest.raises(ConfigError, match="micro_batches=2 calls training_step for each micro-batch"):
         run(Manual(), devices=2, strategy=parts(micro_batches=2))
 
@@ -390,7 +390,7 @@ def test_batch_norm_over_all_processes_takes_whole_batches():
         run(Chain(norm=True), devices=4, strategy=parts(micro_batches=2), sync_batchnorm=True)
 
 
-def test_a_task_may_call_something_of_its_own_devices():
+def test_a_task_may_have_another_attribute_named_devices():
     class Own(Chain):
         def __init__(self):
             super().__init__()
@@ -418,9 +418,9 @@ def test_two_gpus_share_a_model(knobs):
     micro = {"micro_batches": knobs["micro_batches"]} if "micro_batches" in knobs else {}
     settings = {**{name: value for name, value in knobs.items() if name not in micro}, "gradient_clip_val": 0.1}
     for make in (Chain, text):
-        ours, alone = make(), make()
-        trainer = run(ours, strategy=parts(**micro), accelerator="cuda", devices=2, **settings)
+        actual, alone = make(), make()
+        trainer = run(actual, strategy=parts(**micro), accelerator="cuda", devices=2, **settings)
         run(alone, **settings)
         assert trainer.world_size == 1
-        assert not differs(ours, alone, 2e-2 if "precision" in settings else 1e-4)
-        assert len(data_of(ours)) > 0
+        assert not differs(actual, alone, 2e-2 if "precision" in settings else 1e-4)
+        assert len(data_of(actual)) > 0

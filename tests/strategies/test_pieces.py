@@ -1,4 +1,4 @@
-"""A batch split over devices, and outputs put together again."""
+"""Batches that are split over devices, and combined outputs."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Item:
 def test_sizes_are_those_of_torch_chunk():
     for samples in range(1, 30):
         for devices in range(1, 9):
-            assert chunk_sizes(samples, devices) == [len(part) for part in torch.arange(samples).chunk(devices)]
+            assert chunk_sizes(samples, devices) == [len(chunk) for chunk in torch.arange(samples).chunk(devices)]
 
 
 def test_every_kind_of_batch_is_split():
@@ -44,20 +44,20 @@ def test_every_kind_of_batch_is_split():
         "empty": [],
     }
     first, second = split(batch, [3, 2], [CPU, CPU])
-    for part, rows in ((first, slice(0, 3)), (second, slice(3, 5))):
-        assert torch.equal(part["image"], image[rows])
-        assert type(part["pair"]) is Pair
-        assert torch.equal(part["pair"].label, label[rows])
-        assert torch.equal(part["nested"][0], label[rows])
-        assert torch.equal(part["nested"][1][0], image[rows])
-        assert part["nested"][1][1] == "word"
-        assert type(part["item"]) is Item
-        assert part["item"].names == list("abcde")[rows]
-        assert part["array"].tolist() == label[rows].tolist()
-        assert part["names"] == tuple("abcde")[rows]
-        assert part["scale"] == 2.0
-        assert part["shared"].shape == (3, 4)
-        assert (part["number"], part["nothing"], part["empty"]) == (7, None, [])
+    for piece, rows in ((first, slice(0, 3)), (second, slice(3, 5))):
+        assert torch.equal(piece["image"], image[rows])
+        assert type(piece["pair"]) is Pair
+        assert torch.equal(piece["pair"].label, label[rows])
+        assert torch.equal(piece["nested"][0], label[rows])
+        assert torch.equal(piece["nested"][1][0], image[rows])
+        assert piece["nested"][1][1] == "word"
+        assert type(piece["item"]) is Item
+        assert piece["item"].names == list("abcde")[rows]
+        assert piece["array"].tolist() == label[rows].tolist()
+        assert piece["names"] == tuple("abcde")[rows]
+        assert piece["scale"] == 2.0
+        assert piece["shared"].shape == (3, 4)
+        assert (piece["number"], piece["nothing"], piece["empty"]) == (7, None, [])
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_every_kind_of_batch_is_split():
         max_leaves=6,
     ),
 )
-def test_what_is_split_comes_together_again(samples, devices, shape):
+def test_combine_inverts_split(samples, devices, shape):
     def build(shape):
         if isinstance(shape, list):
             return [torch.zeros(samples), *map(build, shape)]

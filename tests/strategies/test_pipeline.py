@@ -1,4 +1,4 @@
-"""The axis `pipeline` of a mesh: a model whose layers are dealt out over processes trains as in one process."""
+"""The axis `pipeline` of a mesh: a model whose layers are on several processes trains as in one process."""
 
 import re
 from functools import partial
@@ -19,7 +19,7 @@ from legato.trainer.processes.launch import run_workers
 
 
 class Text(type(text())):
-    """The character GPT under SGD: Adam makes steps of full size of gradients that are zero but for rounding."""
+    """The character GPT under SGD: Adam would make full-size steps from gradients that are zero up to rounding."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -35,7 +35,7 @@ def with_norm():
 
 
 class Deep(Chain):
-    """Seven blocks, which do not come out even in four stages."""
+    """Seven blocks, which four stages do not divide evenly."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def in_stages(processes, case):
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory):
-    """Every case, those of so many processes in the same ones."""
+    """Return the results of all cases; cases with the same number of processes share a start."""
     return {
         processes: run_cases(
             {index: partial(in_stages, processes, case) for index, case in enumerate(cases)},
@@ -131,17 +131,17 @@ def named(case):
     ],
 )
 def test_stages_train_as_one_process(processes, index, case, spread):
-    (make, tolerance, _, arguments), (ours, metrics) = case, spread[processes][index]
+    (make, tolerance, _, arguments), (actual, metrics) = case, spread[processes][index]
     task = make()
     trainer = run(task, **{"max_epochs": 1, "replicas": 1, **arguments})
-    assert close(ours, flat(task), tolerance), (ours - flat(task)).abs().max()
+    assert close(actual, flat(task), tolerance), (actual - flat(task)).abs().max()
     assert metrics.keys() == trainer.callback_metrics.keys()
     for name, value in trainer.callback_metrics.items():
         assert metrics[name] == pytest.approx(float(value), abs=max(tolerance, 1e-5)), name
 
 
 @pytest.mark.slow
-def test_batch_norm_sees_pieces_and_its_buffers_come_back():
+def test_batch_norm_sees_micro_batches_and_its_buffers_return():
     pipe, parts = with_norm(), with_norm()
     run(pipe, 16, devices=2, strategy=piped(micro_batches=2))
     run(parts, 16, devices=2, replicas=1, strategy={"name": "ddp_model_parallel", "micro_batches": 2})
@@ -151,7 +151,7 @@ def test_batch_norm_sees_pieces_and_its_buffers_come_back():
 
 # --- the rest of the task ---------------------------------------------------------------------------------------------
 class Busy(Chain):
-    """Prepares its batch, returns more than a loss, leaves pieces out, logs now and then, and counts its calls."""
+    """Prepares its batch, returns more than a loss, skips micro-batches, logs sometimes, and counts its calls."""
 
     def __init__(self, leaves_out=False):
         super().__init__()
@@ -190,7 +190,7 @@ class Notes(lg.Callback):
         self.losses = []
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
-        self.losses.append(float(outputs["loss"]) if outputs else None)  # empty for a batch that is left out
+        self.losses.append(float(outputs["loss"]) if outputs else None)  # empty for a skipped batch
 
     def state_dict(self):
         return {"losses": self.losses}
@@ -207,21 +207,21 @@ def busy(leaves_out=False, **arguments):
 
 
 @pytest.mark.slow
-def test_a_step_prepares_its_batch_logs_and_returns_what_it_likes():
-    ours, metrics, losses = busy(devices=2, strategy=piped(micro_batches=1))
-    theirs, expected, curve = busy()
-    assert close(ours, theirs)
+def test_a_step_may_prepare_its_batch_log_and_return_other_values():
+    actual, metrics, losses = busy(devices=2, strategy=piped(micro_batches=1))
+    reference, expected, curve = busy()
+    assert close(actual, reference)
     assert metrics == pytest.approx(expected, abs=1e-6)
     assert {"odd", "size_epoch", "largest_step"} <= metrics.keys()
     assert losses == pytest.approx(curve, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_pieces_that_are_left_out_count_as_zero():
+def test_skipped_micro_batches_count_as_zero():
     parts = {"name": "ddp_model_parallel", "micro_batches": 2}
-    ours, _, losses = busy(leaves_out=True, devices=2, strategy=piped(micro_batches=2))
-    theirs, _, curve = busy(leaves_out=True, devices=2, strategy=parts)
-    assert close(ours, theirs)
+    actual, _, losses = busy(leaves_out=True, devices=2, strategy=piped(micro_batches=2))
+    expected, _, curve = busy(leaves_out=True, devices=2, strategy=parts)
+    assert close(actual, expected)
     assert [loss is None for loss in losses] == [loss is None for loss in curve]
     assert None in curve
 
@@ -229,8 +229,8 @@ def test_pieces_that_are_left_out_count_as_zero():
 def evaluations():
     task, loader = Chain().requires_grad_(False), DataLoader(Subset(DATA, range(10)), 4)
     trainer = lg.Trainer(**QUIET, devices=2, strategy=piped())
-    found = [trainer.validate(task, loader, verbose=False), trainer.test(task, loader, verbose=False)]
-    return found, torch.cat(trainer.predict(task, loader)), flat(task)
+    results = [trainer.validate(task, loader, verbose=False), trainer.test(task, loader, verbose=False)]
+    return results, torch.cat(trainer.predict(task, loader)), flat(task)
 
 
 @pytest.mark.slow
@@ -256,8 +256,8 @@ def test_metrics_of_a_validation_and_text_of_a_model_in_stages(tmp_path):
             self.right.update(self(batch[0]), batch[1])
             self.log("val/right", self.right)
 
-    one, two = run(Measured()), run(Measured(), devices=2, strategy=piped())
-    assert float(two.callback_metrics["val/right"]) == pytest.approx(float(one.callback_metrics["val/right"]))
+    single, two = run(Measured()), run(Measured(), devices=2, strategy=piped())
+    assert float(two.callback_metrics["val/right"]) == pytest.approx(float(single.callback_metrics["val/right"]))
     writer = sgd_text()
     trainer = run(writer, 8, devices=2, strategy=piped(), logger=True, default_root_dir=tmp_path, max_epochs=1)
     assert any(trainer.run_dir.rglob("events*"))  # with a sample that all processes made together
@@ -267,14 +267,14 @@ LEGS = [{"data": 2}, {"shard": 2, "shard_blocks": ["Block"]}, {"tensor": 2}, {"d
 
 
 class Remembers(Chain):
-    """An optimizer that has a state for each parameter from the start."""
+    """An optimizer with a state for each parameter from the start."""
 
     def configure_optimizers(self):
         return torch.optim.Adagrad(self.parameters(), lr=0.1)
 
 
 def go_on(folder, path, steps, make=sgd_text, **arguments):
-    """Train on from a checkpoint up to so many steps; return the newest checkpoint and the weights."""
+    """Resume from a checkpoint up to a number of steps; return the newest checkpoint and the weights."""
     task = make()
     saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
     settings = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [saver], "max_epochs": 4}
@@ -283,31 +283,31 @@ def go_on(folder, path, steps, make=sgd_text, **arguments):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_stages_and_back_again(tmp_path):
+def test_a_run_resumes_with_stages_and_back(tmp_path):
     def legs_of_four(path):
         for leg, steps in zip(LEGS, (4, 6, 8, 10), strict=True):
             path, _ = go_on(tmp_path, path, steps, devices=4, strategy=piped(**leg))
         return path
 
-    whole = sgd_text()
-    run(whole, replicas=2, max_epochs=4)
+    uninterrupted = sgd_text()
+    run(uninterrupted, replicas=2, max_epochs=4)
     begun, _ = go_on(tmp_path, None, 2, replicas=2)
     path, weights = go_on(tmp_path, run_workers(lambda: legs_of_four(begun), 4), -1)
     assert path.endswith("12")
-    assert close(weights, flat(whole))
+    assert close(weights, flat(uninterrupted))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_each_stage_s_own_states_of_an_optimizer(tmp_path):
-    whole = Remembers()
-    run(whole, max_epochs=4)
+def test_a_checkpoint_has_the_optimizer_states_of_each_stage(tmp_path):
+    uninterrupted = Remembers()
+    run(uninterrupted, max_epochs=4)
     path, _ = go_on(tmp_path, None, 2, Remembers, devices=2, strategy=piped())
     _, weights = go_on(tmp_path, path, -1, Remembers)
-    assert close(weights, flat(whole))
+    assert close(weights, flat(uninterrupted))
 
 
 @pytest.mark.slow
-def test_a_process_holds_its_own_stages_only():
+def test_a_process_holds_only_its_stage():
     class Weighs(Chain):
         def __init__(self):
             super().__init__(width=64)
@@ -315,7 +315,7 @@ def test_a_process_holds_its_own_stages_only():
         def on_train_end(self):
             held = {parameter.untyped_storage().nbytes() for parameter in self.parameters()}
             own = sum(held_by.untyped_storage().nbytes() for held_by in self.parameters())
-            assert 4 in held  # of another stage's parameters a single number
+            assert 4 in held  # a single number for parameters of another stage
             sizes = self.trainer.strategy.collectives.gather_objects(own)
             whole = sum(parameter.numel() * 4 for parameter in self.parameters())
             assert sum(sizes) == pytest.approx(whole, rel=0.01)
@@ -337,7 +337,7 @@ def test_a_process_holds_no_shards_of_layers_in_other_stages():
         def on_train_end(self):
             cut = [parameter for parameter in self.parameters() if hasattr(parameter, "to_local")]
             held = [parameter.to_local().untyped_storage().nbytes() for parameter in cut]
-            # each stage has one of the two layers, a weight and a bias; of the other's a single number
+            # each stage has a weight and a bias, and a single number for each parameter of the other stage
             assert sorted(size > 4 for size in held) == [False, False, True, True]
 
     run(Weighs(), 8, devices=4, strategy=piped(tensor=2), max_epochs=1)
@@ -419,13 +419,13 @@ STOPPED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "options", "kind", "message"), STOPPED)
-def test_what_goes_wrong_in_one_stage_ends_the_run_with_its_own_error(make, options, kind, message):
+def test_an_error_in_one_stage_ends_the_run_with_that_error(make, options, kind, message):
     with pytest.raises(kind, match=message):
         run(make(), devices=2, max_epochs=1, strategy=piped(**options))
 
 
 class Nothing(Chain):
-    """Its second stage is an activation, which nobody can train."""
+    """Its second stage is an activation without parameters."""
 
     def configure_blocks(self):
         return [self.net[0], self.net[1]]
@@ -444,36 +444,36 @@ REFUSED = [
     (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
     (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "need a pipeline; set pipeline"),
     (Chain, {"data": 2}, {}, "= 4, but there are 2"),
-    (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "averages all weights"),
+    (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "needs all weights"),
     (Chain, {"meta_init": True}, {}, "meta_init does not support a pipeline"),
     (with_norm, {}, {"replicas": 2, "sync_batchnorm": True}, "sync_batchnorm"),
 ]
 
 
 def refusals():
-    found = []
+    results = []
     for make, options, arguments, _ in REFUSED:
         try:
             run(make(), devices=2, max_epochs=1, strategy=piped(**options), **arguments)
-            found.append("")
+            results.append("")
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.slow
-def test_what_a_pipeline_cannot_do_is_refused_on_every_rank():
-    """One after the other in the same processes: a rank that did not refuse would hang or fail in the next case."""
-    for (*case, message), found in zip(REFUSED, run_workers(refusals, 2), strict=True):
-        assert re.search(message, found), (case, found)
-        assert len(found.splitlines()) <= 6
+def test_settings_that_a_pipeline_does_not_support_are_refused_on_every_rank():
+    """All cases run in turn in the same processes: a rank that does not refuse hangs or fails in the next case."""
+    for (*case, message), results in zip(REFUSED, run_workers(refusals, 2), strict=True):
+        assert re.search(message, results), (case, results)
+        assert len(results.splitlines()) <= 6
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 1}])
 def test_stages_on_two_gpus(options):
-    ours, alone = sgd_text(), sgd_text()
-    run(ours, accelerator="cuda", devices=2, strategy=piped(**options), gradient_clip_val=0.05)
+    actual, alone = sgd_text(), sgd_text()
+    run(actual, accelerator="cuda", devices=2, strategy=piped(**options), gradient_clip_val=0.05)
     run(alone, accelerator="cuda", devices=1, gradient_clip_val=0.05)
-    assert close(flat(ours), flat(alone), 1e-4)
+    assert close(flat(actual), flat(alone), 1e-4)

@@ -1,4 +1,4 @@
-"""The contract of strategies: how large it is, that every strategy keeps to it, and one of a user's own."""
+"""The contract of strategies: its size, the public names of every strategy, and a custom strategy."""
 
 import inspect
 
@@ -15,7 +15,7 @@ MOST_METHODS = 19
 
 
 def methods_of(kind):
-    """The public methods and properties that a class defines itself."""
+    """Return the public methods and properties that a class defines itself."""
     named = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
     return {name for name, value in named.items() if inspect.isfunction(value) or isinstance(value, property)}
 
@@ -26,7 +26,7 @@ def test_a_strategy_has_few_methods():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_adds_nothing_public(name):
-    """What others may call is in the contract: nobody has to know which strategy it is."""
+    """All public methods are in the contract, so that no caller depends on a particular strategy."""
     kind = STRATEGIES[name].split(":")[1]
     contract = set(dir(Strategy()))
     for parent in getattr(lg.strategies, kind).__mro__:
@@ -36,7 +36,7 @@ def test_a_strategy_adds_nothing_public(name):
         assert added <= contract, f"{parent.__name__} adds {sorted(added - contract)}"
 
 
-def test_the_collectives_of_one_process_return_what_they_are_given():
+def test_collectives_of_one_process_return_their_arguments():
     for ranks in (SINGLE, Ranks(0, 1)):
         value = torch.arange(3)
         assert (ranks.rank, ranks.size) == (0, 1)
@@ -59,16 +59,16 @@ class InDouble(lg.strategies.SingleStrategy):
         task.double()
 
     def training_step(self, arguments, replica, last):
-        (inputs, targets), *others = arguments
-        return super().training_step(((inputs.double(), targets.double()), *others), replica, last)
+        (inputs, targets), *rest = arguments
+        return super().training_step(((inputs.double(), targets.double()), *rest), replica, last)
 
 
-def test_a_strategy_of_ones_own(trainer):
+def test_a_custom_strategy(trainer):
     task, plain = Tiny(), Tiny()
     made = trainer(strategy=InDouble(), max_epochs=1)
     made.fit(task, make_loader(18))
     trainer(max_epochs=1).fit(plain, make_loader(18))
     assert made.global_step > 0
-    for own, other in zip(task.parameters(), plain.parameters(), strict=True):
-        assert own.dtype == torch.float64
-        torch.testing.assert_close(own.float(), other)
+    for parameter, expected in zip(task.parameters(), plain.parameters(), strict=True):
+        assert parameter.dtype == torch.float64
+        torch.testing.assert_close(parameter.float(), expected)

@@ -1,4 +1,4 @@
-"""Parameters between cut layers: their gradients are summed where the plan says so, and compared where it does not."""
+"""Parameters between sharded layers: the plan says which gradients are summed, and others are compared."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SUMMED = CUT | {"blocks.*.head_norm": "replicated"}
 
 
 class Block(nn.Module):
-    """Normalises each head between two layers, as the attention of some models does."""
+    """Normalizes each head between two layers, as the attention of some models does."""
 
     def __init__(self):
         super().__init__()
@@ -75,20 +75,20 @@ def test_a_replicated_module_has_the_gradient_of_one_process(trainer, options):
 
 
 @pytest.mark.slow
-def test_parts_of_gradients_are_refused_by_name_before_the_first_update(trainer):
+def test_partial_gradients_are_refused_by_name_before_the_first_update(trainer):
     with pytest.raises(TaskError, match=r'blocks.0.head_norm.weight.*differ.*{"blocks.\*.head_norm": "replicated"}'):
         trained(trainer, Heads(CUT), devices=2, **mesh())
 
 
 @pytest.mark.slow
-def test_whole_gradients_are_not_summed(trainer):
+def test_full_gradients_are_not_summed(trainer):
     plan = SUMMED | {"blocks.*.norm": "replicated"}
     with pytest.raises(TaskError, match=r'"replicated" for blocks.0.norm.weight.*equal on all processes'):
         trained(trainer, Heads(plan), devices=2, **mesh())
 
 
 @pytest.mark.slow
-def test_a_replicated_module_has_parameters(trainer):
+def test_a_replicated_module_without_parameters_is_refused(trainer):
     class Plain(Heads):
         def __init__(self):
             super().__init__(SUMMED | {"activation": "replicated"})

@@ -1,4 +1,4 @@
-"""Layers cut into a fixed number of shards: the same bits on any number of processes of the axis tensor."""
+"""Layers with a fixed number of shards: the same bits on any number of processes of the axis tensor."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ SHARDS = 4
 
 
 def gpt(heads=4, dropout=0.0):
-    """The GPT of the examples; width of a head 5, so that vectors of the CPU end within a shard."""
+    """Return the GPT of the examples with heads of width 5, so that CPU vectors end within a shard."""
     sizes = {"n_layer": 2, "n_head": heads, "n_embd": 5 * heads, "block_size": 8}
     return CharacterGPT(**sizes, dropout=dropout, warmup_steps=2, sample_length=2)
 
@@ -33,7 +33,7 @@ SIX = {"six heads": Case(partial(gpt, 6), Text())}
 
 
 def run_cut(root, cases, shards, processes, sizes, **options):
-    """Return what cases leave behind, on so many processes."""
+    """Return the fingerprints of cases on a number of processes."""
     strategy = {"name": "mesh", "tensor_shards": shards, "shard_blocks": 40, **sizes}
     try:
         return {
@@ -65,13 +65,13 @@ def test_any_number_of_processes_has_the_bits_of_one(processes, alone, tmp_path)
 
 
 @pytest.mark.slow
-def test_shards_and_parts_of_weights_go_together(alone, tmp_path):
+def test_tensor_shards_work_with_sharded_weights(alone, tmp_path):
     cases = {name: case for name, case in CASES.items() if name != "one replica"}
     assert cut(4, tmp_path, cases, sizes={"tensor": 2, "shard": 2}) == {name: alone[name] for name in cases}
 
 
 @pytest.mark.slow
-def test_a_process_need_not_have_a_whole_subtree(tmp_path):
+def test_a_process_may_have_an_incomplete_subtree(tmp_path):
     expected = cut(1, tmp_path / "1", SIX, 6)
     for processes in (2, 3):  # three shards each, and two
         assert cut(processes, tmp_path / str(processes), SIX, 6) == expected
@@ -80,19 +80,19 @@ def test_a_process_need_not_have_a_whole_subtree(tmp_path):
 @pytest.mark.slow
 def test_without_shards_the_bits_depend_on_the_number_of_processes(tmp_path):
     case = {"one replica": CASES["one replica"]}
-    one = cut(1, tmp_path / "1", case, None, reproducible="order")
+    single = cut(1, tmp_path / "1", case, None, reproducible="order")
     two = cut(2, tmp_path / "2", case, None, reproducible="order")
-    assert one["one replica"]["weights"] != two["one replica"]["weights"]
+    assert single["one replica"]["weights"] != two["one replica"]["weights"]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes_and_the_same_shards(alone, tmp_path):
+def test_a_run_resumes_with_another_number_of_processes_and_the_same_shards(alone, tmp_path):
     case = {"one replica": CASES["one replica"]}
     for processes, steps in ((4, 10), (1, 25), (2, 33)):
         cut(processes, tmp_path, case, checkpoints=True, stop_after=steps)
-    found = cut(1, tmp_path, case, checkpoints=True)["one replica"]
+    results = cut(1, tmp_path, case, checkpoints=True)["one replica"]
     for name in ("weights", "optimizer", "counts"):
-        assert found[name] == alone["one replica"][name], name
+        assert results[name] == alone["one replica"][name], name
     with pytest.raises(ConfigError, match="tensor_shards: 4 -> 2"):
         cut(1, tmp_path, case, 2, max_epochs=3)
 
@@ -103,40 +103,40 @@ def test_shards_add_up_to_the_layer():
     inputs = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(layers(inputs).square().sum(), [inputs, *layers.parameters()])
     TensorShards(SHARDS, SINGLE).attach(layers, {"0": "column", "2": "row"})
-    found = torch.autograd.grad(layers(inputs).square().sum(), [inputs, *layers.parameters()])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    results = torch.autograd.grad(layers(inputs).square().sum(), [inputs, *layers.parameters()])
+    torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_random_numbers_within_cut_layers_are_refused(tmp_path):
+def test_random_numbers_between_sharded_layers_are_refused(tmp_path):
     with pytest.raises(TaskError, match="between a column and its row, as attention's dropout does"):
         cut(1, tmp_path, {"dropout": Case(partial(gpt, dropout=0.1), Text())})
 
 
 class Summed(CNN):
-    """Says that its batch norm's gradients are sums."""
+    """Has a plan that sums the gradients of batch norm."""
 
     def tensor_plan(self):
         return super().tensor_plan() | {"body.1": "replicated"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "shards", "said"),
+    ("kind", "shards", "message"),
     [
         (Summed, 2, "the gradient of body.1 is a sum over tokens and heads"),
         (CNN, 3, "8 outputs, not a multiple of tensor=3"),
         (CNN, 0, "tensor_shards=0 is not a multiple of tensor=1"),
     ],
 )
-def test_what_cannot_be_cut_into_shards_is_refused(kind, shards, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
+def test_layers_that_cannot_be_sharded_are_refused(kind, shards, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
         cut(1, tmp_path, {"cnn": Case(kind, Text())}, shards)
 
 
 @pytest.mark.slow
-def test_bitwise_without_shards_says_what_to_set(tmp_path):
-    for shards, said in (
+def test_bitwise_without_shards_names_the_setting(tmp_path):
+    for shards, message in (
         (None, r"without tensor_shards \(such as tensor_shards=2\)"),
         (3, "is not a multiple of tensor=2"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             cut(2, tmp_path, CASES, shards)

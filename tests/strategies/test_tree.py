@@ -1,4 +1,4 @@
-"""The fixed tree over replicas: the bits of one process on any number of them."""
+"""The fixed tree over replicas: the same bits on any number of processes."""
 
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,7 @@ layouts = st.integers(1, 17).flatmap(lambda replicas: st.builds(Layout, st.just(
 
 
 def formula(start, stop, level):
-    """The sum that the tree stands for, by its definition from the root down; None where there is no replica."""
+    """Return the sum that defines the tree, from the root down; None without replicas."""
     if level == 0:
         return str(start) if start < stop else None
     left, right = (formula(start + (half << level - 1), stop, level - 1) for half in (0, 1))
@@ -42,17 +42,17 @@ def formula(start, stop, level):
 @pytest.mark.slow
 @settings(deadline=None)
 @given(layouts)
-def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
-    whole = CarryStack("({}+{})".format)
+def test_any_number_of_processes_computes_the_sum_of_the_tree(layout):
+    full = CarryStack("({}+{})".format)
     for process in range(layout.processes):
-        own = CarryStack("({}+{})".format)
+        local = CarryStack("({}+{})".format)
         for replica in layout.owned(process):
-            own.push(TreeNode(replica, 0), str(replica))
-        assert [node for node, _ in own.waiting] == partial_nodes(layout.owned(process))
-        for node, value in own.waiting:
-            whole.push(node, value)
+            local.push(TreeNode(replica, 0), str(replica))
+        assert [node for node, _ in local.waiting] == partial_nodes(layout.owned(process))
+        for node, value in local.waiting:
+            full.push(node, value)
     levels = (layout.replicas - 1).bit_length()
-    assert whole.total() == formula(0, layout.replicas, levels)
+    assert full.total() == formula(0, layout.replicas, levels)
 
 
 @pytest.mark.slow
@@ -71,10 +71,10 @@ def test_partial_nodes_cover_a_block_once_and_are_few(layout):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(layouts, st.integers(0, 2**32 - 1), st.data())
-def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_trace(layout, seed, data):
+def test_shares_have_the_bits_of_full_gradients_and_missing_ones_change_nothing(layout, seed, data):
     generator = torch.Generator().manual_seed(seed)
     present = data.draw(st.lists(st.booleans(), min_size=layout.replicas, max_size=layout.replicas))
-    # of very unlike sizes, so that another order of additions shows, and with zeros of both signs
+    # of very different magnitudes, so that another order of additions changes bits, and with zeros of both signs
     leaves = [
         torch.randn(33, generator=generator) * 10.0 ** torch.randint(-6, 7, (33,), generator=generator) for _ in present
     ]
@@ -86,10 +86,10 @@ def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_tr
     (expected,) = alone.total()
     shares = CarryStack(torch.Tensor.add_)
     for process in range(layout.processes):
-        own = CarryStack(add_gradients)
+        local = CarryStack(add_gradients)
         for replica in layout.owned(process):
-            own.push(TreeNode(replica, 0), [leaves[replica].clone() if present[replica] else None])
-        for node, (value,) in own.waiting:
+            local.push(TreeNode(replica, 0), [leaves[replica].clone() if present[replica] else None])
+        for node, (value,) in local.waiting:
             shares.push(node, torch.full((33,), -0.0) if value is None else value)
     total = shares.total()
     if expected is None:
@@ -99,8 +99,8 @@ def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_tr
         assert bool(torch.signbit(total[1]))
 
 
-def same_bits(ours, theirs):
-    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+def same_bits(actual, expected):
+    return torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
 
 # --- gradients of real parameters -----------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def reduce_by_tree(layout, process, last_replica, elements, early):
     tree = GradientTree(parameters, layout, process, elements)
     if early:
         tree.send_early()
-    found = []
-    for _ in range(2):  # twice: the second step finds the memory of the first
+    results = []
+    for _ in range(2):  # twice: the second step reuses the memory of the first
         replicas = [replica for replica in layout.owned(process) if replica <= last_replica]
         for replica in replicas:
             tree.begin_replica(replica)
@@ -144,20 +144,20 @@ def reduce_by_tree(layout, process, last_replica, elements, early):
             gradients = gradients_of(replica, trained)
             sum((trained[i].double() * gradients[i].double()).sum() for i in used).backward()
         tree.finish()
-        found.append([None if p.grad is None else p.grad.clone() for p in trained])
-        for parameter in trained[1:]:  # an optimizer has the others only: what is left of the first one adds up
+        results.append([None if p.grad is None else p.grad.clone() for p in trained])
+        for parameter in trained[1:]:  # no optimizer clears the first gradient, so it accumulates
             parameter.grad = None
     tree.close()
-    found[1][0] /= 2
-    assert all(is_same(ours, theirs) for ours, theirs in zip(*found, strict=True))
-    return found[1]
+    results[1][0] /= 2
+    assert all(is_same(actual, expected) for actual, expected in zip(*results, strict=True))
+    return results[1]
 
 
-def is_same(ours, theirs):
-    if ours is None or theirs is None:
-        return ours is theirs
-    alike = ours.dtype == theirs.dtype and ours.stride() == theirs.stride() and torch.equal(ours, theirs)
-    return alike and torch.equal(torch.signbit(ours), torch.signbit(theirs))
+def is_same(actual, expected):
+    if actual is None or expected is None:
+        return actual is expected
+    alike = actual.dtype == expected.dtype and actual.stride() == expected.stride() and torch.equal(actual, expected)
+    return alike and torch.equal(torch.signbit(actual), torch.signbit(expected))
 
 
 CASES = [
@@ -171,23 +171,25 @@ def reduce_all(processes):
     place = find_place()
     join_process_group(place, "gloo", timedelta(seconds=60))
     try:
-        found = {}
+        results = {}
         for replicas, last, elements, early in CASES:
             if replicas >= processes:
                 layout = Layout(replicas, processes)
                 own = reduce_by_tree(layout, place.rank, last, elements, early)
                 every = [None] * processes
                 dist.all_gather_object(every, own)
-                assert all(is_same(ours, theirs) for other in every for ours, theirs in zip(own, other, strict=True))
-                found[replicas, last, elements, early] = own
+                assert all(
+                    is_same(actual, expected) for other in every for actual, expected in zip(own, other, strict=True)
+                )
+                results[replicas, last, elements, early] = own
         messages = late_gradients(place.rank) if processes == 2 else []
-        return found, messages, count_bytes(place.rank, processes)
+        return results, messages, count_bytes(place.rank, processes)
     finally:
         leave_process_group()
 
 
 def count_bytes(process, processes):
-    """Send a gradient of 60,000 numbers in buckets, one replica a process; return the bytes sent to other processes."""
+    """Reduce a gradient of 60,000 elements in buckets, with a replica per process; return the bytes sent to others."""
     parameters = [nn.Parameter(torch.zeros(20_000)) for _ in range(3)]
     tree = GradientTree(parameters, Layout(processes, processes), process, bucket_elements=20_000)
     sent = []
@@ -207,7 +209,7 @@ def count_bytes(process, processes):
         tree.begin_replica(process)
         tree.expect_last()
         sum(parameter.sum() for parameter in parameters).backward()
-        assert len(sent) == 4  # within backward: every bucket, and the sum of the first one
+        assert len(sent) == 4  # within backward: every bucket, and the sum of the first
         tree.finish()
     finally:
         dist.all_to_all_single, bitwise_tree.all_gather_single = all_to_all, all_gather
@@ -216,7 +218,7 @@ def count_bytes(process, processes):
 
 
 def late_gradients(process):
-    """A weight that two reentrant checkpoints share gets its gradient twice, and sparse gradients cannot be added."""
+    """Return the errors for a weight that two reentrant checkpoints share, and for a sparse gradient."""
     weight, sparse = nn.Parameter(torch.ones(3, 3)), nn.Embedding(4, 2, sparse=True)
     tree = GradientTree([weight], Layout(2, 2), process)
     tree.send_early()
@@ -240,31 +242,31 @@ def message_of(call):
 
 
 @pytest.mark.slow
-def test_real_processes_give_the_bits_of_one():
+def test_real_processes_have_the_bits_of_one():
     alone = {case: reduce_by_tree(Layout(case[0], 1), 0, case[1], *case[2:]) for case in CASES}
     for case, gradients in alone.items():
-        assert gradients[4] is None  # nobody used it: an optimizer leaves such a weight alone
+        assert gradients[4] is None  # unused, so optimizers do not change it
         assert sum(gradient is None for gradient in gradients) == 1, case
     for processes in (2, 3, 5):
-        found, messages, sent = run_workers(partial(reduce_all, processes), processes, threads=1)
+        results, messages, sent = run_workers(partial(reduce_all, processes), processes, threads=1)
         ring = 2 * 60_000 * 4 * (processes - 1) / processes
         assert ring <= sent < ring * 1.001
-        assert len(found) == sum(case[0] >= processes for case in CASES)
-        for case, gradients in found.items():
-            assert all(is_same(ours, theirs) for ours, theirs in zip(gradients, alone[case], strict=True)), case
+        assert len(results) == sum(case[0] >= processes for case in CASES)
+        for case, gradients in results.items():
+            assert all(is_same(actual, expected) for actual, expected in zip(gradients, alone[case], strict=True)), case
         if processes == 2:
             assert "shape [(3, 3)] twice" in messages[0]
-            assert "sparse=True" in messages[1]
+            assert "sparse=False" in messages[1]
 
 
-def test_one_replica_leaves_its_gradients_as_they_are():
+def test_a_single_replica_keeps_its_gradients():
     gradients = reduce_by_tree(Layout(1, 1), 0, 0, 40, early=True)
     trained = [parameter for parameter in make_parameters() if parameter.requires_grad]
     for index, expected in enumerate(gradients_of(0, trained)):
         assert gradients[index] is None if index == 4 else torch.equal(gradients[index], expected)
 
 
-def test_adding_up_in_turn_gives_other_bits():
+def test_summing_in_turn_gives_other_bits():
     trained = [parameter for parameter in make_parameters() if parameter.requires_grad]
     in_turn = [sum(parts[1:], parts[0]) for parts in zip(*(gradients_of(r, trained) for r in range(8)), strict=True)]
     tree = reduce_by_tree(Layout(8, 1), 0, 7, 40, early=False)
