@@ -1,1 +1,1 @@
-"""What all rooms stand on: errors, messages, arguments, values, names. Nothing of the other rooms."""
+"""The foundation of all packages: errors, messages, arguments, values and names. Imports none of the others."""

@@ -1,7 +1,7 @@
 """Arguments of the Trainer: name, type, range, default and documentation of each.
 
-The docstring of TrainerArguments is their only text: the reference page, `legato --help`, editors and messages read it.
-This module imports no torch, so that a misspelt key is refused before torch is loaded.
+The docstring of TrainerArguments is the only source of their texts: the reference page, `legato --help`, the JSON
+schema and messages read it. This module does not import torch, so that a misspelled key fails before torch loads.
 """
 
 import inspect
@@ -28,111 +28,116 @@ def _counts_devices(value: Any) -> bool:
     return bool(value == -1 or value > 0)
 
 
-# numbers beside words: YAML reads 32 without quotes as a number, and Lightning takes both
+# numbers and strings: YAML reads an unquoted 32 as a number, and Lightning accepts both
 PrecisionName = Literal[
     "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16
 ]
 AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "mtia"]
 ACCELERATORS: tuple[str, ...] = get_args(AcceleratorName)
-"""Words for trainer.accelerator; an extension of torch may bring others."""
+"""Values of trainer.accelerator; extensions of torch may add others."""
 
 
-def _may_be_a_kind(word: str) -> bool:
-    # torch alone knows the kinds that its extensions add: without it only a word that looks misspelt is refused
-    kind = word.partition(":")[0]
-    return kind in ACCELERATORS[1:] or not did_you_mean(kind, ACCELERATORS)
+def _may_be_device_type(name: str) -> bool:
+    # without torch, which knows the types that extensions add, only a name that looks misspelled is refused
+    device_type = name.partition(":")[0]
+    return device_type in ACCELERATORS[1:] or not did_you_mean(device_type, ACCELERATORS)
 
 
-Accelerator = AcceleratorName | Annotated[str, Rule("a kind of torch's extensions", _may_be_a_kind)]
+Accelerator = AcceleratorName | Annotated[str, Rule("a device type of a torch extension", _may_be_device_type)]
 Devices = Annotated[int | str | list[int], Rule("a positive count, a list of indices, -1 or 'auto'", _counts_devices)]
 Batches = Annotated[int, Range(0)] | Annotated[float, Range(0.0, 1.0)]
-"""A count of batches (int), or a fraction of all (float)."""
+"""A number of batches (int) or a fraction of all batches (float)."""
 Interval = Annotated[int, Range(1)] | Annotated[float, Range(0.0, 1.0, exclusive=True)] | Duration
 
 
 @dataclass(kw_only=True, eq=False)
 class TrainerArguments:
-    """Trains, validates, tests and predicts; the fields are the arguments of the Trainer.
+    """Trains, validates, tests and predicts. The fields are the arguments of the Trainer.
 
     Args:
-        max_epochs: Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time: 1000.
-        min_epochs: Do not stop early before this many epochs.
+        max_epochs: Stop after this many epochs. -1: no limit. Default: 1000, unless max_steps or max_time is set.
+        min_epochs: Train at least this many epochs before anything may stop the run early.
         max_steps: Stop after this many optimizer steps. -1: no limit.
-        min_steps: Do not stop early before this many optimizer steps.
-        max_time: Stop after this much time: "DD:HH:MM:SS", a timedelta, or its arguments as a mapping.
-        fast_dev_run: Run this many batches of each stage (True: 1), without checkpoints and logs, as a quick test.
+        min_steps: Train at least this many optimizer steps before anything may stop the run early.
+        max_time: Stop after this time: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
+        fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints and logs.
         strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and
             options.
-        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu", any other kind that torch supports, or "auto": the one it
-            sees. "cuda:1" is one device.
-        devices: Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on
-            CPU. Several processes share a device whose index is there several times.
+        accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another device type of torch; "auto" selects the
+            available one. "cuda:1" selects a single device.
+        devices: Number of devices on this machine, or a list of their indices. "auto": all devices of an accelerator,
+            one process on CPU. If an index is repeated, several processes share that device.
         num_nodes: Number of machines.
-        replicas: Logical data-parallel workers, constant for the whole run. None: one per data-parallel process at
-            the start.
-        precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true".
-        seed: Determines, with config and data, the order of samples and every random number.
-        reproducible: Same on any number of processes: "order" (samples, random numbers), "bitwise" (every bit) or
-            nothing ("off").
-        threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number changes
-            last bits.
-        deterministic: Use torch's deterministic kernels only; "warn" instead of an error if there is none.
-        recheck_every: Compute every n-th step, and the first one, twice before its update; end the run where bits
-            differ, as on hardware that computes wrong. Needs deterministic=True or "bitwise". None: never.
-        accumulate_grad_batches: Batches that each replica accumulates for one optimizer step.
-        gradient_clip_val: Clip gradients to this norm or value before each step. None or 0: no clipping.
-        gradient_clip_algorithm: "norm": clip the total norm; "value": clip each value.
-        nan: Effect of a NaN or infinity: "raise" ends the run at a loss, "skip" skips a step with such a gradient.
-        nan_skips: Steps in a row that nan=skip may skip before the run ends with an error.
-        detect_anomaly: Let autograd name the operation whose gradient is NaN (slow).
-        activation_checkpointing: Classes of blocks whose activations are recomputed in backward to save memory.
-        compile: Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`:
-            classes.
-        sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica needs a process
-            of its own.
-        limit_train_batches: Batches per epoch of each replica: a count (int) or a fraction (float).
-        limit_val_batches: Validation batches, counted over all replicas: a count (int) or a fraction (float).
-        limit_test_batches: Test batches, counted over all replicas: a count (int) or a fraction (float).
-        limit_predict_batches: Prediction batches, counted over all replicas: a count (int) or a fraction (float).
-        overfit_batches: Train and validate on this many batches only; those of training are in a fixed order.
-        use_distributed_sampler: Deal samples out to replicas, but for loaders that are seen to yield each process its
-            own share. False: all training loaders do. "even": deal out, and repeat an epoch's first samples until each
-            replica has equally many, as steps need that gather from all replicas.
-        loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
-            prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
-        prefetch_to_device: Copy a batch to a device with streams while it computes the one before; takes memory for
-            one more batch there.
+        replicas: Number of logical data-parallel workers, constant for the run. None: one per data-parallel process at
+            the start of the run.
+        precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
+        seed: Seed of the order of samples and of all random numbers.
+        reproducible: Guarantee on any number of processes: "order" (same samples and random numbers in each step),
+            "bitwise" (same bits in the result) or "off" (none).
+        threads: Intra-op threads of each process; their number changes last bits. None: torch's default, or 1 under
+            "bitwise".
+        deterministic: Use deterministic kernels only. Where torch has none, True raises an error and "warn" warns.
+        recheck_every: Compute the first and every n-th step twice before the update, and end the run if bits differ,
+            to detect faulty hardware. Requires deterministic=True or reproducible="bitwise". None: never.
+        accumulate_grad_batches: Batches that each replica accumulates per optimizer step.
+        gradient_clip_val: Maximum norm or absolute value of gradients in a step. None or 0: no clipping.
+        gradient_clip_algorithm: "norm": clip the total norm; "value": clip each element.
+        nan: Reaction to NaN and infinity: "raise" ends the run at such a loss, "skip" skips a step with such a
+            gradient, "ignore" continues.
+        nan_skips: Consecutive steps that nan="skip" may skip before the run ends with an error.
+        detect_anomaly: Let autograd name the operation whose gradient is NaN. Slow.
+        activation_checkpointing: Names of module classes whose activations are recomputed in backward to save memory.
+        compile: Compile the task's modules in place with torch.compile. A mapping passes options to it; its key
+            `blocks` lists the module classes to compile.
+        sync_batchnorm: Compute batch norm statistics over the batches of all replicas. Requires one process per
+            replica.
+        limit_train_batches: Training batches of each replica per epoch: a number (int) or a fraction (float).
+        limit_val_batches: Validation batches, counted over all replicas: a number (int) or a fraction (float).
+        limit_test_batches: Test batches, counted over all replicas: a number (int) or a fraction (float).
+        limit_predict_batches: Prediction batches, counted over all replicas: a number (int) or a fraction (float).
+        overfit_batches: Train and validate on this many batches only (int: number, float: fraction), with the training
+            batches in a fixed order. 0: off.
+        use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
+            different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
+            samples of an epoch until all replicas have equally many, for steps that gather from all replicas.
+        loader: Options that replace those of every DataLoader sharded by sample: num_workers, prefetch_factor,
+            persistent_workers, pin_memory. They affect the speed, not the samples.
+        prefetch_to_device: Copy the next batch to the device while it computes the current one, on devices with
+            streams. Takes device memory for one more batch.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
-            never. A resume calls them once more for the resumed epoch, with `current_epoch` as it was then.
-        leave_out_samples: Indices of the training dataset that are in no batch of any epoch; all other samples keep
+            never. A resume calls them again for the resumed epoch, with the `current_epoch` of the earlier call.
+        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples keep
             their step.
-        resume_at: Point at which to resume if the samples of a step have changed (batch size, data, limits). "step":
-            refuse this within an epoch; "epoch": end that epoch and begin the next one.
+        resume_at: What a resume within an epoch does if the samples of a step have changed (batch size, data, limits).
+            "step": raise an error; "epoch": end that epoch and begin the next.
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches of a replica
             (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
-        check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches over epochs.
+        check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches across epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
         inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
-        default_root_dir: The folder that holds run directories, or an address such as s3://bucket/runs.
-        run_name: The run directory is default_root_dir/run_name/version_N.
-        logger: True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own.
+        default_root_dir: Folder of the run directories: a path, or an address such as s3://bucket/runs.
+        run_name: Name of the run. The run directory is default_root_dir/run_name/version_N.
+        logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
+            logger.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
-        log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then. The
-            last step is one.
+        log_every_n_steps: Optimizer steps between two logging steps. Values are read from the device only at logging
+            steps. The last step of a run is a logging step, too.
         callbacks: Callbacks of the run.
-        enable_checkpointing: Add a Checkpoint callback if none is given.
-        checkpoint_format: Format of the checkpoints, an object of your own class. None: Legato's directories.
-        enable_progress_bar: Add a ProgressBar callback if none is given.
-        enable_model_summary: Add a ModelSummary callback if none is given.
-        cluster: Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off").
+        enable_checkpointing: Add a Checkpoint callback if you pass none.
+        checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's
+            directories.
+        enable_progress_bar: Add a ProgressBar callback if you pass none.
+        enable_model_summary: Add a ModelSummary callback if you pass none.
+        cluster: "auto": join the processes that torchrun, SLURM or MPI started; "off": ignore their environment
+            variables.
         max_restarts: Number of times that Legato's launcher restarts failed workers, each time from the newest
             complete checkpoint.
-        hang_timeout: Seconds without progress after which to end the run; more than the longest step, save or hook.
-            None: never.
-        requeue: Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved.
+        hang_timeout: Seconds without progress after which the run ends with an error. Choose more than the longest
+            step, save or hook takes. None: never.
+        requeue: Under SLURM, save a checkpoint and requeue the job when it receives SIGTERM or SIGUSR1.
     """
 
-    # --- how long ---------------------------------------------------------------------------------------------------
+    # --- duration ---------------------------------------------------------------------------------------------------
     max_epochs: Annotated[int, Range(-1)] | None = None
     min_epochs: Annotated[int, Range(0)] | None = None
     max_steps: Annotated[int, Range(-1)] = -1
@@ -140,7 +145,7 @@ class TrainerArguments:
     max_time: Duration | None = None
     fast_dev_run: bool | Annotated[int, Range(0)] = False
 
-    # --- where ------------------------------------------------------------------------------------------------------
+    # --- devices ----------------------------------------------------------------------------------------------------
     strategy: "str | Mapping[str, Any] | Strategy" = "auto"
     accelerator: Accelerator = "auto"
     devices: Devices = "auto"
@@ -148,14 +153,14 @@ class TrainerArguments:
     replicas: Annotated[int, Range(1)] | None = None
     precision: PrecisionName = 32
 
-    # --- the same result --------------------------------------------------------------------------------------------
+    # --- reproducibility --------------------------------------------------------------------------------------------
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     reproducible: Literal["off", "order", "bitwise"] = "order"
     threads: Annotated[int, Range(1)] | None = None
     deterministic: bool | Literal["warn"] = False
     recheck_every: Annotated[int, Range(1)] | None = None
 
-    # --- the step ---------------------------------------------------------------------------------------------------
+    # --- optimization -----------------------------------------------------------------------------------------------
     accumulate_grad_batches: Annotated[int, Range(1)] = 1
     gradient_clip_val: Annotated[float, Range(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
@@ -185,7 +190,7 @@ class TrainerArguments:
     num_sanity_val_steps: Annotated[int, Range(-1)] = 2
     inference_mode: bool = True
 
-    # --- what is written --------------------------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------------
     default_root_dir: "str | Path" = "runs"
     run_name: str = "default"
     logger: "bool | Logger | list[Logger] | None" = True
@@ -204,52 +209,52 @@ class TrainerArguments:
     requeue: bool = False
 
     def __post_init__(self) -> None:
-        """Overridden by the Trainer, which builds its parts from the arguments."""
+        """Overridden by the Trainer, which builds its attributes from the arguments."""
 
 
 ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 TORCH_OPTIONS = {
-    "broadcast_buffers": "Leave it out: after each step all processes have the buffers of the first replica.",
-    "find_unused_parameters": "Add 0.0 times the parameters that a batch does not use to its loss.",
-    "comm_hook": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
-    "comm_hook_options": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
-    "device_ids": "trainer.devices names the devices.",
-    "output_device": "The outputs meet on the first of trainer.devices.",
-    "dim": "Batches are scattered along their first dimension.",
-    "join": "Leave it out: max_restarts replaces processes that die; an elastic run stays on one machine.",
-    "min_processes": "Leave it out: an elastic run goes on with any number of processes.",
-    "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
-    "static_graph": "Leave it out: the graph of each step is taken as it comes.",
+    "broadcast_buffers": "Remove it: after each step all processes have the buffers of the first replica.",
+    "find_unused_parameters": "Add 0.0 times each unused parameter to the loss.",
+    "comm_hook": "Register the hook in a subclass of DDPStrategy: see docs/how-to/own-strategy.md.",
+    "comm_hook_options": "Register the hook in a subclass of DDPStrategy: see docs/how-to/own-strategy.md.",
+    "device_ids": "Set trainer.devices.",
+    "output_device": "Remove it: outputs are gathered on the first of trainer.devices.",
+    "dim": "Remove it: batches are scattered along their first dimension.",
+    "join": "Remove it: max_restarts replaces processes that die. An elastic run stays on one machine.",
+    "min_processes": "Remove it: an elastic run continues with any number of processes.",
+    "process_group": "Call torch.distributed.init_process_group before fit, which uses the default group.",
+    "static_graph": "Remove it: Legato does not assume that the graph stays the same.",
 }
-"""Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
+"""Alternatives to arguments of torch's DataParallel and DistributedDataParallel that strategies do not have."""
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
-    "garbage_collection_seconds": "Legato collects by itself; call gc.disable() in the script to decide yourself.",
-    "gpus": 'Say accelerator="gpu", devices=...',
-    "hang_report_seconds": "Reports come after 120 s; hang_timeout ends the run.",
-    "optimizer_kernels": "Give fused=True or foreach=True to the optimizer in configure_optimizers.",
-    "plugins": "Give options or an object to `strategy`, a word to `precision`.",
-    "profiler": "Say callbacks=[legato.callbacks.Profile()], a trace by torch.profiler.",
-    "signal_grace_seconds": "A run has 30 s to answer SIGTERM, and a save that makes progress is finished.",
-    "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
-    "write_csv": "Add legato.loggers.CSVLogger() to logger; in a config loggers: {csv: {_target_: "
-    "legato.loggers.CSVLogger}} beside those that you keep.",
+    "garbage_collection_seconds": "Legato schedules collections. To control them yourself, call gc.disable().",
+    "gpus": 'Write accelerator="gpu", devices=...',
+    "hang_report_seconds": "Reports come after 120 s without progress; hang_timeout ends the run.",
+    "optimizer_kernels": "Pass fused=True or foreach=True to the optimizer in configure_optimizers.",
+    "plugins": "Use `strategy` and `precision`.",
+    "profiler": "Write callbacks=[legato.callbacks.Profile()], which records a trace with torch.profiler.",
+    "signal_grace_seconds": "After SIGTERM a run has 30 s to stop; a save in progress may take longer.",
+    "resume_from_checkpoint": "Write trainer.fit(..., ckpt_path=...).",
+    "write_csv": "Add legato.loggers.CSVLogger() to logger; in a config, add csv: {_target_: "
+    "legato.loggers.CSVLogger} to loggers.",
 }
-"""What to write instead of arguments that Lightning's Trainer has, or that this one had."""
+"""Alternatives to arguments of Lightning's Trainer, and to former arguments of Legato's."""
 
 
 @cache
 def argument_types() -> dict[str, Any]:
-    """Return the type of each argument; of a class from a room above, which is not imported for it, Any."""
+    """Return the type of each argument; Any for classes of higher layers, which are not imported."""
     above = dict.fromkeys(("Strategy", "Callback", "CheckpointFormat", "Logger"), Any)
     return get_type_hints(TrainerArguments, localns=above, include_extras=True)
 
 
 def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name and the options of the strategy of a checked trainer section; None for one of the user's own."""
+    """Return the name (None for a user's strategy) and options of the strategy in a checked trainer section."""
     strategy = trainer["strategy"]
     options = dict(strategy) if isinstance(strategy, Mapping) else {"name": strategy}
     return options.pop("name", None), options
@@ -257,38 +262,38 @@ def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 @cache
 def argument_texts() -> dict[str, str]:
-    """Return what the docstring says of each argument."""
+    """Return the documentation of each argument of the Trainer, by name."""
     return documented_arguments(TrainerArguments.__doc__)
 
 
 def documented_arguments(docstring: str | None) -> dict[str, str]:
-    """Return what the section "Args:" of a docstring says of each argument, by name."""
+    """Return the texts of arguments in the section "Args:" of a docstring, by name."""
     section = inspect.cleandoc(docstring or "").partition("Args:\n")[2]
     entries = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
     return {name.strip(" `"): re.sub(r"\s+", " ", text) for names, text in entries for name in names.split(",")}
 
 
-def problems(given: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
-    """Return each mistake in arguments of the Trainer, under the key ("trainer", name).
+def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
+    """Return the mistakes in arguments of the Trainer, with keys ("trainer", name).
 
-    build: checks a mapping with `_target_`, or leaves that for later.
+    build: Checks a mapping with `_target_`. By default such a mapping is accepted unchecked.
     """
     mistakes: list[Problem] = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in ARGUMENT_NAMES:
             mistakes += fit(argument_types()[name], value, ("trainer", name), build)[1]
         else:
-            mistakes.append(Problem(("trainer", name), f"is no argument of Trainer.{instead_of(name)}"))
+            mistakes.append(Problem(("trainer", name), f"is not an argument of Trainer.{instead_of(name)}"))
     return mistakes
 
 
 def instead_of(name: object) -> str:
-    """Suggest, as a sentence, what to write instead of an unknown argument of the Trainer."""
+    """Return a sentence with an alternative to an unknown argument of the Trainer; "" without one."""
     return f" {INSTEAD[str(name)]}" if name in INSTEAD else did_you_mean(str(name), ARGUMENT_NAMES)
 
 
 def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable[[str], str]) -> Callable[..., Any]:
-    """Wrap a function to suggest what to write instead of an unknown argument, as Python does from 3.13 on."""
+    """Wrap a function so that an unknown argument raises TypeError with an alternative, as in Python 3.13."""
     names = inspect.signature(function).parameters
 
     @wraps(function)
@@ -301,12 +306,12 @@ def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable
 
 
 def suggesting(cls: type, *methods: str) -> None:
-    """Let methods of a class suggest the name of a misspelt argument."""
+    """Wrap methods of a class so that a misspelled argument raises TypeError with the nearest name."""
     for method in methods:
         function = getattr(cls, method)
-        nearest = partial(did_you_mean, known=[*inspect.signature(function).parameters][1:])
+        nearest = partial(did_you_mean, names=[*inspect.signature(function).parameters][1:])
         setattr(cls, method, with_suggestions(function, method, nearest))
 
 
-# Here and not in the class, whose source config/classes.py reads as that of a plain dataclass.
+# outside of the class, whose source cli/config/classes.py reads as a plain dataclass
 TrainerArguments.__init__ = with_suggestions(TrainerArguments.__init__, "Trainer", instead_of)  # type: ignore[method-assign]

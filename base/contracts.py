@@ -1,4 +1,4 @@
-"""Classes of the rooms above, for the signatures that users read: type checkers see them, and nothing is imported."""
+"""Classes of higher layers for public signatures. Only type checkers import them."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """Part of a run with a state that a checkpoint holds; torch.distributed.checkpoint has the same protocol."""
+    """An object whose state a checkpoint stores; the same protocol as in torch.distributed.checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain containers, numbers, text and tensors. Every rank calls it."""
+        """Return the state: plain containers, numbers, strings and tensors. Every rank calls it."""
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         ...

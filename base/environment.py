@@ -1,4 +1,4 @@
-"""Environment variables. No other module reads or writes them."""
+"""Access to environment variables. No other module reads or writes them."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ NUMERIC_VARIABLES = (
     *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_TOPO_FILE"),
     *("NCCL_GRAPH_FILE", "NCCL_TUNER_PLUGIN", "TORCHINDUCTOR_MAX_AUTOTUNE"),
 )
-"""Variables by which libraries under torch choose kernels and the order of sums; see docs/reference/bits.md."""
+"""Variables that select kernels and the order of sums in libraries below torch; see docs/reference/bits.md."""
 
 
 def get_variable(name: str) -> str | None:
@@ -24,63 +24,63 @@ def get_variable(name: str) -> str | None:
 
 
 def read_int(*names: str) -> int | None:
-    """Return the first of these variables that is set, as an integer. Raises ConfigError where it is none."""
+    """Return the value of the first variable that is set. Raises ConfigError if it is not an integer."""
     for name in names:
         value = os.environ.get(name, "").strip()
         if value:
             if not value.isdecimal():
-                raise ConfigError(f"The environment variable {name} must be a whole number, got {value!r}.")
+                raise ConfigError(f"The environment variable {name} must be an integer, got {value!r}.")
             return int(value)
     return None
 
 
 def all_variables() -> dict[str, str]:
-    """Return all variables, by name."""
+    """Return all variables by name."""
     return dict(os.environ)
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set a variable, for this process and those that it starts."""
+    """Set a variable for this process and the processes that it starts."""
     os.environ[name] = value
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable that is not set."""
+    """Set a variable unless it is already set."""
     os.environ.setdefault(name, value)
 
 
 def unset_variable(name: str) -> None:
-    """Remove a variable, if it is set."""
+    """Remove a variable if it is set."""
     os.environ.pop(name, None)
 
 
 def replace_variables(variables: Mapping[str, str]) -> None:
-    """Set exactly these variables."""
-    # a notebook or a test must not see what a run has set
+    """Replace all variables with `variables`."""
+    # a notebook or a test must not see the variables that a run has set
     os.environ.clear()
     os.environ.update(variables)
 
 
 def cache_folder() -> Path:
-    """Return the folder for copies of what has its place elsewhere; without links, so that paths below it are told."""
+    """Return the folder for local copies of remote files, with links resolved: other modules compare paths with it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "legato"
 
 
 def lead_python_path(folder: str) -> None:
-    """Put a folder first on the module path of every Python process that is started from here on."""
+    """Put a folder first on PYTHONPATH for Python processes started later."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    # workers import the task's module by its name, from wherever the program was started
+    # workers import the task's module by name, from any working directory
     if folder not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
 
 
 def numeric_variables() -> dict[str, str | None]:
-    """Return the variables that change results; None for one that is not set."""
+    """Return the variables that change results, by name; None for a variable that is not set."""
     return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
 
 
 def restart_count() -> int:
-    """Return how often the processes of this run were restarted after a failure."""
+    """Return how often this run's processes were restarted after a failure."""
     worker = os.environ.get("LEGATO_WORKER")
     if worker is not None:
         return int(worker.split(":")[1])
@@ -88,10 +88,10 @@ def restart_count() -> int:
 
 
 def slurm_job() -> str | None:
-    """Return the id of the SLURM job of this process; None outside of one."""
+    """Return the id of this process's SLURM job; None outside of a job."""
     return os.environ.get("SLURM_JOB_ID") or None
 
 
 def requeued_job() -> str | None:
-    """Return the id of the SLURM job of this process if it was queued again; else None."""
+    """Return the id of this process's SLURM job if the job was requeued, otherwise None."""
     return slurm_job() if read_int("SLURM_RESTART_COUNT") else None

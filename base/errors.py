@@ -1,17 +1,17 @@
-"""Every error that Legato raises on purpose.
+"""The exceptions that Legato raises.
 
     LegatoError
-    |-- ConfigError       (ValueError)       a setting, a file or an argument is wrong; found before the run
-    |-- TaskError         (TypeError)        the task, one of its hooks or what a step returned is wrong
-    |-- DataError         (ValueError)       a loader or a sampler cannot serve this run
-    |-- CheckpointError   (ValueError)       a checkpoint is missing, broken or of another model
-    |-- NonFiniteError    (ArithmeticError)  a loss or a gradient is NaN or infinite
-    |-- CorruptionError   (ArithmeticError)  a step that was computed twice has other bits
-    |-- DisagreementError (RuntimeError)     the ranks of one run disagree about what to do, or have other weights
-    |-- HangError         (RuntimeError)     the run made no progress; says which rank is where
-    `-- WorkerError       (RuntimeError)     a process of the run failed; carries its rank and its traceback
+    |-- ConfigError       (ValueError)       a setting, file or argument is wrong; raised before the run starts
+    |-- TaskError         (TypeError)        the task, one of its hooks or the result of a step is wrong
+    |-- DataError         (ValueError)       a loader or sampler does not fit the run
+    |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or of another model
+    |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
+    |-- CorruptionError   (ArithmeticError)  a second computation of a step gave different bits
+    |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
+    |-- HangError         (RuntimeError)     the run made no progress; the message has each rank's position
+    `-- WorkerError       (RuntimeError)     a process of the run failed; has its rank and its traceback
 
-A message says what was expected, what came, and what to do.
+A message says what was expected, what came and what to do.
 """
 
 import difflib
@@ -24,43 +24,43 @@ log = logging.getLogger("legato")
 
 
 class LegatoError(Exception):
-    """Base of every error that Legato raises on purpose."""
+    """Base class of Legato's exceptions."""
 
 
 class ConfigError(LegatoError, ValueError):
-    """A setting, a file or an argument is wrong."""
+    """Raised if a setting, file or argument is wrong."""
 
 
 class TaskError(LegatoError, TypeError):
-    """The task, one of its hooks or what a step returned is wrong."""
+    """Raised if the task, one of its hooks or the result of a step is wrong."""
 
 
 class DataError(LegatoError, ValueError):
-    """A loader or a sampler cannot serve this run."""
+    """Raised if a loader or sampler does not fit the run."""
 
 
 class CheckpointError(LegatoError, ValueError):
-    """A checkpoint is missing, broken or of another model."""
+    """Raised if a checkpoint is missing, damaged or of another model."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite."""
+    """Raised if a loss or gradient is NaN or infinite."""
 
 
 class CorruptionError(LegatoError, ArithmeticError):
-    """A step has other bits when it is computed a second time (`recheck_every`)."""
+    """Raised if a second computation of a step gives different bits (`recheck_every`)."""
 
 
 class DisagreementError(LegatoError, RuntimeError):
-    """The ranks of one run disagree about what to do next, or their weights differ."""
+    """Raised if the ranks of a run disagree about what to do next, or if their weights differ."""
 
 
 class HangError(LegatoError, RuntimeError):
-    """The run made no progress for `hang_timeout`; the message has each rank's position."""
+    """Raised if the run makes no progress for `hang_timeout`; the message has each rank's position."""
 
 
 class WorkerError(LegatoError, RuntimeError):
-    """A process of the run failed. The message names the rank and ends with that rank's own traceback."""
+    """Raised if a process of the run fails. The message names its rank and ends with its traceback."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -68,36 +68,36 @@ class WorkerError(LegatoError, RuntimeError):
 
 
 SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bfloat16": "bf16-mixed", "fp32": "32"}
-"""Names from other libraries whose most similar word means something else."""
+"""Values of other libraries whose most similar name means something else."""
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ' Did you mean X?' for the known word nearest to `word`, '' if none is at least `cutoff` similar."""
-    names = [str(name) for name in known]
-    # 0.6 is difflib's own measure of what looks alike to a person
+def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " Did you mean X?" for the name nearest to `word`; "" if no similarity reaches `cutoff` (0 to 1)."""
+    names = [str(name) for name in names]
+    # 0.6 is difflib's default
     near = difflib.get_close_matches(word, names, 1, cutoff)
-    # of words that differ much in length the similar letters are chance: "root" in "dropout"
+    # between words of very different length similarity is chance: "root" in "dropout"
     near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]
     near = [SYNONYMS[word]] if SYNONYMS.get(word) in names else near
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def describe_kind(value: object) -> str:
-    """Name the type of a value; for a class, say how to make an object of it."""
+    """Return the name of a value's type; for a class, a hint to instantiate it."""
     return f"the class {value.__name__}: write {value.__name__}()" if isinstance(value, type) else type(value).__name__
 
 
 def describe_import(error: BaseException) -> str:
-    """Describe an error of an import in one line, with what caused it: packages name the module that was asked for."""
+    """Describe an import error and its root cause in one line."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    texts = [f"{type(one).__name__}: {' '.join(str(one).split())[:300]}" for one in (error, cause)]
+    texts = [f"{type(shown).__name__}: {' '.join(str(shown).split())[:300]}" for shown in (error, cause)]
     return ", because of ".join(dict.fromkeys(texts))
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:
-    """Join the first names, and say how many more there are."""
+    """Join the first `shown` names, followed by the number of further names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
@@ -105,39 +105,39 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error; before Python 3.11, to its message."""
     if hasattr(error, "add_note"):
         error.add_note(note)
-    elif isinstance(error, OSError) and error.strerror is not None:  # its text is made of strerror, not of args
+    elif isinstance(error, OSError) and error.strerror is not None:  # str() of it reads strerror, not args
         error.strerror += f"\n{note}"
-    elif not isinstance(error, SystemExit):  # its only argument is the exit code
+    elif not isinstance(error, SystemExit):  # the argument of SystemExit is the exit code
         error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])
 
 
 class Errors:
-    """The first error of a run; those that come after it are added to it as notes."""
+    """The first error of a run, with later errors attached as notes."""
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
 
     def attempt(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call `function` and record what it raises, interrupts and exits included."""
+        """Call `function` and record its exception, even an interrupt or exit."""
         try:
             function(*arguments)
-        except BaseException as error:  # each of the others still has to be called
+        except BaseException as error:  # the caller still has to call the remaining functions
             self.add(error, f"while {name_of(function)} was called")
 
     def add(self, error: BaseException, when: str) -> None:
-        """Record an error."""
+        """Record an error. `when` is a clause such as "while teardown was called"."""
         if self.first is None:
             self.first = error
-        elif error is not self.first:  # a hook may raise again the error that it was told of
+        elif error is not self.first:  # a hook may re-raise the error that it received
             note = f"After that, {when}: {type(error).__name__}: {error}"
             add_note(self.first, note)
-            if not isinstance(self.first, Exception):  # an exit or an interrupt is shown without its notes
+            if not isinstance(self.first, Exception):  # Python does not print the notes of an exit or interrupt
                 log.warning("%s", note)
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return a function's qualified name; of a method with the class of its object."""
-    while isinstance(function, partial):  # as hooks of callbacks are, bound to trainer and task
+    """Return the name of a function; for a method, with the class of its object."""
+    while isinstance(function, partial):  # hooks of callbacks are partials with trainer and task
         function = function.func
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", repr(function))

@@ -1,4 +1,4 @@
-"""Late imports: packages whose public names are imported when they are first asked for."""
+"""Late imports: import the public names of a package when they are first accessed."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def importer(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: it imports a name from its module, relative to the package, in `homes`."""
+    """Return a `__getattr__` for `package`; `homes` has the relative module of each public name."""
 
     def get(name: str) -> Any:
-        # the import system keeps the module, so a second look-up costs a dictionary's
+        # the import system caches the module, so a second access costs a dictionary look-up
         if name in homes:
             return getattr(import_module(homes[name], package), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

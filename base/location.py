@@ -1,4 +1,4 @@
-"""Location: where checkpoints and runs lie, a path of this machine or the address of a store; without torch."""
+"""Location: the place of checkpoints and runs, a local path or the address of an object store. Imports no torch."""
 
 import os
 from importlib.util import find_spec
@@ -14,43 +14,43 @@ STORES = {
     **dict.fromkeys(("az", "abfs", "abfss"), ("az", "adlfs")),
     "hf": ("hf", "huggingface_hub"),
 }
-"""Extra of Legato, and package, for the addresses of a scheme."""
+"""Legato's extra and the required package, by URL scheme."""
 
 
 REPOSITORY = (
-    "a repository, in which each file written is a commit: a run reads from it, but does not write to it. Write to a "
+    "a repository, in which each written file is a commit. A run can read from it, but not write to it. Write to a "
     "bucket, hf://buckets/USER/NAME, and upload the result of legato export."
 )
 
 
 class Address(str):
-    """Address of a folder or a file in a store, such as s3://bucket/run: text, with some attributes of `Path`."""
+    """Address of a folder or file in an object store, such as s3://bucket/run, with some attributes of `Path`."""
 
     # not a Path, which drops a slash: Path("s3://bucket") is s3:/bucket
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.rpartition("/")[2]
 
     @property
     def parent(self) -> "Address":
-        """The folder above; of s3://bucket it is s3://, below which all buckets lie."""
+        """The parent folder; for s3://bucket it is s3://, the parent of all buckets."""
         folder = self.rpartition("/")[0]
         return Address(f"{folder}/" if folder.endswith(":/") else folder)
 
     @property
     def parents(self) -> "list[Address]":
-        """The folders above, the nearest first."""
+        """All parent folders, nearest first."""
         return [] if self.endswith("://") else [self.parent, *self.parent.parents]
 
     def resolve(self) -> "Address":
-        """Return the address: stores have no links."""
+        """Return the address unchanged: stores have no links."""
         return self
 
     def absolute(self) -> "Address":
-        """Return the address."""
+        """Return the address unchanged."""
         return self
 
     def __truediv__(self, name: str) -> "Address":
@@ -58,11 +58,11 @@ class Address(str):
 
 
 Location = Path | Address
-"""Place of a checkpoint, or of a folder of them. `Folder` (trainer/checkpoints/storage.py) reads and writes there."""
+"""Place of a checkpoint or of a folder of checkpoints. `Folder` (trainer/checkpoints/storage.py) does the I/O."""
 
 
 def to_location(place: "str | os.PathLike[str]") -> Location:
-    """Return the address of a store as an Address, anything else as a Path. Raises ConfigError for file://."""
+    """Return an Address for the address of a store, otherwise a Path. Raises ConfigError for file://."""
     match = ADDRESS.match(os.fspath(place))
     if match is None:
         return Path(place)
@@ -72,22 +72,23 @@ def to_location(place: "str | os.PathLike[str]") -> Location:
 
 
 def to_absolute(place: "str | os.PathLike[str]") -> Location:
-    """Return what `to_location` returns, a path as an absolute one without links to the folder above ("..")."""
-    where = to_location(place)
-    return where if isinstance(where, Address) else Path(os.path.abspath(where))
+    """Return the location of `place`, a path as an absolute path without ".."."""
+    location = to_location(place)
+    return location if isinstance(location, Address) else Path(os.path.abspath(location))
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot write to a path or an address of a store, or read there; None if it can."""
+    """Return why a run cannot read or (with `writes`) write at a path or address; None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
             return (
-                f"is {place!r}: an address has two slashes, '{match[1]}://{match[2]}', and is text; a Path drops one."
+                f"is {place!r}: an address needs two slashes, '{match[1]}://{match[2]}'. Pass a str, since Path drops "
+                f"a slash."
             )
         return path_problem(f"file://{rest}" if mark else place)
     if not rest.strip("/"):
-        return f"is {place!r}, which names no bucket: {scheme}://BUCKET/FOLDER."
+        return f"is {place!r}, which names no bucket. Write {scheme}://BUCKET/FOLDER."
     if writes and is_repository(place):
         return f"is {place!r}, {REPOSITORY}"
     if scheme in STORES:
@@ -96,24 +97,24 @@ def place_problem(place: str, writes: bool = True) -> str | None:
     from fsspec import available_protocols  # torch requires it
 
     protocols = available_protocols()
-    hint = did_you_mean(scheme, protocols) or f" Known are {', '.join(STORES)} and what fsspec knows."
-    return None if scheme in protocols else f"is {place!r}, of a store that is not known.{hint}"
+    hint = did_you_mean(scheme, protocols) or f" Legato supports {', '.join(STORES)} and the protocols of fsspec."
+    return None if scheme in protocols else f"is {place!r}, which has an unknown scheme.{hint}"
 
 
 def is_repository(address: str) -> bool:
-    """Return whether an address is of a repository of the Hugging Face Hub, which can only be read."""
+    """Return whether an address names a repository of the Hugging Face Hub, which Legato only reads."""
     return address.startswith("hf://") and not address.startswith("hf://buckets/")
 
 
 # --- run directories in a store ---------------------------------------------------------------------------------------
 def local_folder(run: Address, area: str = "runs") -> Path:
-    """Return the folder of this machine that stands for a run directory in a store; see trainer/runs/remote.py."""
+    """Return the local folder that mirrors a run directory in a store; see trainer/runs/remote.py."""
     scheme, _, rest = run.partition("://")
     return cache_folder() / area / scheme / rest
 
 
 def location_of(directory: Path) -> Location:
-    """Return where a run directory lies: the address for which a local folder stands, or that folder itself."""
+    """Return the location of a run directory: the address that a local folder mirrors, or the folder itself."""
     try:
         _, scheme, *rest = directory.relative_to(cache_folder()).parts
     except ValueError:
@@ -122,5 +123,5 @@ def location_of(directory: Path) -> Location:
 
 
 def checkpoints_of(directory: Path) -> Location:
-    """Return the folder of a run directory's checkpoints."""
+    """Return the folder of checkpoints in a run directory."""
     return location_of(directory) / CHECKPOINTS

@@ -1,4 +1,4 @@
-"""Legato's own messages, shown on stderr unless the program has set up logging."""
+"""Legato's messages: shown on stderr, unless the program has configured logging."""
 
 import errno
 import io
@@ -11,43 +11,43 @@ from typing import Any
 
 
 class Output:
-    """Current stdout or stderr. A text is dropped where nothing takes it: training does not end with its terminal."""
+    """The current stdout or stderr. If the stream is closed, text is dropped: training must outlive its terminal."""
 
-    nowhere = io.TextIOBase()  # of a program that was started without the stream (`>&-`, pythonw): takes nothing
+    nowhere = io.TextIOBase()  # stands for a stream that the program was started without (`>&-`, pythonw)
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it."""
+        """Write the text, or drop it if the stream is closed."""
         self._try(lambda stream: stream.write(text))
-        return len(text)  # some packages put a stream there whose `write` returns nothing
+        return len(text)  # some packages install a stream whose `write` returns None
 
     def flush(self) -> None:
         """Flush the stream."""
         self._try(lambda stream: stream.flush())
 
     def _try(self, action: Callable[[Any], object]) -> None:
-        # looked up for each text: notebooks, tests and redirect_stdout replace the stream
+        # looked up for each call: notebooks, tests and redirect_stdout replace the stream
         stream = getattr(sys, self.name) or self.nowhere
         try:
             action(stream)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
-                # The reader has gone (`legato fit ... | head -1`), or the terminal. For the whole program, since a
-                # `print` of a task, or the interpreter's flush at its exit, would fail next.
+                # The reader (`legato fit ... | head -1`) or the terminal is gone. The descriptor is redirected for the
+                # entire program, since a task's `print`, or the interpreter's flush at exit, would fail next.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
         except ValueError:
             if not stream.closed:
-                raise  # a UnicodeEncodeError, for example
+                raise  # such as a UnicodeEncodeError
 
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(sys, self.name) or self.nowhere, name)
 
     def __eq__(self, other: object) -> bool:
-        # tqdm compares streams to see whether a bar shares one with a message
+        # tqdm compares streams to find bars that share the stream of a message
         return other is self or other is getattr(sys, self.name)
 
     def __hash__(self) -> int:
@@ -58,7 +58,7 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Log to stderr, from INFO on or the level that the program has set, unless it has handlers of its own."""
+    """Log to stderr unless the program has set up handlers, at the level that it has set or INFO."""
     log = logging.getLogger("legato")
     if not (logging.getLogger().handlers or log.handlers):
         log.addHandler(_ToStderr())
@@ -66,24 +66,24 @@ def let_be_seen() -> None:
 
 
 class _ToStderr(logging.Handler):
-    """Handler that writes to the current stderr, above the bars that tqdm has drawn there."""
+    """Handler that writes to the current stderr, above tqdm's bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, tqdm = self.format(record), sys.modules.get("tqdm")  # without an import: who draws a bar has it
+        text, tqdm = self.format(record), sys.modules.get("tqdm")  # not imported here: a bar's owner has imported it
         if tqdm is None:
             print(text, file=STDERR, flush=True)
         else:
-            tqdm.tqdm.write(text, file=STDERR, nolock=True)  # its lock would be one of processes
+            tqdm.tqdm.write(text, file=STDERR, nolock=True)  # tqdm's lock would be shared between processes
             STDERR.flush()
 
 
 LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
-"""Options of a command, and the level from which its messages are shown."""
+"""Log level by option of a command."""
 
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """Show the messages that an option of LEVELS asks for, here and in the workers that are started in this context."""
+    """Set the log level of an option of LEVELS in this context, also for workers started in it."""
     log = logging.getLogger("legato")
     before = log.level
     try:
@@ -96,17 +96,17 @@ def shown_from(option: str | None) -> Iterator[None]:
 
 
 def shown_options() -> tuple[str, ...]:
-    """Return the option of LEVELS that is in force, as a command line would have it; () for neither."""
+    """Return the active option of LEVELS as command-line arguments; () without one."""
     level = logging.getLogger("legato").level
-    return tuple(option for option, wanted in LEVELS.items() if wanted == level)
+    return tuple(option for option, option_level in LEVELS.items() if option_level == level)
 
 
 def is_quiet() -> bool:
-    """Return whether only warnings are to be shown, and so no layout, bar or table either."""
+    """Return whether to show warnings only, without layout, progress bar and tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 
 def tell(text: str) -> None:
-    """Print a line that tells how far a command is, unless only its result is to be shown."""
+    """Print a line about the progress of a command, unless it is quiet."""
     if not is_quiet():
         print(text, file=STDOUT, flush=True)

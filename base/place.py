@@ -1,6 +1,6 @@
-"""The place of this process among others, as its launcher or the script gave it.
+"""The place of this process in a process group, as its launcher or the script defines it.
 
-torch is not imported here: the command line asks before it imports torch.
+This module does not import torch, since the command line uses it before torch is imported.
 """
 
 import functools
@@ -19,7 +19,7 @@ CLUSTER_OFF = "To train without the other processes, unset them or set trainer.c
 
 @dataclass(frozen=True)
 class Place:
-    """Rank, local rank and node of this process, and the sizes that they count up to."""
+    """Rank, local rank and node rank of this process, and the corresponding sizes."""
 
     rank: int = 0
     local_rank: int = 0
@@ -29,12 +29,12 @@ class Place:
     nodes: int = 1
     origin: str = "alone"
     """Origin of the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
-    "script" (init_process_group; a local rank of -1 is not known yet)."""
+    "script" (init_process_group, where a local rank of -1 is still unknown)."""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables in which a launcher gives a process its place. Of several the first that is set counts."""
+    """Environment variables in which a launcher passes a process its place. The first that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -60,7 +60,7 @@ SLURM = Variables(
     ("SLURM_NODEID",),
     ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
 )
-# OMPI_COMM_WORLD_NODE_RANK is a process's rank on its node, not the node's
+# OMPI_COMM_WORLD_NODE_RANK is the rank of a process on its node, not the rank of the node
 OPEN_MPI = Variables(
     ("OMPI_COMM_WORLD_RANK",),
     ("OMPI_COMM_WORLD_SIZE",),
@@ -71,18 +71,17 @@ PMI = Variables(("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALN
 
 
 def variables_of(place: Place) -> dict[str, str]:
-    """Return the environment variables by which a process finds this place."""
+    """Return the environment variables that describe this place."""
     return {name: str(getattr(place, field)) for field, names in vars(TORCH).items() for name in names}
 
 
 def find_place(cluster: str = "auto") -> Place | None:
-    """Return this process's place in a launcher's or the script's process group; None where there is none.
+    """Return this process's place in the process group of a launcher or the script; None without a group.
 
-    With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables contradict each
-    other.
+    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if the variables contradict each other.
     """
     worker = get_variable("LEGATO_WORKER")
-    # with its process id: what a worker starts (a loader's worker, a program) inherits the variable and is no member
+    # compared with the process id: a worker's child processes inherit the variable, but are not members of the group
     if worker is not None and worker.split(":")[0] == str(os.getpid()):
         return _read(TORCH, "legato")
     if cluster == "off":
@@ -92,27 +91,27 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 
 def _launched() -> Place | None:
-    # before SLURM's and MPI's: torchrun in such a job has their variables, too, but its own processes are the members
+    # before SLURM and MPI: in their jobs torchrun's processes see those variables too, but torchrun defines the group
     if get_variable("TORCHELASTIC_RUN_ID") is not None:
         return _read(TORCH, "torchrun")
-    # a process that a worker of Legato has started inherits RANK without being a member of the group
+    # a process started by one of Legato's workers inherits RANK, but is not a member of the group
     if get_variable("LEGATO_WORKER") is None and (place := _read(TORCH, "environment")) is not None:
         return place
-    # an interactive shell is a step of one task; so is a script that srun starts once: there is nothing to join
+    # an interactive shell, or a script that srun starts once, is a step with a single task and no group to join
     if read_int(*SLURM.world_size) != 1 and (place := _read(SLURM, "slurm")) is not None:
         return place
     return _read(OPEN_MPI, "mpi") or _read(PMI, "mpi")
 
 
 def _read(names: Variables, origin: str) -> Place | None:
-    """Return the place that the variables tell; None where they are not set. Raises ConfigError for contradictions."""
+    """Return the place in these variables; None if they are not set. Raises ConfigError for contradictions."""
     rank, world_size = read_int(*names.rank), read_int(*names.world_size)
     if rank is None or world_size is None:
         if names is TORCH and rank != world_size:
-            there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+            present, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
             raise ConfigError(
-                f"The environment variable {there} is set and {missing} is not. Set both, with MASTER_ADDR and "
-                f"MASTER_PORT, to join a group. {CLUSTER_OFF}"
+                f"The environment variable {present} is set, but {missing} is not. To join a group, set both, and "
+                f"MASTER_ADDR and MASTER_PORT. {CLUSTER_OFF}"
             )
         return None
     nodes, node_rank, local_rank = read_int(*names.nodes), read_int(*names.node_rank), read_int(*names.local_rank)
@@ -122,12 +121,12 @@ def _read(names: Variables, origin: str) -> Place | None:
         local_world_size = tasks[node_rank or 0] if (node_rank or 0) < len(tasks) else -(-world_size // nodes)
     else:
         local_world_size = read_int(*names.local_world_size) or world_size
-    local_world_size = max(local_world_size, 1)  # a variable that is set to 0 would divide by it
+    local_world_size = max(local_world_size, 1)  # a variable may be 0, which would be a divisor below
     nodes = nodes or -(-world_size // local_world_size)
     if node_rank is None:
-        # ranks are counted node by node
+        # ranks are numbered node by node
         node_rank = min(rank // local_world_size, nodes - 1) if origin == "mpi" else 0
-    # launchers fill one node after the other, and whoever sets RANK by hand rarely sets this
+    # launchers fill the nodes in order, and users who set RANK by hand rarely set this variable
     local_rank = rank % local_world_size if local_rank is None else local_rank
     for number, left, size, right, most in (
         (rank, names.rank, world_size, names.world_size, world_size - 1),
@@ -136,46 +135,46 @@ def _read(names: Variables, origin: str) -> Place | None:
         (local_world_size, names.local_world_size, world_size, names.world_size, world_size),
     ):
         if number > most:
-            fits = "at most" if most == size else "less than"
+            relation = "at most" if most == size else "less than"
             raise ConfigError(
-                f"The environment contradicts itself: {_name(left)}={number} must be {fits} {_name(right)}={size}. "
-                f"Unset what is left over from another launch. {CLUSTER_OFF}"
+                f"The environment contradicts itself: {_name(left)}={number} must be {relation} {_name(right)}={size}. "
+                f"Unset the variables left over from another launch. {CLUSTER_OFF}"
             )
     return Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the variable that counts; where none is set, the last, which is set outside of a step of SLURM's too."""
+    """Return the first variable that is set, otherwise the last, which SLURM sets outside of job steps too."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 
 def _expand_tasks(text: str) -> list[int]:
-    """Return SLURM's tasks per node: "2(x3),1" is [2, 2, 2, 1]."""
+    """Return the tasks of each node in SLURM's notation: "2(x3),1" is [2, 2, 2, 1]."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
 
 
-# --- groups that the script has made ----------------------------------------------------------------------------------
+# --- groups of the script ---------------------------------------------------------------------------------------------
 _made_here: Any = None
-"""The default group, if Legato made it."""
+"""The default group, if Legato created it."""
 
 
 def note_made_here(group: Any) -> None:
-    """Remember the default group that Legato made, so that `find_group` ignores it."""
+    """Record the default group that Legato created, so that `find_group` ignores it."""
     global _made_here
     _made_here = group
 
 
 def _distributed() -> Any:
-    """Return torch.distributed if there is a default process group, which nobody has made without importing it."""
+    """Return torch.distributed if it is imported and has a default process group, otherwise None."""
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
 def find_group() -> tuple[int, int] | None:
-    """Return rank and world size of the script's own process group; None if it has none.
+    """Return rank and world size of a process group that the script created; None without one.
 
-    Legato joins such a group as it joins a launcher's processes: it starts no others, and does not destroy the group.
+    Legato joins such a group like a launcher's: it starts no processes and does not destroy the group.
     """
     distributed = _distributed()
     if distributed is None or distributed.group.WORLD is _made_here:
@@ -184,10 +183,10 @@ def find_group() -> tuple[int, int] | None:
 
 
 def _in_group(rank: int, world_size: int) -> Place:
-    """Return the place in the script's own process group: the launcher's, if that has the same rank and size."""
+    """Return the place in the script's process group: the launcher's place if rank and size match it."""
     try:
         launched = _launched()
-    except ConfigError:  # variables that the script set for itself, such as WORLD_SIZE alone
+    except ConfigError:  # incomplete variables that the script has set, such as WORLD_SIZE alone
         launched = None
     if launched is not None and (
         (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
@@ -199,7 +198,7 @@ def _in_group(rank: int, world_size: int) -> Place:
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
 def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function or method run on rank 0 only; on other ranks it returns None."""
+    """Decorate a function or method to run on rank 0 only. On other ranks it returns None."""
 
     @functools.wraps(function)
     def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +208,7 @@ def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def current_rank() -> int:
-    """Return this process's rank, of the process group or as the launcher gave it; 0 where there is none."""
+    """Return the rank of this process in its process group or launcher's group; 0 without a group."""
     distributed = _distributed()
     if distributed is not None:
         return int(distributed.get_rank())

@@ -1,4 +1,4 @@
-"""Names of run directories, and checks of them; without torch, so that the config check can use them."""
+"""Names of files in run directories, and checks of names and paths. Imports no torch, for the config check."""
 
 import errno
 import json
@@ -17,111 +17,113 @@ CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 """File name of a checkpoint's manifest in its directory."""
 RUN_FILE = "run.json"
-"""File of a run directory that says which run it is of, and how that stands; a folder without it is none."""
+"""File with the id and the status of a run. A folder without this file is not a run directory."""
 EVALUATIONS = "evaluations"
-"""Folder, in a run directory, of the evaluations of its checkpoints."""
+"""Folder in a run directory with evaluations of its checkpoints."""
 REPLAY = ".replay-"
-"""Separator between the name of a run directory and the number of a replay, in the name of its directory."""
+"""Separator in the name of a replay's directory, between the name of the run directory and the replay's number."""
 EVENT_FILES = "events.out.tfevents."
-"""Beginning of the names of TensorBoard's event files."""
+"""Prefix of the names of TensorBoard's event files."""
 LARGEST = 64 << 20
-"""Bytes of a small file of a run directory: its `run.json`, its record."""
+"""Maximum size in bytes of a small file of a run directory, such as `run.json`."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
-"""The address of a store such as s3://bucket/run; `Path` takes one slash off. One letter is a drive of Windows."""
+"""Pattern of an address such as s3://bucket/run, or s3:/bucket/run after `Path`. One letter is a Windows drive."""
 LONGEST = 255
-"""Maximum bytes of a file's name, on all usual file systems."""
+"""Maximum length of a file name in bytes on common file systems."""
 
 
 def run_directory_gone(folder: Path) -> ConfigError:
     """Return the error for a run directory that has disappeared."""
     return ConfigError(
-        f"The run directory {folder} is gone: somebody has deleted or moved it. The run ends here; resume from a "
-        f"checkpoint that is left (resume=PATH), or begin a new run."
+        f"The run directory {folder} was deleted or moved during the run, which ends now. Resume from a remaining "
+        f"checkpoint (resume=PATH), or start a new run."
     )
 
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
-    """Return the error for a run directory that is not writable any more; `reason`: the system's."""
-    # by text: a caller has the words of the system alone
+    """Return the error for a run directory that has become read-only. `reason` is the system's message."""
+    # by text, since callers have only the system's message
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
-        f"The run directory {folder} cannot be written to: {reason}. The run ends here; "
-        f"{'free some space' if is_full else 'see to its rights'}, or go on elsewhere from one of its checkpoints "
-        f"(resume=PATH, run.root)."
+        f"Cannot write to the run directory {folder}: {reason}. The run ends now. "
+        f"{'Free some space' if is_full else 'Change its permissions'}, or continue in another folder from one of its "
+        f"checkpoints (resume=PATH, run.root)."
     )
 
 
 def name_problem(name: str) -> str | None:
     """Return why a run's name is not a folder below the root; None if it is."""
     parts = Path(name).parts
-    # a name with slashes is fine: it becomes nested folders below the root
+    # a name may contain slashes: it becomes nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
-        return f"must be a plain name, since it becomes a folder below run.root, not {name[:60]!r}."
+        return f"must be a relative folder name below run.root, got {name[:60]!r}."
     return path_problem(name)
 
 
-def require_local(path: object, what: str = "") -> None:
-    """Raise ConfigError for the address of a store; `what`: the argument that has it, such as "dirpath"."""
+def require_local(path: object, argument: str = "") -> None:
+    """Raise ConfigError if `path` is the address of a store. `argument` is the subject of the message."""
     problem = address_problem(path)
     if problem is not None:
-        raise ConfigError(f"{what or 'A path'} {problem}")
+        raise ConfigError(f"{argument or 'A path'} {problem}")
 
 
 def address_problem(path: object) -> str | None:
-    """Return why a path is no local one but the address of a store, such as s3://bucket; None if it is local."""
+    """Return a message if a path is the address of a store, such as s3://bucket; None for a local path."""
     address = ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
     if address is None:
         return None
     scheme, rest = address[1], address[2]
     if scheme == "file":
-        return f"is the address 'file:///{rest}': write it as a path, {'/' + rest!r}."
+        return f"is the address 'file:///{rest}'. Write it as a path: {'/' + rest!r}."
     return (
-        f"is '{scheme}://{rest}', the address of a store. Legato reads and writes folders of this machine only: mount "
-        f"the store, or copy the files, and name the folder."
+        f"is '{scheme}://{rest}', the address of an object store, but must be a local path. Mount the store or copy "
+        f"the files, and pass that folder."
     )
 
 
 def path_problem(path: str) -> str | None:
-    """Return why no file system accepts a path; None if one may."""
+    """Return why no file system accepts a path; None if it is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:
-        return f"has a null byte, which no path can have: {path[:60]!r}."
-    size, part = max(((len(os.fsencode(part)), part) for part in Path(path).parts), default=(0, ""))
+        return f"has a null byte, which paths must not contain: {path[:60]!r}."
+    size, name = max(((len(os.fsencode(name)), name) for name in Path(path).parts), default=(0, ""))
     if size > LONGEST:
-        return f"is too long: {part[:40]!r}... takes {size} bytes, and the name of a folder has {LONGEST} at most."
+        return f"is too long: {name[:40]!r}... has {size} bytes, but a folder name may have at most {LONGEST}."
     return None
 
 
 def is_run_directory(folder: Path, name: str) -> bool:
-    """Return whether a run of this name writes, or wrote, to a folder.
+    """Return whether a folder is the directory of a run of this name.
 
-    True for NAME/version_N, and for a folder with checkpoints: a run directory may have been copied.
+    True for NAME/version_N, and for a folder with checkpoints, which may be a copy of a run directory.
     """
     parts = Path(name).parts
-    named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
-    return named or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+    has_name = (
+        bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
+    )
+    return has_name or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
 
 
 def parse_small(path: Path) -> Any:
-    """Return the contents of a small JSON file; None where there is none, or where it cannot be read."""
+    """Return the contents of a small JSON file; None if it is missing or invalid."""
     try:
         return json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError):  # the last: of thousands of brackets within each other
+    except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return None
 
 
 def read_small(path: Path) -> bytes:
-    """Return the bytes of a regular file of at most LARGEST bytes; raises OSError for anything else."""
+    """Return the bytes of a regular file of at most LARGEST bytes. Raises OSError for anything else."""
     if regular_file_size(path) > LARGEST:
         raise OSError(f"{path} has more than {LARGEST:,} bytes")
     return path.read_bytes()
 
 
 def regular_file_size(path: Path) -> int:
-    """Return the size of a regular file; raises OSError for anything else."""
-    # opening a FIFO would wait for a writer, and reading a link to /dev/zero would not end
+    """Return the size of a regular file in bytes. Raises OSError for anything else."""
+    # opening a FIFO would wait for a writer, and reading /dev/zero through a link would not end
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return status.st_size

@@ -1,4 +1,4 @@
-"""Tensors within collections: the one place that knows how to walk through a batch, and how many samples it has."""
+"""Traversal of the tensors in nested collections, and the number of samples in a batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .errors import DataError
 
 BATCH_NORM: Any = torch.nn.SyncBatchNorm.__base__
-"""The class from which all batch norms derive."""
+"""Base class of all batch norms."""
 
 
 def map_tensors(
@@ -20,11 +20,11 @@ def map_tensors(
     move: Callable[[Any], Any] | None = None,
     number: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `batch` with `change` applied to each tensor; tuples, named tuples, lists, dicts and dataclasses keep
-    their type.
+    """Return `batch` with `change` applied to each tensor in tuples, lists, dicts and dataclasses, of the same types.
 
-    move: applied to other objects that have a `.to` method.
-    number: applied to numbers and NumPy arrays.
+    Args:
+        move: Applied to other objects that have a method `to`.
+        number: Applied to numbers and NumPy arrays.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -34,17 +34,17 @@ def map_tensors(
         return batch
     if move is not None and callable(getattr(batch, "to", None)):
         return move(batch)
-    # before tuples: a named tuple takes its items one by one
+    # before tuples: a named tuple takes its items as separate arguments
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(item, change, move, number) for item in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(item, change, move, number) for item in batch)
     if isinstance(batch, dict):
-        # a subclass, such as transformers' BatchEncoding, is made anew by its own type
+        # subclasses such as transformers' BatchEncoding are rebuilt by their type
         changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
         return changed if type(batch) is dict else type(batch)(changed)
-    if is_dataclass(batch) and not isinstance(batch, type):  # is_dataclass is true of the class itself, too
-        # replace() refuses fields that __init__ does not take
+    if is_dataclass(batch) and not isinstance(batch, type):  # is_dataclass also accepts the class
+        # replace() refuses fields that are not arguments of __init__
         initialized = (field for field in fields(batch) if field.init)
         values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in initialized}
         return replace(batch, **values)
@@ -52,48 +52,50 @@ def map_tensors(
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a subclass of Tensor is made of (a shard, quantized weights), or the tensor itself."""
+    """Return the inner tensors of a Tensor subclass (shards, quantized weights), or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
+    return [plain for value in inner if isinstance(value, torch.Tensor) for plain in plain_tensors(value)]
 
 
 def require_samples(batch: Any, items: int | None = None) -> int:
-    """Return the number of samples in a batch: the length that its parts have along their first dimension.
+    """Return the number of samples in a batch: the size of its tensors along their first dimension.
 
-    items: how many items the loader has collated; it decides where parts differ.
+    Tensors without dimensions do not count. In a batch without tensors, the length of the first list of numbers or
+    strings counts.
 
-    Raises DataError where they differ. A tensor without dimensions has no length; in a batch without any length,
-    the first list of numbers or texts counts.
+    items: Number of items that the loader collated, which decides if sizes differ.
+
+    Raises DataError if sizes differ and `items` does not decide.
     """
     lengths = set(_lengths(batch, items))
     if items is not None and (items in lengths or (items > 1 and len(lengths) > 1)):
         return items
     if len(lengths) > 1:
         raise DataError(
-            f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
-            f"is to say how many samples it has, by which it is weighted. Give the task a method count_samples(batch) "
-            f"that returns that number."
+            f"The number of samples in a batch, which is its weight, is unclear: the first dimensions of its tensors "
+            f"differ ({', '.join(map(str, sorted(lengths)))}). Define count_samples(self, batch) in the task and "
+            f"return that number."
         )
     return lengths.pop() if lengths else _length_of_list(batch) or items or 1
 
 
 def _lengths(batch: Any, collated: int | None = None) -> list[int]:
-    """Return the lengths of all parts that have one, in order."""
+    """Return the length of each item in a batch that has one, in order."""
     lengths, items = list[int](), [batch]
-    while items:  # a loop and no generator, since it runs in every step of a stream
+    while items:  # a loop, not a generator, since it runs in every step of a stream
         item = items.pop()
-        if isinstance(item, torch.Tensor):  # asked first: the other questions take three times as long
+        if isinstance(item, torch.Tensor):  # first, since the other checks take three times as long
             if item.ndim:
-                lengths.append(item.size(0))  # not its shape, which a nested tensor has not
+                lengths.append(item.size(0))  # not from its shape, which a nested tensor does not have
         elif isinstance(item, PackedSequence):
             lengths.append(int(item.batch_sizes[0]))
         elif isinstance(item, (list, tuple)):
             if item and isinstance(item[0], torch.Tensor) and item[0].ndim == 3 and _are_images(item, collated):
                 lengths.append(len(item))
             items.extend(reversed(item))
-        # graphs (PyG, DGL) say it; the shape of a TensorDict is its batch size
+        # graphs (PyG, DGL) have this attribute; the shape of a TensorDict is its batch size
         elif isinstance(size := getattr(item, "num_graphs", getattr(item, "batch_size", None)), int):
             lengths.append(size)
         elif shape := getattr(item, "shape", None):
@@ -101,21 +103,21 @@ def _lengths(batch: Any, collated: int | None = None) -> list[int]:
         else:
             items.extend(reversed(_values_of(item)))
             positions = item.get("position_ids") if isinstance(item, Mapping) else None
-            # several texts in one row, of which each begins at position 0
+            # packed texts share a row, in which each begins at position 0
             if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.size(0) == 1:
                 lengths.append(max(1, int((positions == 0).sum())))
     return lengths
 
 
 def _are_images(items: Any, collated: int | None) -> bool:
-    """Return whether a list may be of images [channels, height, width], one a sample, rather than of fields."""
+    """Return whether a list may hold one image (channels, height, width) per sample, rather than fields of a batch."""
     if not all(isinstance(item, torch.Tensor) and item.ndim == 3 and item.size(0) <= 4 for item in items):
         return False
     return len(items) == collated or len({item.shape[1:] for item in items}) > 1
 
 
 def _values_of(item: Any) -> list[Any]:
-    """Return what a mapping or dataclass holds."""
+    """Return the values of a mapping or dataclass."""
     if isinstance(item, Mapping):
         return list(item.values())
     is_instance = is_dataclass(item) and not isinstance(item, type)
@@ -123,7 +125,7 @@ def _values_of(item: Any) -> list[Any]:
 
 
 def _length_of_list(batch: Any) -> int | None:
-    """Return the length of the first list of numbers or texts."""
+    """Return the length of the first list of numbers or strings."""
     items = batch if isinstance(batch, (list, tuple)) else _values_of(batch)
     if items and items is batch and isinstance(batch[0], (str, bytes, int, float)):
         return len(batch)
@@ -131,9 +133,9 @@ def _length_of_list(batch: Any) -> int | None:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor as it is."""
+    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor  # type: ignore[no-any-return]
-    with torch.no_grad():  # where torch returns the shard itself, and not a view with a gradient of its own
-        part: torch.Tensor = tensor.to_local()
-    return part
+    with torch.no_grad():  # in this mode torch returns the shard itself instead of a view in the autograd graph
+        shard: torch.Tensor = tensor.to_local()
+    return shard

@@ -1,7 +1,7 @@
-"""The private names of torch, torchmetrics and CPython that Legato uses, each behind a function of this file.
+"""Functions for the private names of torch, torchmetrics and CPython that Legato uses.
 
-No other file uses one. They are called as they are, without a way around them: the tests run with each version of torch
-that is supported (`make matrix`), and a version that has changed one needs a change here.
+No other file uses private names. This one calls them without a fallback: the tests run with each supported version of
+torch (`make matrix`), and a version that changes a name needs a change here.
 """
 
 import logging
@@ -30,7 +30,7 @@ def _c10d() -> Any:
 
 
 def set_group_timeouts(limit: timedelta) -> None:
-    """Set the timeout of every process group of this process, except those of MPI, which has none."""
+    """Set the timeout of all process groups of this process, except those of MPI, which has none."""
     for group in list(_c10d()._world.pg_map):
         if torch.distributed.get_backend(group) != "mpi":
             set_group_timeout(limit, group)
@@ -38,17 +38,17 @@ def set_group_timeouts(limit: timedelta) -> None:
 
 def set_group_timeout(limit: timedelta, group: Any = None) -> None:
     """Set the timeout of a process group, by default the default group."""
-    public = getattr(torch.distributed, "set_timeout", None)  # torch 2.15, which deprecates the private one
+    public = getattr(torch.distributed, "set_timeout", None)  # torch 2.15, which deprecates the private function
     (public or _c10d()._set_pg_timeout)(limit, group)
 
 
 def reset_group_names() -> None:
-    """Restart torch's numbering of this process's groups: ranks meet by these numbers, and a failed attempt counts.
+    """Restart torch's numbering of this process's groups. There must be no default group.
 
-    Only without a default group.
+    Ranks find each other by these numbers, and a failed attempt increments them.
     """
-    # A rank that joins starts at 0. Others that have tried once more would look for each other under another name, and
-    # all would wait for the timeout.
+    # A joining rank starts at 0. Ranks with one more attempt would use another number, and all would wait for the
+    # timeout.
     _c10d()._world.group_count = 0
 
 
@@ -57,17 +57,17 @@ def default_store() -> Any:
     return _c10d()._get_default_store()
 
 
-# --- parameters that are sharded --------------------------------------------------------------------------------------
+# --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
-    """Remove the mark that `fully_shard` was applied to a module, so that it can be applied again."""
-    # torch has no way back: without this, a second run of a task fails, as its state has been garbage collected
+    """Remove the mark of `fully_shard` from a module, so that it can be applied again."""
+    # torch has no inverse: without this, a second run of a task fails, since its state was garbage collected
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
 
 
 def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
-    """Call the forward of a DistributedDataParallel; without its range of torch's profiler (35 us) while none runs."""
+    """Call DistributedDataParallel's forward, without its profiler range (35 us) while no profiler runs."""
     if is_profiling() or ddp._delay_all_reduce_all_params:
         return ddp.forward(*arguments)
     inputs, options = ddp._pre_forward(*arguments)
@@ -76,39 +76,39 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 
 def reduction_check(module: Any) -> Callable[[], object]:
     """Return a function that raises RuntimeError if DDP misses gradients after a backward, a step before torch does."""
-    # its C++ object's own function, which the method of DDP's would call
+    # the function of the C++ reducer that DDP's method calls
     check: Callable[[], object] = module.reducer._check_reducer_finalized
     return check
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-# One call for many small tensors. A loop over torch's public methods takes 242 instead of 141 us to add up 150 tensors
-# of 256 numbers on a CPU, 555 instead of 76 us to copy them, and a kernel for each of them on a GPU.
+# One call for many small tensors. A loop over public methods takes 242 us instead of 141 us to add 150 tensors of 256
+# numbers on a CPU, 555 us instead of 76 us to copy them, and launches a kernel for each of them on a GPU.
 add_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
-"""Add each of the second list to its partner in the first, in place: one kernel for many small tensors."""
+"""Add each tensor of the second list to its counterpart in the first, in place."""
 multiply_each: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 """Multiply tensors in place."""
 divide_each: Callable[[list[Tensor], float | Tensor], None] = torch._foreach_div_
-"""Divide tensors in place by one number, which may be on their device."""
+"""Divide tensors in place by a number, which may be a tensor on their device."""
 copy_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
-"""Copy each of the second list to its partner in the first."""
+"""Copy each tensor of the second list to its counterpart in the first."""
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of another one."""
-    # no public way to know; to copy every block's output instead would cost its activations once more
+    """Return whether a tensor is a view of another tensor."""
+    # torch has no public test; copying every block's output instead would double the memory of activations
     return tensor._base is not None
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; 0 where that is not counted."""
+    """Return how often a tensor was modified in place; 0 for an inference tensor, which has no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """Make tensors without memory within this context, on the device that it yields."""
-    # on torch's device "meta" autocast would cast nothing, and all activations would count in full precision
+    """Create tensors without memory in this context, on the device that it yields."""
+    # not on the device "meta", where autocast has no effect and all activations would count in full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -116,11 +116,11 @@ def faking_tensors() -> Iterator[str]:
 
 
 DispatchMode = _python_dispatch.TorchDispatchMode
-"""A mode that sees each operation below autograd, also those of a backward; torch documents it by this name."""
+"""Mode that intercepts each operation below autograd, also in a backward. torch documents it under this name."""
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the number of the newest node of the autograd graph, and that of the node whose backward runs, if any."""
+    """Return the number of the newest autograd node, and the number of the node whose backward runs, or None."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -128,28 +128,29 @@ def node_numbers() -> tuple[int, int | None]:
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 Tensors = MutableMapping[str, Any]
-"""Parameters or buffers of one module by name, to read and to replace."""
+"""Parameters or buffers of a module by name, to read and to replace."""
 ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """Parameters, buffers and children of a module by name."""
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return a module's own buffers by name, including None."""
+    """Return the buffers that a module holds directly, by name, including None."""
     return module._buffers
 
 
 def put_child(module: nn.Module, name: str, value: Any) -> None:
-    """Set a child, which need not be a module, on a copy of a module."""
+    """Set a child of a module copy. The child does not have to be a module."""
     module._modules[name] = value
 
 
 def replace_values(tensor: Any, values: Tensor) -> None:
-    """Replace the values of a tensor, of a DTensor those of this rank's shard: `to_local` of a parameter is a view."""
+    """Replace the values of a tensor; for a DTensor, of this rank's shard."""
+    # not with to_local(), which returns a view for a parameter
     (tensor._local_tensor if hasattr(tensor, "to_local") else tensor).data = values
 
 
 def module_parts(module: nn.Module) -> ModuleParts:
-    """Return the parameters, buffers and children of a module."""
+    """Return the parameters, buffers and children that a module holds directly."""
     return module._parameters, module._buffers, module._modules
 
 
@@ -159,9 +160,9 @@ def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
 
 
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
-    """Return a shallow copy of a tree of modules with `tensors`, by id of the original, as parameters and buffers.
+    """Return a shallow copy of a module tree whose parameters and buffers are `tensors`, by id of the original.
 
-    torch.func.functional_call calls a module's forward alone, and a step of a task is another method.
+    torch.func.functional_call cannot do this, since it only calls forward, not a step of a task.
     """
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
@@ -171,7 +172,9 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
             if parameter is None:
                 twin._parameters[name] = None
             else:
-                setattr(twin, name, tensors[id(parameter)])  # not in __dict__: nn.LSTM keeps a list of its weights
+                setattr(
+                    twin, name, tensors[id(parameter)]
+                )  # not by __dict__: nn.LSTM's __setattr__ keeps a weight list
         for name, buffer in original._buffers.items():
             twin._buffers[name] = None if buffer is None else tensors[id(buffer)]
     return copies[module]
@@ -183,10 +186,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_call(module: nn.Module, **options: Any) -> None:
-    """Compile a module in place, also of a class of torch's own.
+    """Compile a module in place, also one of torch's classes.
 
-    torch's compiler passes over frames of torch.nn, so that nn.Module.compile gives no graph for a Sequential or a
-    Linear by itself; a frame of this file around the call it takes.
+    torch's compiler skips frames of torch.nn, so nn.Module.compile gives no graph for a Sequential or Linear. This
+    function adds a frame around the call.
     """
     if type(module).forward.__module__.startswith("torch."):
         module._compiled_call_impl = partial(torch.compile(_call_module, **options), module)
@@ -202,8 +205,8 @@ def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
 def step_of(optimizer: Any) -> Callable[..., Any]:
     """Return the function that steps an optimizer.
 
-    Torch spends 25 us a step on profiler ranges; they are skipped while no profiler runs, no hook is on the step, and
-    only a learning rate scheduler has replaced it.
+    torch spends 25 us per step on profiler ranges. The function skips them if no profiler runs, the step has no hooks,
+    and nothing but a learning rate scheduler has replaced it.
     """
     has_compiler = "torch._dynamo" in sys.modules
     if has_compiler and torch.compiler.is_compiling():
@@ -211,7 +214,7 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     replaced = optimizer.__dict__.get("step")
     function = type(optimizer).step if replaced is None else _behind_scheduler(replaced)
     if (
-        not hasattr(function, "hooked")  # mark of torch's wrapper, which functools.wraps copies to other wrappers
+        not hasattr(function, "hooked")  # marks torch's wrapper, but functools.wraps copies it to other wrappers
         or function.__code__.co_filename != optimizer_module.__file__
         or is_profiling()
         or optimizer._optimizer_step_pre_hooks
@@ -220,23 +223,23 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
         or optimizer_module._global_optimizer_post_hooks
     ):
         return optimizer.step  # type: ignore[no-any-return]
-    optimizer._opt_called = True  # schedulers replace `step` to warn if they are stepped before it
+    optimizer._opt_called = True  # otherwise schedulers warn that they were stepped before the optimizer
     step = function.__wrapped__
-    # torch's code around most steps sets the gradient mode, and asks the compiler, which it imports, for a graph break
+    # torch wraps most steps in code that sets the gradient mode and imports the compiler for a graph break
     if not has_compiler and step.__code__ is _sets_grad_mode() and not optimizer.defaults["differentiable"]:
         step = _without_grad(step.__wrapped__)
     return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 def _behind_scheduler(step: Any) -> Any:
-    """Return the `step` that a learning rate scheduler has replaced; None if other code did."""
+    """Return the `step` that a learning rate scheduler has replaced; None if other code has replaced it."""
     code = getattr(step, "__code__", None)
     return step.__wrapped__ if code is not None and code.co_filename == lr_scheduler.__file__ else None
 
 
 @cache
 def _sets_grad_mode() -> Any:
-    """Return the code that torch wraps around a step."""
+    """Return the code of the wrapper that sets the gradient mode around a step."""
     return optimizer_module._use_grad_for_differentiable(lambda optimizer: None).__code__
 
 
@@ -244,7 +247,7 @@ _without_grad = cache(torch.no_grad())
 
 
 def mark_stepped(optimizer: Any, stepped: bool = True) -> None:
-    """Mark an optimizer as stepped, or its learning rate schedulers warn."""
+    """Mark an optimizer as stepped, so that its learning rate schedulers do not warn."""
     optimizer._opt_called = stepped
 
 
@@ -254,10 +257,10 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 
 
 def backward_engine() -> Callable[..., Any] | None:
-    """Return the function behind torch.autograd.backward, which compares shapes and keeps its context first, for 10 us.
+    """Return the function that torch.autograd.backward calls, without its checks and context, which take 10 us.
 
-    None where it does more: log each node of a graph. For subclasses of Tensor, and for what was compiled on another
-    device than the CPU, whose threads take the context over, torch.autograd.backward must be called.
+    None if backward logs each node of a graph. Call torch.autograd.backward for subclasses of Tensor, and for graphs
+    compiled on a device other than the CPU, whose threads need the context.
     """
     if logging.getLogger("torch.autograd.graph").isEnabledFor(logging.DEBUG):
         return None
@@ -270,29 +273,33 @@ _DYNAMO = "torch._dynamo.utils"
 
 
 def count_graphs() -> int:
-    """Return how many graphs torch's compiler has made in this process."""
+    """Return the number of graphs that torch's compiler has created in this process."""
     return int(sys.modules[_DYNAMO].counters["stats"]["unique_graphs"]) if _DYNAMO in sys.modules else 0
 
 
 def _tell_compiler() -> list[Any]:
-    """Return the methods that exclude themselves from compilation when they are first called."""
+    """Return the methods that exclude themselves from compilation on their first call."""
     optimizer, ddp = torch.optim.Optimizer, vars(nn.parallel.DistributedDataParallel)
     methods: list[Any] = [optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict]
     return [*methods, optimizer.load_state_dict, ddp["_inside_ddp_forward"].__wrapped__]
 
 
 def spare_compiler() -> None:
-    """Have optimizers and DDP not import torch's compiler, which takes as long as torch itself, only to tell it what
-    not to compile; they do that once something else imports it."""
+    """Keep optimizers and DDP from importing torch's compiler until something else imports it.
+
+    They import it only to exclude methods from compilation, which takes as long as importing torch.
+    """
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
     for method in _tell_compiler():
-        method.__wrapped__.__dynamo_disable = method.__wrapped__  # what torch calls, in place of one that is excluded
+        method.__wrapped__.__dynamo_disable = (
+            method.__wrapped__
+        )  # the attribute with the excluded method, which torch calls
     sys.meta_path.insert(0, _CompilerImport())
 
 
 class _CompilerImport(MetaPathFinder):
-    """Finds no module, and takes `spare_compiler` back when the compiler is looked for."""
+    """Import hook that finds no module, but reverts `spare_compiler` when the compiler is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torch._dynamo":
@@ -303,56 +310,56 @@ class _CompilerImport(MetaPathFinder):
 
 @contextmanager
 def no_compiler_for_ddp() -> Iterator[None]:
-    """Answer DDP's constructor, which asks for the compiler's option optimize_ddp, without importing the compiler."""
+    """Give DDP's constructor the compiler's option optimize_ddp without importing the compiler."""
     if "torch._dynamo" in sys.modules:
         yield
         return
-    # nobody can have changed the option without importing it
-    answer = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
-    vars(torch)["_dynamo"] = answer
+    # the default: no program can have changed the option without importing the compiler
+    stand_in = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+    vars(torch)["_dynamo"] = stand_in
     try:
         yield
     finally:
-        if vars(torch).get("_dynamo") is answer:
+        if vars(torch).get("_dynamo") is stand_in:
             del vars(torch)["_dynamo"]
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Return whether a profiler of torch runs."""
+"""Return whether a torch profiler is running."""
 
 
 def iterates_plainly(loader: Any) -> bool:
-    """Return whether a DataLoader of any class yields what its collate_fn returns."""
+    """Return whether a DataLoader, even of a subclass, yields the results of its collate_fn unchanged."""
     plain, kind = torch.utils.data.DataLoader, type(loader)
     return kind.__iter__ is plain.__iter__ and kind._get_iterator is plain._get_iterator
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return the function that reads the next batch of a loader's iterator, and for how many batches it is right.
+    """Return the function that reads the next batch of a loader's iterator, and the number of batches it is valid for.
 
-    While no profiler runs it leaves out the range of torch's profiler, which takes 35 us a batch, 9 % of a small step.
+    The function skips torch's profiler range, which takes 35 us per batch, 9 % of a small step.
     """
     base = torch.utils.data.dataloader._BaseDataLoaderIter
-    # an iterator of another class, such as one of a subclass of DataLoader, may do work of its own there
+    # another class of iterator, such as a DataLoader subclass's, may do additional work in __next__
     if type(batches).__next__ is not base.__next__:
         return batches.__next__, math.inf
-    # beyond the length that an iterable dataset declares torch's own iterator continues, with a warning
+    # beyond the declared length of an iterable dataset torch's iterator continues with a warning
     length = batches._IterableDataset_len_called
     return batches._next_data, math.inf if length is None else length
 
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
-    """Return the function that reads the next batch after `count` ones that were read by `reader_of`."""
-    # torch counts on from there for its warning beyond the declared length
+    """Return the function that reads the next batch after `reader_of`'s function has read `count` batches."""
+    # torch needs the count for its warning beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
-    """End the workers of a loader's iterator; else torch does with the last reference to it.
+    """End the workers of a loader's iterator now; torch ends them with the last reference to the iterator.
 
-    Those that persist only with their `loader`, which starts others where it is iterated over again.
+    Persistent workers end only if you pass `loader`, which starts new ones in its next iteration.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return
@@ -360,35 +367,35 @@ def end_loader_workers(iterator: Any, loader: Any = None) -> None:
         if loader is None:
             return
         if getattr(loader, "_iterator", None) is iterator:
-            loader._iterator = None  # else the loader would reuse an iterator without workers
+            loader._iterator = None  # otherwise the loader would reuse an iterator without workers
     iterator._shutdown_workers()
 
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
 def reductions_of(metric: Any) -> dict[str, Any]:
-    """Return the states of a metric by name, each with its reduction over ranks."""
+    """Return the reduction over ranks of each state of a metric, by name."""
     reductions: dict[str, Any] = metric._reductions
     return reductions
 
 
 def set_updates(metric: Any, count: int) -> None:
-    """Set a metric's number of updates after its states were set, and drop its computed value."""
+    """Set a metric's number of updates, and clear its computed value. Call this after setting its states."""
     metric._update_count, metric._computed = count, None
 
 
 def is_computed(metric: Any) -> bool:
-    """Return whether a metric was computed after its last update."""
+    """Return whether a metric has been computed since its last update."""
     return metric._computed is not None
 
 
 def newest_value_of(metric: Any) -> Any:
-    """Return a metric's value of the newest batch."""
+    """Return a metric's value for the newest batch."""
     return metric._forward_cache
 
 
-def set_synced(metric: Any, wanted: bool) -> bool:
-    """Choose whether a metric's `compute` merges the states of all ranks first; return the former choice."""
-    # its public sync_on_compute is read when it is made, and after each forward
+def set_synced(metric: Any, synced: bool) -> bool:
+    """Set whether a metric's `compute` merges the states of all ranks. Returns the former value."""
+    # the public sync_on_compute is read only by the constructor and after each forward
     before: bool = metric._to_sync
-    metric._to_sync = wanted
+    metric._to_sync = synced
     return before

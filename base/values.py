@@ -1,7 +1,8 @@
-"""Compares values with type annotations, strictly, and converts them: to paths, durations, tuples, sets, objects.
+"""Checks values against type annotations, and converts them to paths, durations, tuples, sets and objects.
 
-Strictly: "yes" is no bool, true is no int and "3" is no int; an int is accepted for a float. `Annotated` with a Range
-or a Rule narrows a type. What YAML cannot hold (a protocol, a type variable, a callable) accepts every plain value.
+The check is strict: "yes" is not a bool, and neither true nor "3" is an int; an int is accepted as a float. `Annotated`
+with a Range or a Rule narrows a type. An annotation for which YAML has no values (a protocol, a type variable, a
+callable) accepts every plain value.
 """
 
 import inspect
@@ -30,11 +31,11 @@ _LISTS = (list, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection)
 _SETS = (set, frozenset, abc.Set, abc.MutableSet)
 _MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
 _PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_PATHS, *_LISTS, *_SETS, *_MAPPINGS)
-"""Types of which a mapping with `_target_` is never an instance."""
+"""Types that a mapping with `_target_` cannot build."""
 
 
 class Problem(NamedTuple):
-    """A mistake: its key, and a sentence with the value that was expected, the one that came, and what to write."""
+    """A mistake: its key, and a sentence with the expected value, the actual value and a correction."""
 
     key: Key
     message: str
@@ -42,18 +43,18 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that an annotation accepts, as in `Annotated[int, Range(1)]`; `exclusive`: without `least` itself."""
+    """Numbers that an annotation accepts, as in `Annotated[int, Range(1)]`; `exclusive` excludes `least`."""
 
     least: float
     most: float = math.inf
     exclusive: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a number is within; NaN never is."""
+        """Return whether a number is in the range; False for NaN."""
         return bool(self.least < value if self.exclusive else self.least <= value) and bool(value <= self.most)
 
     def words(self, name: str) -> str:
-        """Describe the type of that name, and the range."""
+        """Return a description of the range for the type `name`."""
         if self.exclusive:
             name = f"{name} above {self.least}"
             return name if self.most == math.inf else f"{name}, up to {self.most}"
@@ -64,37 +65,37 @@ class Range:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of an annotation, and its description, which replaces the type's."""
+    """A condition on the values of an annotation, and a description that replaces the type's."""
 
     description: str
     accepts: Callable[[Any], bool]
 
     def words(self, name: str) -> str:
-        """Describe the values that are accepted."""
+        """Return a description of the accepted values."""
         return self.description
 
 
 Fitted = tuple[Any, list[Problem]]
-"""A converted value, and the mistakes in it."""
+"""A converted value and the mistakes in it."""
 Build = Callable[[Mapping[str, Any], Key, Any], Fitted]
-"""Checks, or builds, a mapping with `_target_`, of which an instance of a class is wanted."""
+"""Function that checks or builds a mapping with `_target_`. Its last argument is the expected class."""
 
 
 def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
-    """Convert a value to a type; `build` converts mappings that name a class."""
+    """Convert a value to the type `expected`. `build` converts mappings with `_target_`."""
     origin, parts = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin is typing.Annotated:
         fitted, problems = fit(parts[0], value, key, build)
-        if not problems and not all(one.accepts(value) for one in parts[1:] if isinstance(one, Range | Rule)):
+        if not problems and not all(rule.accepts(value) for rule in parts[1:] if isinstance(rule, Range | Rule)):
             problems = [Problem(key, "")]
-        # said with the range too; but a mistake within a list is said of its item
-        return fitted, [Problem(key, _wrong((expected,), value)) if one.key == key else one for one in problems]
+        # a message about this value includes the range; a mistake in an item of a list keeps the item's message
+        return fitted, [Problem(key, _wrong((expected,), value)) if p.key == key else p for p in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)
-    # before shapes: a mapping with `_target_` is an object for any class that is wanted
+    # before shapes: a mapping with `_target_` builds an object of any class
     if is_target(value):
         if origin in _PLAIN:
-            return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {name_of(expected)}.")]
+            return value, [Problem(key, f"must not have a `{TARGET}`: it must be {name_of(expected)}.")]
         return build(value, key, origin if isinstance(origin, type) and origin is not Any else object)
     if not _has_shape(origin, parts, value):
         return value, [Problem(key, _wrong((expected,), value))]
@@ -120,9 +121,9 @@ def _fit_list(origin: Any, parts: Any, value: list[Any], key: Key, build: Build)
         fit(kind, item, (*key, index), build) for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
     ]
     problems = [problem for _, inner in fitted for problem in inner]
-    # YAML has lists alone; the annotation says what they stand for
-    made = tuple if origin is tuple else set if origin in _SETS else list
-    return (value if problems else made(item for item, _ in fitted)), problems
+    # YAML only has lists, which the annotation may turn into a tuple or set
+    kind = tuple if origin is tuple else set if origin in _SETS else list
+    return (value if problems else kind(item for item, _ in fitted)), problems
 
 
 def _fit_mapping(origin: Any, parts: Any, value: dict[Any, Any], key: Key, build: Build) -> Fitted:
@@ -140,15 +141,15 @@ def _fit_mapping(origin: Any, parts: Any, value: dict[Any, Any], key: Key, build
 
 
 def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> Fitted:
-    if Any in members:  # it takes the value as it is; another member might convert it
+    if Any in members:  # keeps the value, which another member might convert
         return fit(Any, value, key, build)
     inner: list[Problem] = []
-    # members that convert come last, so that a str stays one in `str | Path`
-    for member in sorted(members, key=lambda one: one in (*_PATHS, timedelta)):
+    # members that convert come last, so that a str stays a str in `str | Path`
+    for member in sorted(members, key=lambda kind: kind in (*_PATHS, timedelta)):
         fitted, problems = fit(member, value, key, build)
         if not problems:
             return fitted, []
-        # mistakes within a mapping or list of the right shape, or in a path, say more than a list of all types
+        # a mistake inside a mapping, list or path of the right shape is more helpful than a list of all types
         within = isinstance(value, dict | list) and any(problem.key != key for problem in problems)
         if within or (member in _PATHS and isinstance(value, str)):
             inner = inner or problems
@@ -156,20 +157,20 @@ def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> 
 
 
 def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
-    """Return whether a value has a type, apart from its items."""
+    """Return whether a value matches a type, leaving aside its items."""
     if origin is Literal:
         return any(same(value, word) for word in parts)
     if origin in (None, type(None)):
         return value is None
     if origin in (bool, int, float, str):
-        # a bool is an int for Python; a class of one's own may derive from str, as an enum does
+        # not type(): a value may be an enum that derives from str; but a bool is an int for isinstance
         accepted = (int, float) if origin is float else origin
         return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
     if origin in _PATHS:
         return isinstance(value, str | PathLike)
     if origin is timedelta:
         return isinstance(value, timedelta) or (isinstance(value, str) and _DURATION.fullmatch(value) is not None)
-    if origin in _SETS:  # their items must have hashes
+    if origin in _SETS:  # items must be hashable
         return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
     if origin is tuple:
         return isinstance(value, list) and (not _is_record(origin, parts) or len(parts) == len(value))
@@ -186,7 +187,7 @@ def _is_record(origin: Any, parts: Any) -> bool:
 
 
 def _needs_object(origin: Any) -> bool:
-    """Return whether no plain value can be of this class: not a protocol, an enum, a typed dict, a type variable."""
+    """Return whether no plain value fits this class; False for a protocol, an enum, a typed dict, a type variable."""
     return (
         inspect.isclass(origin)
         and origin not in (object, Any)
@@ -203,23 +204,23 @@ def is_target(value: Any) -> TypeGuard[dict[Any, Any]]:
 
 
 def _nearly_a_target(value: Mapping[Any, Any]) -> str:
-    """Return why a mapping of plain data was probably meant to be built; "" if it was not."""
+    """Return a message if a mapping of plain data was probably meant to build an object, otherwise ""."""
     if "class_path" in value and value.keys() <= {"class_path", "init_args", "dict_kwargs"}:
-        return f"is in LightningCLI's form. Write {{{TARGET}: {value['class_path']}}}, with the arguments beside it."
+        return f"has LightningCLI's form. Write {{{TARGET}: {value['class_path']}}}, with the arguments beside it."
     return next((f"has {name!r}.{hint}" for name in value if (hint := misspelt_word(name))), "")
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two plain values are equal and of the same types."""
+    """Return whether two plain values are equal and have the same types."""
     return type(left) is type(right) and repr(left) == repr(right)  # repr: [1] == [True], and nan != nan
 
 
 # --- words of messages ------------------------------------------------------------------------------------------------
 def name_of(expected: Any) -> str:
-    """Describe a type."""
+    """Return a description of a type for messages."""
     origin, parts = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin is typing.Annotated:
-        rules = [one for one in parts[1:] if isinstance(one, Range | Rule)]
+        rules = [rule for rule in parts[1:] if isinstance(rule, Range | Rule)]
         return rules[0].words(name_of(parts[0])) if rules else name_of(parts[0])
     if origin in (typing.Union, types.UnionType):
         return _either(parts)
@@ -246,7 +247,7 @@ def _either(members: Iterable[Any]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describe a value."""
+    """Return a description of a value for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict | list):
@@ -257,18 +258,18 @@ def describe(value: Any) -> str:
 
 
 def _wrong(members: tuple[Any, ...], value: Any) -> str:
-    """Return a message with the expected types, the value, and a correction where one is likely."""
+    """Return a message with the expected types, the value and, if possible, a correction."""
     message = f"must be {_either(members)}, not {describe(value)}."
-    bare = [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
-    kinds = {typing.get_origin(one) or one for one in bare}
+    bare = [typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in members]
+    kinds = {typing.get_origin(kind) or kind for kind in bare}
     if isinstance(value, str):
         if bool in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
             return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
         if kinds & {int, float} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
             return f"{message} Write {int(value)} without quotes."
-        words = [word for one in bare if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+        words = [word for kind in bare if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
         return message + did_you_mean(value, [word for word in words if isinstance(word, str)])
-    # from about 2^53 on floats skip integers: another number could be suggested than was written
+    # floats above 2^53 skip integers, so the suggestion could differ from the number in the file
     if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{message} Write {int(value)}."
     if kinds & {str, *_PATHS} and type(value) in (int, float):

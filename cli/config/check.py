@@ -287,7 +287,7 @@ class KeyChecker:
             elif name not in TRAINER.parameters:
                 hint = f" It is a top-level key: {name}=..." if name in SECTIONS else instead_of(name)
                 yield Problem(
-                    key, f"is no argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
+                    key, f"is not an argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
                 )
             # by name from a table, whose classes are read from source and not imported
             elif name == "strategy" and not is_target(value):
@@ -300,7 +300,9 @@ class KeyChecker:
             key: Key = ("run", name)
             if name not in RUN.parameters:
                 gone = instead_of("write_csv") if name == "csv" else ""  # as run.csv was called in Python
-                yield Problem(key, f"is no argument of run.{gone or _foreign(name) or _nearest(name, RUN.parameters)}")
+                yield Problem(
+                    key, f"is not an argument of run.{gone or _foreign(name) or _nearest(name, RUN.parameters)}"
+                )
                 continue
             mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
             checks: dict[str, Callable[[str], str | None]] = {"name": name_problem, "root": place_problem}
@@ -374,7 +376,7 @@ class KeyChecker:
                 mistakes += [] if name in known and same(item, known[name].default) else wrong
             else:
                 near = misspelt_word(name) if nested else ""
-                mistakes.append(Problem(inner, f"is no argument of {owner}.{near or _instead(inner, known)}"))
+                mistakes.append(Problem(inner, f"is not an argument of {owner}.{near or _instead(inner, known)}"))
         # what a partial lacks, its caller brings
         later = nested and value.get(PARTIAL)
         for name, parameter in known.items():

@@ -28,5 +28,5 @@ def test_anything_else_is_a_path(text):
 
 
 def test_an_address_of_this_machine_is_refused():
-    with pytest.raises(ConfigError, match="write it as a path, '/runs/x'"):
+    with pytest.raises(ConfigError, match="Write it as a path: '/runs/x'"):
         to_location("file:///runs/x")

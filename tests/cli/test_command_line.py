@@ -161,7 +161,7 @@ def test_neither_help_nor_a_misspelt_key_imports_torch(word: str) -> None:
         (["convert", "a", "b", "c"], "'c' is not an argument of it. It is one too many."),
         (["fit", "lime.yaml"], "Did you mean 'line.yaml'?"),
         (["fit", "line.yaml", "--devices", "2"], "legato fit: '--devices' is not an argument of it"),
-        (["fit", "line.yaml", "trainer.max_epohcs=3"], "override: trainer.max_epohcs is no argument"),
+        (["fit", "line.yaml", "trainer.max_epohcs=3"], "override: trainer.max_epohcs is not an argument"),
         (["config", "line.yaml", "task.lr=x"], "override: task.lr must be float"),
     ],
 )  # fmt: skip

@@ -146,7 +146,7 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
         (["run.root=a,b"], "run.root cannot vary"),
         (["task.lr=1,2"], "no callback of the config monitors a metric, so say what to compare: --metric NAME"),
         (["task.lr=1,high", *OBJECTIVE], "task.lr must be float, not the string 'high'"),
-        (["task.rate=1,2", *OBJECTIVE], "override: task.rate is no argument of Line. It takes lr"),
+        (["task.rate=1,2", *OBJECTIVE], "override: task.rate is not an argument of Line. It takes lr"),
         (["task.lr=uniform(0,1)", *OBJECTIVE], "Say how many: --random 20"),
         (["task.lr=1,2", "--jobs", "0", *OBJECTIVE], "--jobs must be at least 1"),
         (["task.lr=1,2", "--random", "2", "--optuna", "3"], "exclude each other"),

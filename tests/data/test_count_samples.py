@@ -63,7 +63,9 @@ def test_the_task_counts_the_samples_of_a_batch(trainer, options):
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_without_a_count_it_is_refused_before_the_first_step(trainer, stage):
     task = Undecided()
-    with pytest.raises(DataError, match=r"differ in their first dimension \(2, 8\).* a method count_samples\(batch\)"):
+    with pytest.raises(
+        DataError, match=r"first dimensions of its tensors differ \(2, 8\).* count_samples\(self, batch\)"
+    ):
         getattr(trainer(), stage)(task, Stream())
     assert task.gradients == []
 
@@ -113,5 +115,5 @@ def test_a_batch_says_how_many_samples_it_has(batch, items, samples):
 
 @pytest.mark.parametrize("batch", [images, (images, boxes), flattened, {"scale": torch.ones(1), "x": torch.ones(4)}])
 def test_what_it_does_not_say_is_asked_of_the_task(batch):
-    with pytest.raises(DataError, match=r"Give the task a method count_samples\(batch\)"):
+    with pytest.raises(DataError, match=r"Define count_samples\(self, batch\)"):
         require_samples(batch)

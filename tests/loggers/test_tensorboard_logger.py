@@ -306,6 +306,6 @@ def test_a_deleted_folder_ends_the_run_with_a_plain_error(tmp_path):
     logger = TensorBoardLogger()
     logger.open(tmp_path / "run", None)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(ConfigError, match="is gone: somebody has deleted or moved it"):
+    with pytest.raises(ConfigError, match="was deleted or moved during the run"):
         logger.log_metrics({"loss": 1.0}, 1)
     logger.finalize("failed")

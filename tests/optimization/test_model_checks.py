@@ -83,7 +83,7 @@ def test_names_of_others_are_answered(trainer):
         _ = lg.LightningModule
     with pytest.raises(ConfigError, match="Did you mean '16-mixed'"):
         trainer(precision="fp16")
-    with pytest.raises(ConfigError, match=r"The outputs meet on the first of trainer\.devices"):
+    with pytest.raises(ConfigError, match=r"outputs are gathered on the first of trainer\.devices"):
         trainer(strategy={"name": "data_parallel", "output_device": 0})
     with pytest.raises(ConfigError, match="scattered along their first dimension"):
         trainer(strategy={"name": "data_parallel", "dim": 1})

@@ -63,9 +63,9 @@ def test_places_by_variables(variables: str, place: Place | None, monkeypatch: p
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ("RANK=1", "RANK is set and WORLD_SIZE is not.*trainer.cluster=off"),
-        ("WORLD_SIZE=2", "WORLD_SIZE is set and RANK is not"),
-        ("RANK=one WORLD_SIZE=2", "RANK must be a whole number, got 'one'"),
+        ("RANK=1", "RANK is set, but WORLD_SIZE is not.*trainer.cluster=off"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is set, but RANK is not"),
+        ("RANK=one WORLD_SIZE=2", "RANK must be an integer, got 'one'"),
         ("RANK=2 WORLD_SIZE=2", "RANK=2 must be less than WORLD_SIZE=2"),
         ("RANK=0 WORLD_SIZE=0", "RANK=0 must be less than WORLD_SIZE=0"),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=3", "LOCAL_RANK=3 must be less than LOCAL_WORLD_SIZE=2"),

@@ -193,11 +193,11 @@ def test_commands_take_addresses(
 @pytest.mark.parametrize(
     ("place", "problem"),
     [
-        ("s3:/x/y", "an address has two slashes, 's3://x/y'"),
+        ("s3:/x/y", "an address needs two slashes, 's3://x/y'"),
         ("hf://user/repo", "is a commit"),
         ("hf://user/repo/run", "hf://buckets/USER/NAME"),
-        ("file:///tmp/x", "write it as a path, '/tmp/x'"),
-        ("s4://bucket/x", "of a store that is not known"),
+        ("file:///tmp/x", "Write it as a path: '/tmp/x'"),
+        ("s4://bucket/x", "which has an unknown scheme"),
         ("memory://", "names no bucket"),
         ("memory://b/x", None),
         ("runs", None),
@@ -213,4 +213,4 @@ def test_places_are_checked(place: str, problem: str | None) -> None:
 )
 def test_a_config_is_checked_before_torch_is_imported(config_folder: Path, word: str, capsys: Any) -> None:
     assert main(["fit", "base.yaml", word]) == 2
-    assert "an address has two slashes, 's3://b/r" in capsys.readouterr().err
+    assert "an address needs two slashes, 's3://b/r" in capsys.readouterr().err

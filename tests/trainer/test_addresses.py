@@ -42,7 +42,7 @@ def test_a_command_refuses_an_address(words: tuple[str, ...], capsys: pytest.Cap
     assert main(words) == 2
     message = capsys.readouterr().err
     assert "://b/r" in message
-    assert "the address of a store" in message
+    assert "the address of an object store" in message
     assert len(message.splitlines()) <= 4
     assert sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts) == before
 
@@ -90,5 +90,5 @@ def test_a_missing_package_is_told_before_the_first_step(tmp_path: Path) -> None
 
 
 def test_a_file_address_is_told_its_path() -> None:
-    with pytest.raises(ConfigError, match="is the address 'file:///tmp/x': write it as a path, '/tmp/x'"):
+    with pytest.raises(ConfigError, match=r"is the address 'file:///tmp/x'\. Write it as a path: '/tmp/x'"):
         lg.callbacks.Checkpoint(dirpath="file:///tmp/x")

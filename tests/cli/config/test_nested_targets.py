@@ -55,11 +55,14 @@ def test_arguments_are_built_by_classes_and_functions() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("task.optimizer.lrr=1", "override: task.optimizer.lrr is no argument of AdamW. Did you mean 'lr'?"),
+        ("task.optimizer.lrr=1", "override: task.optimizer.lrr is not an argument of AdamW. Did you mean 'lr'?"),
         ("task.optimizer.lr=fast", "task.optimizer.lr must be"),
         ("task.optimizer._target_=torch.optim.AdmW", "'torch.optim' has no 'AdmW'. Did you mean 'AdamW'?"),
         ("task.optimizer._partial_=false", "task.optimizer.params is missing: AdamW needs it"),
-        ("task.number={_target_: models.make_net, width: 3}", "task.number may not hold a `_target_`: it must be int."),
+        (
+            "task.number={_target_: models.make_net, width: 3}",
+            "task.number must not have a `_target_`: it must be int.",
+        ),
     ],
 )
 def test_mistakes_within_are_found_before_anything_is_built(override: str, words: str) -> None:
@@ -71,7 +74,9 @@ def test_mistakes_within_are_found_before_anything_is_built(override: str, words
 
 def test_a_mistake_within_is_named_with_its_line() -> None:
     write("parts.yaml", ASSEMBLED.replace("betas:", "beta:"))
-    with pytest.raises(ConfigError, match=r"^parts\.yaml:8: task\.optimizer\.beta is no argument of AdamW\. .*'betas'"):
+    with pytest.raises(
+        ConfigError, match=r"^parts\.yaml:8: task\.optimizer\.beta is not an argument of AdamW\. .*'betas'"
+    ):
         check.load_config(["parts.yaml"])
 
 
