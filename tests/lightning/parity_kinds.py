@@ -38,7 +38,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """The share of a process, which it takes itself."""
+    """The shard of a process, which it selects itself."""
 
     def __iter__(self):
         numbers = Numbers()
@@ -46,7 +46,7 @@ class Stream(IterableDataset):
 
 
 def loader(batch_size=4, trains=True, **options):
-    """Return a loader in order; for training on several processes with a sampler, since Lightning's would shuffle."""
+    """Return a loader in order; on several processes with a sampler, because Lightning's sampler would shuffle."""
     numbers = Numbers(**options)
     spread = trains and PROCESSES > 1
     sampler = DistributedSampler(numbers, PROCESSES, RANK, shuffle=False) if spread else None
@@ -54,7 +54,7 @@ def loader(batch_size=4, trains=True, **options):
 
 
 class Memory(pl.loggers.Logger):
-    """Keeps points."""
+    """Stores points."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Memory(pl.loggers.Logger):
     name, version, save_dir = "memory", 0, None
 
     def log_hyperparams(self, params, *args, **kwargs):
-        """Keep nothing."""
+        """Store nothing."""
 
     def log_metrics(self, metrics, step=None):
         self.points.append([step, {name: round(float(value), 5) for name, value in sorted(metrics.items())}])
@@ -80,7 +80,7 @@ HOOKS = {
 
 
 class Base(pl.LightningModule):
-    """A small regression that notes the order of its hooks and its losses."""
+    """A small regression that records the order of its hooks and its losses."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def scheduler(interval, **more):
 
 
 class Contrastive(Base):
-    """Compares its batch with those of all ranks; the data do not go evenly into their batches."""
+    """Compares its batch with those of all ranks; the data do not divide evenly into their batches."""
 
     def __init__(self):
         super().__init__()
@@ -149,8 +149,8 @@ class Contrastive(Base):
     def loss(self, batch):
         first, second = self.net[0](batch[0]), self.other(batch[0])
         every = self.all_gather(second, sync_grads=self.training).reshape(-1, 4)
-        own = torch.arange(len(first)) + self.global_rank * len(first)
-        return nn.functional.cross_entropy(first @ every.T, own) + self.net(batch[0]).pow(2).mean()
+        row_numbers = torch.arange(len(first)) + self.global_rank * len(first)
+        return nn.functional.cross_entropy(first @ every.T, row_numbers) + self.net(batch[0]).pow(2).mean()
 
     def train_dataloader(self):
         return loader(more=1)
@@ -176,7 +176,7 @@ class Plateau(Base):
 
 
 class Several(Base):
-    """Two optimizers in manual optimization, as of a GAN."""
+    """Two optimizers in manual optimization, like a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -191,12 +191,12 @@ class Several(Base):
         self.manual_backward(loss)
         first.step()
         self.untoggle_optimizer(first)
-        other = (self.other(batch[0]) - self(batch[0]).detach()).pow(2).mean()
+        adversarial = (self.other(batch[0]) - self(batch[0]).detach()).pow(2).mean()
         second.zero_grad()
-        self.manual_backward(other)
+        self.manual_backward(adversarial)
         second.step()
-        self.log_dict({"first": loss, "second": other}, sync_dist=True)
-        self.seen["losses"] += [round(loss.item(), 5), round(other.item(), 5), self.global_step]
+        self.log_dict({"first": loss, "second": adversarial}, sync_dist=True)
+        self.seen["losses"] += [round(loss.item(), 5), round(adversarial.item(), 5), self.global_step]
 
     def configure_optimizers(self):
         first = torch.optim.Adam(self.net.parameters(), lr=0.05)
@@ -297,7 +297,7 @@ class Frozen(Base):
 
 
 class Own(Base):
-    """Overrides the step of the optimizer, with a warm-up before its closure, and reads gradients."""
+    """Overrides the optimizer step, with a warm-up before its closure, and reads gradients."""
 
     def on_train_batch_start(self, batch, batch_idx):
         grad = self.net[2].bias.grad
@@ -348,7 +348,7 @@ def stopping():
 
 
 class Resumed(Base):
-    """Momentum and a rate that falls, to go on from."""
+    """Momentum and a decreasing rate, to resume from."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -390,9 +390,9 @@ ALONE = {
     "lbfgs": "Legato refuses it by name: it evaluates the loss several times a step.",
     "streams, given whole to each process": "Legato refuses it by name: each sample would be trained on twice.",
 }
-"""Kinds that run on one process only, with the reason."""
+"""Kinds that run only on one process, with the reason."""
 LEAVE_PARTS_OUT = ("several optimizers", "frozen parts")
-"""Kinds in which a backward does not reach all weights, which Lightning must be told on several processes."""
+"""Kinds in which a backward does not reach all weights, which Lightning must know on several processes."""
 
 
 def run(name):
@@ -404,15 +404,15 @@ def run(name):
         quiet |= {
             "devices": PROCESSES,
             "strategy": strategy,
-            "num_sanity_val_steps": 0,  # which Lightning counts by rank
+            "num_sanity_val_steps": 0,  # Lightning counts it by rank
         }
 
     def trainer_with(**more):
         defaults = {"max_epochs": 2, "logger": memory, "log_every_n_steps": 1, "accelerator": "cpu"}
         return pl.Trainer(**{**defaults, **quiet, **options, **more})
 
-    own = type(module).train_dataloader is not pl.LightningModule.train_dataloader
-    loaders = {} if own or data is not None else {"train_dataloaders": loader(trains=name != "overfit_batches")}
+    has_loader = type(module).train_dataloader is not pl.LightningModule.train_dataloader
+    loaders = {} if has_loader or data is not None else {"train_dataloaders": loader(trains=name != "overfit_batches")}
     if data is None and type(module).val_dataloader is pl.LightningModule.val_dataloader:
         loaders["val_dataloaders"] = loader(trains=False, shift=0.5)
     start = None
@@ -424,7 +424,7 @@ def run(name):
         module = Resumed()
     trainer = trainer_with()
     trainer.fit(module, **loaders, datamodule=data, ckpt_path=start)
-    found = {
+    result = {
         "epoch": trainer.current_epoch,
         "step": trainer.global_step,
         **module.seen,
@@ -433,9 +433,9 @@ def run(name):
         "weights": [round(float(value), 5) for value in nn.utils.parameters_to_vector(module.parameters())],
     }
     if name == "plain":
-        found["predicted"] = [one.tolist() for one in trainer.predict(module, loader())] if PROCESSES == 1 else []
-        found["validated"] = trainer.validate(module, loader(trains=False), verbose=False)
-    return found
+        result["predicted"] = [item.tolist() for item in trainer.predict(module, loader())] if PROCESSES == 1 else []
+        result["validated"] = trainer.validate(module, loader(trains=False), verbose=False)
+    return result
 
 
 if __name__ == "__main__":

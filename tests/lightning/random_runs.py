@@ -1,6 +1,6 @@
-"""Runs whose settings are drawn at random, for two packages to make: what is seen of them must be equal.
+"""Runs with random settings for two packages, whose observations must be equal.
 
-Left out is what docs/from-lightning.md lists as different: shuffling and draws, accumulation windows that batches do
+Excludes the differences in docs/from-lightning.md: shuffling and draws, accumulation windows that batches do
 not fill, validations within one, streams, a resume within an epoch.
 """
 
@@ -40,14 +40,14 @@ def loader(count, batch_size, seed):
 
 
 def rounded(value: Any) -> Any:
-    """Return a value as JSON has it, floats to four digits."""
+    """Convert a value to JSON types, with floats rounded to four digits."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, float):
         return value if math.isnan(value) or math.isinf(value) else float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {str(name): rounded(one) for name, one in sorted(value.items())}
-    return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {str(name): rounded(item) for name, item in sorted(value.items())}
+    return [rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def draw(seed: int) -> dict[str, Any]:
     how["scheduler"] = None if one_in(0.3) else chance.choice(["step", "cosine", "one_cycle", "plateau", "two"])
     how["interval"], how["frequency"] = chance.choice(["epoch", "step"]), chance.choice([1, 1, 2, 3])
     how["monitor"] = chance.choice(["train_0", "val"])
-    own = ["clipping", "step", "zero_grad", "scheduler_step", "transfer"]
-    how["own"] = chance.sample(own, chance.choice([0, 0, 1]))
+    hooks = ["clipping", "step", "zero_grad", "scheduler_step", "transfer"]
+    how["own"] = chance.sample(hooks, chance.choice([0, 0, 1]))
     how["validations"] = chance.choice([0, 1, 1, 1, 2])
     how["by"] = chance.choice(["loaders", "module", "datamodule"])
     how["stop_at"] = chance.randint(1, 8) if one_in(0.1) else None
@@ -169,9 +169,9 @@ def module_of(package: Any, how: dict[str, Any], note: Any) -> Any:
                 scheduler = SCHEDULERS.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
             else:
                 scheduler = SCHEDULERS.StepLR(optimizer, 2, gamma=0.5)
-            found = [{"scheduler": scheduler, **by}]
-            found += [{"scheduler": SCHEDULERS.ExponentialLR(optimizer, 0.9)}] * (how["scheduler"] == "two")
-            return [optimizer], found
+            schedulers = [{"scheduler": scheduler, **by}]
+            schedulers += [{"scheduler": SCHEDULERS.ExponentialLR(optimizer, 0.9)}] * (how["scheduler"] == "two")
+            return [optimizer], schedulers
 
     def clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         note("clipping", gradient_clip_val, gradient_clip_algorithm)
@@ -203,7 +203,7 @@ def module_of(package: Any, how: dict[str, Any], note: Any) -> Any:
 
 
 def watcher(package: Any, how: dict[str, Any], note: Any) -> Any:
-    """Return a callback that notes every hook, with counts and values."""
+    """Return a callback that records every hook, with counts and values."""
 
     def place(trainer):
         return trainer.current_epoch, trainer.global_step
@@ -215,9 +215,9 @@ def watcher(package: Any, how: dict[str, Any], note: Any) -> Any:
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
             loss = None if "accumulate_grad_batches" in how["options"] else outputs["loss"]
-            # what hooks between steps have logged is there under Lightning once somebody has looked at it
-            own = {name: value for name, value in trainer.callback_metrics.items() if f"on_{name}" not in PLAIN}
-            note("batch_end", *place(trainer), loss, rates, trainer.is_last_batch, own)
+            # Lightning shows values logged between steps only after they were read
+            metrics = {name: value for name, value in trainer.callback_metrics.items() if f"on_{name}" not in PLAIN}
+            note("batch_end", *place(trainer), loss, rates, trainer.is_last_batch, metrics)
             if trainer.global_step == how["stop_at"]:
                 trainer.should_stop = True
 
@@ -240,7 +240,7 @@ def watcher(package: Any, how: dict[str, Any], note: Any) -> Any:
             note("teardown", getattr(stage, "value", stage))
 
     def noted(name):
-        # of several loaders Lightning shows nothing of the sanity check, and values as each loader ends
+        # with several loaders, Lightning shows no values of the sanity check, and values at the end of each loader
         def hook(self, trainer, pl_module):
             shown = (how["validations"] == 2 and "validation" in name) or "sanity" in name
             note(name, *place(trainer), pl_module.training, {} if shown else trainer.callback_metrics)
@@ -256,27 +256,27 @@ def data_of(package: Any, how: dict[str, Any], module: Any) -> tuple[Any, dict[s
     """Return the class of the module, which may have loaders, and the data as arguments of fit."""
     count = how["batches"] * how["size"]
     validations = [loader(7, 3, 2), loader(4, 2, 3)][: how["validations"]]
-    given = validations if len(validations) > 1 else validations[0] if validations else None
+    loaders = validations if len(validations) > 1 else validations[0] if validations else None
     if how["by"] == "loaders":
-        return module, {"train_dataloaders": loader(count, how["size"], 1), "val_dataloaders": given}
+        return module, {"train_dataloaders": loader(count, how["size"], 1), "val_dataloaders": loaders}
     methods = {"train_dataloader": lambda self: loader(count, how["size"], 1)}
-    methods |= {"val_dataloader": lambda self: given} if validations else {}
+    methods |= {"val_dataloader": lambda self: loaders} if validations else {}
     if how["by"] == "module":
         return type("Net", (module,), methods), {}
     return module, {"datamodule": type("Data", (package.LightningDataModule,), methods)()}
 
 
 def make_run(package: Any, how: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make a run in the current folder; return what is seen of it."""
+    """Execute a run in the current folder; return the observations."""
     seen: list[Any] = []
     callbacks, loggers = package.callbacks, package.loggers
 
-    def note(*what):
-        seen.append(rounded(list(what)))
+    def note(*entries):
+        seen.append(rounded(list(entries)))
 
     torch.manual_seed(0)
     module_class, data = data_of(package, how, module_of(package, how, note))
-    module, found = module_class(), {"seen": seen}
+    module, result = module_class(), {"seen": seen}
     used = [watcher(package, how, note)]
     used += [callbacks.ModelCheckpoint(dirpath=f"saved_{n}", **options) for n, options in enumerate(how["saving"])]
     used += [callbacks.EarlyStopping("train_0", patience=1, mode=how["stopping"])] if how["stopping"] else []
@@ -286,15 +286,15 @@ def make_run(package: Any, how: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         trainer = package.Trainer(accelerator="cpu", logger=logger, callbacks=used, **quiet, **how["options"])
         for name in ("first", *how["then"]):
-            found[name] = rounded(_call(name, trainer, module, data, how))
-            found[f"state after {name}"] = _state(trainer, module)
+            result[name] = rounded(_call(name, trainer, module, data, how))
+            result[f"state after {name}"] = _state(trainer, module)
     except (package.utilities.exceptions.MisconfigurationException, ValueError, RuntimeError):
-        return {"ends in an error": True}  # both do, in their own words
-    found["files"] = sorted(str(path.relative_to(folder)) for path in _files(folder))
+        return {"ends in an error": True}  # both do, in different words
+    result["files"] = sorted(str(path.relative_to(folder)) for path in _files(folder))
     written = folder / "logs" / "version_0" / "metrics.csv"
     rows = list(csv.DictReader(written.open())) if written.exists() else []
-    found["rows"] = [{name: rounded(float(value)) for name, value in row.items() if value} for row in rows]
-    return found
+    result["rows"] = [{name: rounded(float(value)) for name, value in row.items() if value} for row in rows]
+    return result
 
 
 def _call(name: str, trainer: Any, module: Any, data: dict[str, Any], how: dict[str, Any]) -> Any:
@@ -312,8 +312,8 @@ def _call(name: str, trainer: Any, module: Any, data: dict[str, Any], how: dict[
 
 def _state(trainer: Any, module: Any) -> Any:
     saved = [
-        (os.path.basename(one.best_model_path), os.path.basename(one.last_model_path), one.best_model_score)
-        for one in trainer.checkpoint_callbacks
+        (os.path.basename(saver.best_model_path), os.path.basename(saver.last_model_path), saver.best_model_score)
+        for saver in trainer.checkpoint_callbacks
     ]
     return rounded(
         {
@@ -330,6 +330,6 @@ def _state(trainer: Any, module: Any) -> Any:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a run; a checkpoint, file or directory, is one."""
-    inside = [path for path in folder.rglob("*") if not any(part.suffix == ".ckpt" for part in path.parents)]
+    """Return the files of a run; a checkpoint file or folder counts as one."""
+    inside = [path for path in folder.rglob("*") if not any(parent.suffix == ".ckpt" for parent in path.parents)]
     return [path for path in inside if path.suffix == ".ckpt" or path.is_file()]

@@ -1,4 +1,4 @@
-"""What a program sees of a run, beside the real package: points of evaluations, names logged twice, hyperparameters."""
+"""Observations of a run, compared with Lightning: points of evaluations, names logged twice, hyperparameters."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ import legato.compat.lightning.pytorch as room
 from legato.base.errors import CheckpointError, ConfigError, DataError
 from legato.compat.lightning.convert import convert_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's warnings
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -32,7 +32,7 @@ def loader(count=8, batch_size=2):
 
 
 def memory(package):
-    """Return a logger that keeps what it is given."""
+    """Return a logger that stores its points."""
 
     class Memory(package.loggers.Logger):
         def __init__(self):
@@ -51,7 +51,7 @@ def memory(package):
 
 
 def small(package, **methods):
-    """Return a module of this package with a few methods of its own."""
+    """Return a module of a package with additional methods."""
 
     class Small(package.LightningModule):
         def __init__(self):
@@ -69,7 +69,7 @@ def small(package, **methods):
 
 
 def fitted(package, module, validation=None, **options):
-    """Train, and return the trainer and what its logger was given."""
+    """Train, and return the trainer and the points of its logger."""
     logger = memory(package)
     defaults = {"logger": logger, "enable_checkpointing": False, "max_epochs": 2, "log_every_n_steps": 1}
     trainer = package.Trainer(**{**QUIET, **defaults, **options})
@@ -91,16 +91,16 @@ def test_an_evaluation_writes_a_point_for_each_batch_that_logs_on_step(options, 
     methods = {"validation_step": validation_step, "test_step": validation_step}
     seen = []
     for package in (real, room):
-        given = [loader(6), loader(4)][:loaders]
+        passed = [loader(6), loader(4)][:loaders]
         module = small(package, **methods)
-        trainer, logger = fitted(package, module, given if loaders > 1 else given[0])
+        trainer, logger = fitted(package, module, passed if loaders > 1 else passed[0])
         after_fit = (
             numbers(trainer.callback_metrics),
             set(trainer.logged_metrics),
             numbers(trainer.progress_bar_metrics),
         )
-        trainer.test(module, given, verbose=False)
-        trainer.validate(module, given, verbose=False)
+        trainer.test(module, passed, verbose=False)
+        trainer.validate(module, passed, verbose=False)
         seen.append((logger.points, after_fit, numbers(trainer.callback_metrics)))
     assert seen[0] == seen[1]
     assert len(seen[0][0]) > 2
@@ -160,13 +160,13 @@ def test_validation_comes_by_time(interval, monkeypatch):
     def validation_step(self, batch, batch_idx):
         self.validated = [*getattr(self, "validated", []), self.global_step]
 
-    found = []
+    results = []
     for package in (real, room):
         clock[0], module = 0.0, small(package, training_step=training_step, validation_step=validation_step)
         options = {"val_check_interval": interval, "num_sanity_val_steps": 0, "max_epochs": 3}
         trainer, _ = fitted(package, module, loader(2), **options)
-        found.append((module.validated, trainer.val_check_batch))
-    assert found[0] == found[1] == ([3, 6, 9, 12], None)
+        results.append((module.validated, trainer.val_check_batch))
+    assert results[0] == results[1] == ([3, 6, 9, 12], None)
 
 
 def test_a_time_that_is_none_is_refused():
@@ -245,7 +245,7 @@ def test_the_averaging_function_of_a_subclass_counts():
 
 # --- checkpoints of the core ------------------------------------------------------------------------------------------
 class Falling:
-    """A rate that falls with each epoch, and a checkpoint at the end of the second one's validation."""
+    """A rate that decreases with each epoch, and a checkpoint at the end of the second epoch's validation."""
 
     def __init__(self):
         super().__init__()
@@ -278,7 +278,7 @@ def test_an_epochs_schedulers_step_once_whoever_goes_on(order, tmp_path):
     options = {**QUIET, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     first[1](**options, max_epochs=2).fit(first[0](), loader(), loader(2))
     start = Path("here")
-    if start.is_dir() and second is kinds["room"]:  # which reads files
+    if start.is_dir() and second is kinds["room"]:  # it reads files
         with pytest.raises(CheckpointError, match="legato convert here"):
             second[1](**options).fit(second[0](), loader(), ckpt_path=start)
         start = start.with_suffix(".ckpt")
@@ -307,12 +307,12 @@ def test_without_loggers_nothing_is_written_but_checkpoints(tmp_path):
         callback = package.callbacks.ModelCheckpoint(dirpath=folder / "kept")
         options = {"logger": False, "enable_checkpointing": True, "default_root_dir": folder, "callbacks": [callback]}
         fitted(package, small(package), **options)
-        assert [one.name for one in folder.iterdir()] == ["kept"]
+        assert [item.name for item in folder.iterdir()] == ["kept"]
         assert not (tmp_path / "lightning_logs").exists()
 
 
 class Marked:
-    """What a program mixes into a callback."""
+    """A mixin of a callback."""
 
     def __init__(self):
         super().__init__()
@@ -346,9 +346,9 @@ def test_unknown_keys_of_a_scheduler_are_warned_of(package):
             "bar": 2,
         }
 
-    with pytest.warns(RuntimeWarning, match="unsupported keys") as told:
+    with pytest.warns(RuntimeWarning, match="unsupported keys") as warned:
         fitted(package, small(package, configure_optimizers=configure_optimizers))
-    assert {"foo", "bar"} == {str(one.message).split("'")[1] for one in told if "unsupported" in str(one.message)}
+    assert {"foo", "bar"} == {str(item.message).split("'")[1] for item in warned if "unsupported" in str(item.message)}
     with pytest.warns(UserWarning, match="no optimizer"):
         fitted(package, small(package, configure_optimizers=lambda self: None))
 
@@ -363,8 +363,8 @@ def test_results_of_a_test_have_the_names_of_loggers(package):
     trainer = package.Trainer(**QUIET, logger=False)
     suffixes = ["/dataloader_idx_0", "/dataloader_idx_1"]
     for loaders, ends in ((loader(), [""]), ([loader(), loader()], suffixes)):
-        found = trainer.test(small(package, test_step=test_step), loaders, verbose=False)
-        assert [sorted(one) for one in found] == [[f"loss_epoch{end}", f"other{end}", f"sum{end}"] for end in ends]
+        results = trainer.test(small(package, test_step=test_step), loaders, verbose=False)
+        assert [sorted(item) for item in results] == [[f"loss_epoch{end}", f"other{end}", f"sum{end}"] for end in ends]
 
 
 @pytest.mark.parametrize("package", [real, room])
@@ -499,8 +499,8 @@ def test_a_module_is_scripted_before_and_after_a_run(package, tmp_path):
 
     module = Scripted()
     for _ in range(2):
-        found = module.to_torchscript(tmp_path / "scripted.pt")
-        assert torch.equal(found(torch.ones(3, 2)), module(torch.ones(3, 2)))
+        scripted = module.to_torchscript(tmp_path / "scripted.pt")
+        assert torch.equal(scripted(torch.ones(3, 2)), module(torch.ones(3, 2)))
         assert (tmp_path / "scripted.pt").stat().st_size
         fitted(package, module, max_epochs=1)
 
@@ -517,7 +517,7 @@ HOOKS += ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_
 
 
 def noting(package):
-    """Return a callback with the names of its hooks that were called."""
+    """Return a callback with the names of the hooks that ran."""
     called = []
     hooks = {name: lambda self, *_, _name=name, **__: called.append(_name) for name in HOOKS}
     callback = type("Notes", (package.Callback,), hooks)()
@@ -541,7 +541,7 @@ def noting(package):
     ],
 )
 def test_loaders_without_a_batch_are_skipped(stage, data, options):
-    found = []
+    results = []
     for package in (real, room):
         notes, module = noting(package), small(package, **STEPS)
         trainer = package.Trainer(
@@ -549,8 +549,8 @@ def test_loaders_without_a_batch_are_skipped(stage, data, options):
         )
         result = getattr(trainer, stage)(module, *data)
         values, counts = numbers(trainer.callback_metrics), trainer.num_val_batches
-        found.append((result, notes.called, values, counts, trainer.current_epoch, trainer.global_step))
-    assert found[0] == found[1]
+        results.append((result, notes.called, values, counts, trainer.current_epoch, trainer.global_step))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_loaders_without_a_batch_are_skipped(stage, data, options):
     [
         lambda: EMPTY,
         lambda: DataLoader(torch.ones(1, 2), batch_size=2, drop_last=True),
-        lambda: (torch.ones(2, 2) for _ in range(3)),  # used up after an epoch
+        lambda: (torch.ones(2, 2) for _ in range(3)),  # exhausted after an epoch
     ],
 )
 def test_a_training_loader_without_a_batch_is_refused(data):
@@ -580,14 +580,14 @@ def test_one_metric_object_for_training_and_validation(forward, on_step):
         self.mean.update(torch.tensor(10.0 + batch_idx))
         self.log("validated", self.mean)
 
-    found = []
+    results = []
     for package in (real, room):
         module = small(package, training_step=training_step, validation_step=validation_step)
         module.mean = MeanMetric()
         trainer, _ = fitted(package, module, loader(4), num_sanity_val_steps=0)
-        found.append({name: str(value) for name, value in numbers(trainer.callback_metrics).items()})
-    assert found[0] == found[1]
-    assert found[0]["trained"] == "nan"  # its samples were dropped with those of the validation
+        results.append({name: str(value) for name, value in numbers(trainer.callback_metrics).items()})
+    assert results[0] == results[1]
+    assert results[0]["trained"] == "nan"  # its samples were discarded with those of the validation
 
 
 # --- what callbacks and loggers are given -----------------------------------------------------------------------------
@@ -643,19 +643,19 @@ def test_the_module_looks_at_a_checkpoint_before_callbacks_do(tmp_path):
     def on_load_checkpoint(self, checkpoint):
         checkpoint["seen"] = ["module"]
 
-    found = []
+    results = []
     for package in (real, room):
 
         class Looks(package.Callback):
             def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-                found.append(checkpoint["seen"])
+                results.append(checkpoint["seen"])
 
         saved = tmp_path / f"{package.__name__}.ckpt"
         first, _ = fitted(package, small(package, on_load_checkpoint=on_load_checkpoint))
         first.save_checkpoint(saved)
         trainer = package.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=3, callbacks=[Looks()])
         trainer.fit(small(package, on_load_checkpoint=on_load_checkpoint), loader(), ckpt_path=saved)
-    assert found == [["module"]] * 2
+    assert results == [["module"]] * 2
 
 
 def test_a_plateau_that_a_saving_hook_went_before_is_stepped_by_a_resume(tmp_path):
@@ -685,23 +685,23 @@ def test_a_plateau_that_a_saving_hook_went_before_is_stepped_by_a_resume(tmp_pat
         trainer.fit(module, DataLoader(batches, batch_size=2), **options)
         return module.layer.weight.detach(), trainer.optimizers[0].param_groups[0]["lr"]
 
-    whole, rate = run(tmp_path / "whole")
+    full, rate = run(tmp_path / "whole")
     assert rate < 0.5
     for step in (1, 3, 4, 6):
         again, again_rate = run(tmp_path / str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
         assert again_rate == rate
-        assert torch.equal(again, whole)
+        assert torch.equal(again, full)
 
 
 class Stream(IterableDataset):
-    """Samples of a stream, which does not say how many there are."""
+    """Samples of a stream without a length."""
 
     def __iter__(self):
         return iter(torch.randn(10, 2, generator=torch.Generator().manual_seed(1)))
 
 
 def streamed(package, folder, **options):
-    """Fit on a stream; return what was seen of its last batches and of rates, and the final weights."""
+    """Fit on a stream; return observations of its last batches and rates, and the final weights."""
     seen = []
 
     class Streamed(package.LightningModule):
@@ -729,23 +729,23 @@ def streamed(package, folder, **options):
 
 
 def test_the_last_batch_of_a_stream_is_known_once_it_is_done(tmp_path):
-    expected, found = (streamed(package, tmp_path / package.__name__)[0] for package in (real, room))
+    expected, actual = (streamed(package, tmp_path / package.__name__)[0] for package in (real, room))
     assert expected[6:8] == [(3, True), (True, 0.25)]
-    assert found[6:8] == [(3, False), (False, 0.5)]
+    assert actual[6:8] == [(3, False), (False, 0.5)]
 
 
 def test_a_run_on_a_stream_goes_on_from_each_of_its_steps_as_if_undisturbed(tmp_path):
-    _, whole, rate, steps = streamed(room, tmp_path / "whole")
+    _, full, rate, steps = streamed(room, tmp_path / "whole")
     for step in (2, 3, 4, 5, 8):
         _, again, again_rate, again_steps = streamed(
             room, tmp_path / str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt"
         )
         assert (again_rate, again_steps) == (rate, steps)
-        assert torch.equal(again, whole)
+        assert torch.equal(again, full)
 
 
 def drawn(package, **options):
-    """Return what hooks of the set-up draw once the script has seeded the generators."""
+    """Return the random draws of set-up hooks after the script has seeded the generators."""
 
     class Draws(package.LightningModule):
         def __init__(self):
@@ -790,8 +790,8 @@ def test_in_workers_they_draw_the_same(monkeypatch):
 def test_numbers_are_gathered_as_tensors_on_one_process():
     class Gathers(room.LightningModule):
         def test_step(self, batch, batch_idx):
-            found = self.all_gather({"a": 1.5, "b": [2, torch.ones(2)]})
-            assert (found["a"].sum().item(), found["b"][0].item(), found["b"][1].shape) == (1.5, 2, (2,))
+            gathered = self.all_gather({"a": 1.5, "b": [2, torch.ones(2)]})
+            assert (gathered["a"].sum().item(), gathered["b"][0].item(), gathered["b"][1].shape) == (1.5, 2, (2,))
 
     room.Trainer(logger=False, **QUIET).test(Gathers(), DataLoader(torch.ones(2, 1)), verbose=False)
 
@@ -847,7 +847,7 @@ def test_configure_callbacks_may_return_nothing():
 
 
 class Told(room.LightningModule):
-    """Is told by SLURM to end, as before a time limit, in a step of the job's first start."""
+    """Receives SLURM's signal, as before a time limit, in a step of the job's first start."""
 
     def __init__(self, at=None):
         super().__init__()
@@ -882,4 +882,4 @@ def test_a_fit_in_a_job_that_was_queued_again_goes_on_where_it_was_told_to_end(m
     again = fit(Told())
     assert again.began == 5
     assert torch.equal(again.slope, undisturbed.slope)
-    assert fit(Told()).began == 0  # the job's next fit is another one
+    assert fit(Told()).began == 0  # the next fit of the job is a different one

@@ -1,4 +1,4 @@
-"""Callbacks in Lightning compatibility mode beside the real package: the same runs, and what a script sees of them."""
+"""Callbacks in Lightning compatibility mode, compared with Lightning: the same runs and observations."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ import legato.compat.lightning as L
 
 @pytest.fixture(scope="session")
 def real(tmp_path_factory):
-    """Return what every scenario returns under the real package."""
+    """Return the results of every scenario under Lightning."""
     script = Path(__file__).parents[1] / "lightning_callbacks.py"
     done = completed(run_script, script, "lightning", tmp_path_factory.mktemp("real"), timeout=300)
     assert done.returncode == 0, done.stderr
@@ -29,11 +29,11 @@ def test_a_script_sees_the_same(name, real, tmp_path):
         importlib.import_module(f"legato.compat.lightning.pytorch.{module}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = json.loads(json.dumps(SCENARIOS[name](L, tmp_path)))
-    cases = found.keys() if isinstance(found, dict) else range(len(found))
+        result = json.loads(json.dumps(SCENARIOS[name](L, tmp_path)))
+    cases = result.keys() if isinstance(result, dict) else range(len(result))
     for case in cases:
-        assert repr(found[case]) == repr(real[name][case]), case
-    assert len(found) == len(real[name])
+        assert repr(result[case]) == repr(real[name][case]), case
+    assert len(result) == len(real[name])
 
 
 def test_what_a_model_summary_shows(tmp_path, caplog):
@@ -81,7 +81,7 @@ def test_a_bar_prints_above_itself_and_is_left_out_where_it_is_disabled(tmp_path
 
 
 class Sized(L.LightningModule):
-    """Has a learning rate and a batch size to find."""
+    """Has a learning rate and a batch size to search for."""
 
     def __init__(self):
         super().__init__()
@@ -140,9 +140,9 @@ def test_the_bar_by_rich_is_drawn_by_tqdm(tmp_path, capsys):
     trainer = fit(L, tmp_path, [bar, kinds.RichModelSummary(max_depth=-1)], **options)
     assert trainer.progress_bar_callback is bar
     assert "4/4" in capsys.readouterr().out
-    own = type("Own", (kinds.RichProgressBar,), {"configure_columns": lambda self, trainer: []})
+    kind = type("Own", (kinds.RichProgressBar,), {"configure_columns": lambda self, trainer: []})
     with pytest.raises(UnsupportedError, match=r"Own\.configure_columns would never be called"):
-        own()
+        kind()
     with pytest.raises(UnsupportedError, match="get_metrics"):
         kinds.progress.rich_progress.CustomProgress()
 
@@ -159,10 +159,10 @@ def test_on_two_processes_the_caller_sees_what_they_did(tmp_path):
     callbacks, module = [best, stopping, averaging, every], make_module(L, (0.5, 0.3, 0.4, 0.35, 0.2, 0.1))
     trainer = make_trainer(L, tmp_path, callbacks, max_epochs=8, strategy="ddp_spawn", devices=2)
     trainer.fit(module, loader(), loader(2))
-    found = seen(best, tmp_path / "best")
-    assert found["files"] == ["epoch=1-val_loss=0.30.ckpt", "last.ckpt"]
-    assert (found["links"], found["last"], found["score"]) == (["last.ckpt"], "last.ckpt", 0.3)
-    assert found["best"] == "epoch=1-val_loss=0.30.ckpt"
+    result = seen(best, tmp_path / "best")
+    assert result["files"] == ["epoch=1-val_loss=0.30.ckpt", "last.ckpt"]
+    assert (result["links"], result["last"], result["score"]) == (["last.ckpt"], "last.ckpt", 0.3)
+    assert result["best"] == "epoch=1-val_loss=0.30.ckpt"
     assert seen(every, tmp_path / "every")["files"] == ["epoch=1-step=3.ckpt", "epoch=2-step=6.ckpt"]
     assert (trainer.current_epoch, trainer.global_step, stopping.stopped_epoch, stopping.wait_count) == (4, 8, 3, 2)
     assert averaging.updates == 3
@@ -173,7 +173,7 @@ def test_on_two_processes_the_caller_sees_what_they_did(tmp_path):
 
 
 class StepNet(L.LightningModule):
-    """A model with a rate that falls after each epoch, and a loss beside the bar."""
+    """A model with a rate that decreases after each epoch, and a loss outside the bar."""
 
     def __init__(self):
         super().__init__()
@@ -224,9 +224,9 @@ def test_a_bar_of_ones_own_reads_the_newest_values_and_when_to_draw(tmp_path):
 def test_checkpoint_callbacks_come_last_in_the_list():
     from legato.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 
-    given = [ModelCheckpoint(), EarlyStopping("loss"), LearningRateFinder()]
-    trainer = L.Trainer(accelerator="cpu", callbacks=given, enable_progress_bar=False, enable_model_summary=False)
-    assert trainer.callbacks == [given[2], given[1], given[0]]
+    callbacks = [ModelCheckpoint(), EarlyStopping("loss"), LearningRateFinder()]
+    trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False)
+    assert trainer.callbacks == [callbacks[2], callbacks[1], callbacks[0]]
 
 
 def test_callbacks_of_a_module_come_before_those_that_save(tmp_path):
@@ -238,12 +238,12 @@ def test_callbacks_of_a_module_come_before_those_that_save(tmp_path):
 
     trainer = make_trainer(L, tmp_path, [ModelCheckpoint(tmp_path / "kept")], max_epochs=1)
     trainer.fit(Brings(), loader())
-    kinds = [type(one).__name__ for one in trainer.callbacks]
+    kinds = [type(callback).__name__ for callback in trainer.callbacks]
     assert kinds.index("EarlyStopping") < kinds.index("ModelCheckpoint") == len(kinds) - 1
 
 
 def test_a_finetuning_within_an_epoch(tmp_path):
-    """As a callback does it that calls `_store`, under Lightning too; a resume has its groups."""
+    """Calls `_store`, as some callbacks do; a resume has its groups."""
     from legato.compat.lightning.pytorch.callbacks import BaseFinetuning
 
     class Steps(BaseFinetuning):
@@ -261,7 +261,7 @@ def test_a_finetuning_within_an_epoch(tmp_path):
 
     class Head(type(make_module(L))):
         def configure_optimizers(self):
-            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+            return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1)
 
     groups = []
     for steps, start in ((3, None), (4, tmp_path / "three.ckpt")):

@@ -1,4 +1,4 @@
-"""Checkpoints both ways: a run that Lightning began goes on here, and one that began here goes on under Lightning."""
+"""Checkpoints in both directions: Legato resumes Lightning's runs, and Lightning resumes Legato's."""
 
 import argparse
 import logging
@@ -24,12 +24,12 @@ from legato.compat.lightning.utilities import load_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:::torch.optim", "ignore:::torch.jit")
 EPOCHS, AT = 4, 2
-"""How many epochs there are, and after how many of them a checkpoint is saved."""
+"""The number of epochs, and the epoch after which a checkpoint is saved."""
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Let runs without a folder of their own write to the test's."""
+    """Run in the temporary folder of the test."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -39,7 +39,7 @@ def loader(batches=6):
 
 
 def modules(L):
-    """Return module classes of one text for a package."""
+    """Return module classes with the same source for a package."""
 
     class Plain(L.LightningModule):
         def __init__(self, hidden: int = 4, **kwargs):
@@ -100,8 +100,8 @@ def modules(L):
                     scheduler.step()
 
         def configure_optimizers(self):
-            both = torch.optim.Adam(self.net.parameters(), 0.05), torch.optim.Adam(self.second.parameters(), 0.02)
-            return list(both), [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in both]
+            optimizers = torch.optim.Adam(self.net.parameters(), 0.05), torch.optim.Adam(self.second.parameters(), 0.02)
+            return list(optimizers), [torch.optim.lr_scheduler.ExponentialLR(item, 0.7) for item in optimizers]
 
     return {kind.__name__: kind for kind in (Plain, Stepped, Cycle, Plateau, Manual)}
 
@@ -110,7 +110,7 @@ REAL, ROOM = modules(real), modules(room)
 
 
 def saver(package, path, moment):
-    """Return a callback that saves once: at the end of an epoch, of the run, or within an epoch."""
+    """Return a callback that saves once: at the end of an epoch, at the end of the run, or within an epoch."""
 
     class Save(package.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -129,7 +129,7 @@ def saver(package, path, moment):
 
 
 def fit(package, kind, epochs=EPOCHS, source=None, callbacks=(), **options):
-    """Train a module of a kind under a package, to the end or from a checkpoint; return it."""
+    """Train a module of a kind with a package, to the end or from a checkpoint; return it."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     module = (REAL if package is real else ROOM)[kind]()
     options = {"accelerator": "cpu", "max_epochs": epochs, "callbacks": list(callbacks), **quiet, **options}
@@ -142,10 +142,10 @@ def fit(package, kind, epochs=EPOCHS, source=None, callbacks=(), **options):
     return module
 
 
-def assert_goes_on(whole, rest):
-    """Fail unless the second run made the steps that the first made last, and ended with its weights."""
-    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
-    assert rest.rates == pytest.approx(whole.rates[-len(rest.rates) :])
+def assert_goes_on(full, rest):
+    """Check that the second run repeated the last steps of the first, and ended with its weights."""
+    torch.testing.assert_close(rest.state_dict(), full.state_dict(), rtol=1e-5, atol=1e-6)
+    assert rest.rates == pytest.approx(full.rates[-len(rest.rates) :])
 
 
 CASES = {
@@ -164,20 +164,20 @@ CASES = {
 def test_a_run_of_lightning_goes_on_as_if_undisturbed(tmp_path, case, moment):
     kind, options = CASES[case]
     path = tmp_path / "x.ckpt"
-    whole = fit(real, kind, callbacks=[saver(real, path, moment)], **options)
+    full = fit(real, kind, callbacks=[saver(real, path, moment)], **options)
     rest = fit(room, kind, source=path, **options)
     batches = EPOCHS * 6 - (2 if moment != "within" else 1) * 6 - (4 if moment == "within" else 0)
     assert len(rest.rates) == batches - (2 if "max_steps" in options else 0)
-    assert_goes_on(whole, rest)
+    assert_goes_on(full, rest)
     assert {"callbacks", "hyper_parameters", "loops", "pytorch-lightning_version"} <= set(rest.seen[0])
     if case not in ("manual", "max_steps"):
-        assert rest.state == whole.state
+        assert rest.state == full.state
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_its_last_epoch_and_a_plateau(tmp_path):
     path = tmp_path / "x.ckpt"
-    whole = fit(real, "Plateau")
+    full = fit(real, "Plateau")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = real.Trainer(accelerator="cpu", max_epochs=AT, logger=False, enable_checkpointing=False,
@@ -186,31 +186,31 @@ def test_a_run_goes_on_after_its_last_epoch_and_a_plateau(tmp_path):
     trainer.save_checkpoint(path)
     rest = fit(room, "Plateau", source=path)
     assert len(set(rest.rates)) > 1
-    assert_goes_on(whole, rest)
+    assert_goes_on(full, rest)
 
 
 @pytest.mark.slow
 def test_callbacks_go_on_where_they_were(tmp_path, caplog):
     path = tmp_path / "epoch=1-step=12.ckpt"
-    options = {"monitor": "val", "patience": 3, "min_delta": 1.0}  # no epoch is good enough: it stops after the fourth
+    options = {"monitor": "val", "patience": 3, "min_delta": 1.0}  # no epoch is good enough: stops after the fourth
     every = RealCheckpoint(tmp_path, save_top_k=-1)
-    whole = fit(
+    full = fit(
         real, "Plain", 10, callbacks=[RealEarlyStopping(**options), RealTimer(), every], enable_checkpointing=True
     )
     early, timer = room.pytorch.callbacks.EarlyStopping(**options), room.pytorch.callbacks.Timer()
     with caplog.at_level(logging.INFO, logger="legato"):
         rest = fit(room, "Plain", 10, source=path, callbacks=[early, timer])
-    assert (rest.state, whole.state) == ((24, 4), (24, 4))
-    assert_goes_on(whole, rest)
+    assert (rest.state, full.state) == ((24, 4), (24, 4))
+    assert_goes_on(full, rest)
     saved = torch.load(path, weights_only=True)["callbacks"]
     assert float(early.best_score) == pytest.approx(
         saved["EarlyStopping{'monitor': 'val', 'mode': 'min'}"]["best_score"]
     )
     assert timer.time_elapsed() > saved["Timer"]["time_elapsed"]["train"]
-    told = "\n".join(caplog.messages)
-    assert "checkpoint of Lightning 2.6.6. Resuming at step 12 in epoch 2" in told
-    assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in told
-    assert "a loader that shuffles uses Legato's order" in told
+    messages = "\n".join(caplog.messages)
+    assert "checkpoint of Lightning 2.6.6. Resuming at step 12 in epoch 2" in messages
+    assert "Not restored: the state of ModelCheckpoint, because this run has no such callback." in messages
+    assert "a loader that shuffles uses Legato's order" in messages
 
 
 @pytest.mark.slow
@@ -229,14 +229,14 @@ def test_what_is_not_taken_over_is_said(tmp_path, caplog):
 def test_a_run_goes_on_under_lightning(tmp_path, case, moment):
     kind, options = CASES[case]
     fit(room, kind, callbacks=[saver(room, tmp_path / "x.ckpt", moment)], **options)
-    whole = fit(real, kind, callbacks=[saver(real, tmp_path / "real.ckpt", moment)], **options)
+    full = fit(real, kind, callbacks=[saver(real, tmp_path / "real.ckpt", moment)], **options)
     rest = fit(real, kind, source=tmp_path / "x.ckpt", **options)
-    own = fit(real, kind, source=tmp_path / "real.ckpt", **options)
-    assert_goes_on(own, rest)
-    assert rest.state == own.state
-    # within an epoch, and with max_steps, Lightning begins the loader again with its own files, too
+    resumed = fit(real, kind, source=tmp_path / "real.ckpt", **options)
+    assert_goes_on(resumed, rest)
+    assert rest.state == resumed.state
+    # within an epoch and with max_steps, Lightning restarts the loader for its own files, too
     if moment == "epoch" and "max_steps" not in options:
-        assert_goes_on(whole, rest)
+        assert_goes_on(full, rest)
     ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in ("x.ckpt", "real.ckpt"))
     assert ours.keys() - {"legato"} == theirs.keys()
     assert (ours["epoch"], ours["global_step"]) == (theirs["epoch"], theirs["global_step"])
@@ -253,14 +253,14 @@ def test_a_run_goes_on_under_lightning(tmp_path, case, moment):
 @pytest.mark.slow
 def test_lightning_goes_on_from_the_end_of_a_run_and_with_its_callbacks(tmp_path):
     options = {"monitor": "val", "patience": 3, "min_delta": 1.0}
-    whole = fit(real, "Stepped", 10, callbacks=[RealEarlyStopping(**options)])
+    full = fit(real, "Stepped", 10, callbacks=[RealEarlyStopping(**options)])
     every = room.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", monitor="val", save_top_k=-1)
     callbacks = [room.pytorch.callbacks.EarlyStopping(**options), room.pytorch.callbacks.Timer(), every]
     fit(room, "Stepped", 10, callbacks=callbacks, enable_checkpointing=True)
     source = tmp_path / "step=12.ckpt"
     rest = fit(real, "Stepped", 10, source=source, callbacks=[RealEarlyStopping(**options), RealTimer()])
-    assert (rest.state, whole.state) == ((24, 4), (24, 4))
-    assert_goes_on(whole, rest)
+    assert (rest.state, full.state) == ((24, 4), (24, 4))
+    assert_goes_on(full, rest)
 
 
 def test_a_file_is_not_converted(tmp_path):
@@ -271,7 +271,7 @@ def test_a_file_is_not_converted(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_go_on_from_a_file(tmp_path):
-    """Two replicas make the steps of one that accumulates two batches."""
+    """Two replicas take the same steps as one replica that accumulates two batches."""
     path = tmp_path / "x.ckpt"
     fit(real, "Stepped", callbacks=[saver(real, path, "epoch")])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -363,7 +363,7 @@ def test_what_hooks_add_and_no_checkpoint_holds_stays_in_the_process(tmp_path, c
     again, trainer = Adds(), room.Trainer(accelerator="cpu", max_epochs=2, **options)
     trainer.fit(again, loader(), ckpt_path=path)
     assert isinstance(again.loaded[0], nn.L1Loss)
-    checkpoint.written.clear()  # as in another process
+    checkpoint.written.clear()  # as in a different process
     assert Adds.load_from_checkpoint(path).loaded == (None, torch.float32)
 
 
@@ -372,27 +372,27 @@ def test_what_hooks_add_and_no_checkpoint_holds_stays_in_the_process(tmp_path, c
 def test_a_run_that_averages_goes_on_on_the_other_side(tmp_path, first):
     kinds = {real: RealAveraging, room: room.pytorch.callbacks.EMAWeightAveraging}
     begin, rest = (room, real) if first == "here" else (real, room)
-    whole = [fit(real, "Plain", 3, callbacks=[RealAveraging(decay=0.5)]).state_dict()]
+    full = [fit(real, "Plain", 3, callbacks=[RealAveraging(decay=0.5)]).state_dict()]
     fit(begin, "Plain", callbacks=[kinds[begin](decay=0.5), saver(begin, tmp_path / "x.ckpt", "epoch")])
     module = fit(rest, "Plain", 3, source=tmp_path / "x.ckpt", callbacks=[kinds[rest](decay=0.5)])
-    torch.testing.assert_close(module.state_dict(), whole[0])
+    torch.testing.assert_close(module.state_dict(), full[0])
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # as Lightning warns
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # Lightning warns, too
 def test_the_best_checkpoints_so_far_are_known_on_both_sides(tmp_path):
     options = {"monitor": "val", "save_top_k": 2, "filename": "{epoch}"}
     fit(real, "Plain", AT, callbacks=[RealCheckpoint(tmp_path, **options)], enable_checkpointing=True)
-    known = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
-    (state,) = known.values()
+    states = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    (state,) = states.values()
     callback = room.pytorch.callbacks.ModelCheckpoint(tmp_path, **options)
     fit(room, "Plain", AT + 1, tmp_path / "epoch=1.ckpt", callbacks=[callback], enable_checkpointing=True)
     values = {path: float(value) for path, value in state["best_k_models"].items()}
     kept = min(values, key=values.__getitem__)
-    found = {path: float(value) for path, value in callback.best_k_models.items()}
-    assert found.keys() == {kept, str(tmp_path / "epoch=2.ckpt")}
-    assert found[kept] == values[kept]
-    assert (tmp_path / "epoch=0.ckpt").is_file()  # of another run, which wrote it
+    scores = {path: float(value) for path, value in callback.best_k_models.items()}
+    assert scores.keys() == {kept, str(tmp_path / "epoch=2.ckpt")}
+    assert scores[kept] == values[kept]
+    assert (tmp_path / "epoch=0.ckpt").is_file()  # another run wrote it
     assert (tmp_path / "epoch=1.ckpt").is_file()
     back = RealCheckpoint(tmp_path, **options)
     fit(real, "Plain", AT + 1, tmp_path / "epoch=2.ckpt", callbacks=[back], enable_checkpointing=True)
@@ -413,10 +413,10 @@ def test_lightning_goes_on_from_a_checkpoint_of_legatos_own_trainer(tmp_path, ki
     trainer.fit(ROOM[kind](), loader(), loader(2))
     epoch, step = convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")
     assert (epoch, step) == (AT - 1, (10 if moment == "within" else 12) * (2 if kind == "Manual" else 1))
-    whole = fit(real, kind, callbacks=[saver(real, tmp_path / "real.ckpt", moment)])
-    rest, own = (fit(real, kind, source=tmp_path / name) for name in ("x.ckpt", "real.ckpt"))
-    assert_goes_on(own, rest)
+    full = fit(real, kind, callbacks=[saver(real, tmp_path / "real.ckpt", moment)])
+    rest, resumed = (fit(real, kind, source=tmp_path / name) for name in ("x.ckpt", "real.ckpt"))
+    assert_goes_on(resumed, rest)
     if moment == "epoch":
-        assert_goes_on(whole, rest)
+        assert_goes_on(full, rest)
     with pytest.raises(CheckpointError, match="exists already"):
         convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")

@@ -1,4 +1,4 @@
-"""LightningCLI: the common command lines, with the same files and values as Lightning's."""
+"""LightningCLI: common command lines, with the same files and values as in Lightning."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ class Noted(Callback):
 def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # without one the command line warns that it takes 0
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # without a seed, the command line warns that it uses 0
 
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
@@ -121,17 +121,17 @@ def test_a_config_file_with_class_paths(tmp_path):
     assert cli.model.hparams.lr == 0.5
     assert type(cli.trainer.optimizers[0]) is torch.optim.Adam
     assert type(cli.trainer.lr_scheduler_configs[0].scheduler).__name__ == "StepLR"
-    assert [one.word for one in cli.trainer.callbacks if isinstance(one, Noted)] == ["yes"]
-    assert any(isinstance(one, ModelCheckpoint) for one in cli.trainer.callbacks)
+    assert [callback.word for callback in cli.trainer.callbacks if isinstance(callback, Noted)] == ["yes"]
+    assert any(isinstance(callback, ModelCheckpoint) for callback in cli.trainer.callbacks)
     assert type(cli.trainer.logger).__name__ == "CSVLogger"
 
 
 def test_classes_by_their_bare_names():
     options = {"EarlyStopping": {"monitor": "loss"}, "StochasticWeightAveraging": {"swa_lrs": 0.1}, "Timer": {}}
-    for name, own in options.items():
+    for name, arguments in options.items():
         trainer = {
             "accelerator": "cpu",
-            "callbacks": {"class_path": name, "init_args": own},
+            "callbacks": {"class_path": name, "init_args": arguments},
             "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}},
             "profiler": {"class_path": "SimpleProfiler"},
             "plugins": {"class_path": "MixedPrecision", "init_args": {"precision": "bf16-mixed", "device": "cpu"}},
@@ -139,33 +139,33 @@ def test_classes_by_their_bare_names():
         cli = LightningCLI(
             Model, Data, run=False, save_config_callback=None, args={"seed_everything": 1, "trainer": trainer}
         )
-        made = {type(one).__name__: type(one).__module__ for one in [*cli.trainer.callbacks, *cli.trainer.loggers]}
+        made = {type(item).__name__: type(item).__module__ for item in [*cli.trainer.callbacks, *cli.trainer.loggers]}
         assert {name, "CSVLogger"} <= made.keys()
-        assert all(made[one].startswith("legato.compat.lightning.") for one in (name, "CSVLogger"))
+        assert all(made[item].startswith("legato.compat.lightning.") for item in (name, "CSVLogger"))
         assert type(cli.trainer.profiler).__name__ == "SimpleProfiler"
         assert cli.trainer.precision == "bf16-mixed"
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
+    ("name", "options"),
     [("DDPStrategy", {"find_unused_parameters": True}), ("FSDPStrategy", {"sharding_strategy": "SHARD_GRAD_OP"})],
 )
-def test_strategies_by_their_names_and_arguments(name, own):
+def test_strategies_by_their_names_and_arguments(name, options):
     for path in (name, f"legato.compat.lightning.pytorch.strategies.{name}"):
-        trainer = {"accelerator": "cpu", "strategy": {"class_path": path, "init_args": own}}
+        trainer = {"accelerator": "cpu", "strategy": {"class_path": path, "init_args": options}}
         cli = LightningCLI(Model, Data, run=False, args={"seed_everything": 1, "trainer": trainer})
         made = type(cli.trainer.strategy)
         assert (made.__name__, made.__module__) == (name, "legato.compat.lightning.strategies")
-        assert own.items() <= cli.config["trainer"]["strategy"]["init_args"].as_dict().items()
+        assert options.items() <= cli.config["trainer"]["strategy"]["init_args"].as_dict().items()
 
 
 def test_the_logger_of_a_service_takes_the_arguments_of_its_package():
     pytest.importorskip("wandb")
-    own = {"project": "p", "offline": True, "entity": "us", "tags": ["a"]}
-    logger = {"class_path": "WandbLogger", "init_args": own}
+    options = {"project": "p", "offline": True, "entity": "us", "tags": ["a"]}
+    logger = {"class_path": "WandbLogger", "init_args": options}
     args = {"seed_everything": 1, "trainer": {"accelerator": "cpu", "logger": logger}}
-    found = LightningCLI(Model, Data, run=False, args=args).config["trainer"]["logger"]["init_args"]
-    assert own.items() <= found.as_dict().items()
+    init_args = LightningCLI(Model, Data, run=False, args=args).config["trainer"]["logger"]["init_args"]
+    assert options.items() <= init_args.as_dict().items()
 
 
 def test_a_trainer_without_callbacks_gets_none():
@@ -175,7 +175,7 @@ def test_a_trainer_without_callbacks_gets_none():
 
     with pytest.warns(UserWarning, match="Small` class does not expose the `callbacks`"):
         cli = LightningCLI(Model, run=False, trainer_class=Small, args=[], trainer_defaults={"callbacks": [Noted()]})
-    assert not any(isinstance(one, Noted) for one in cli.trainer.callbacks)
+    assert not any(isinstance(callback, Noted) for callback in cli.trainer.callbacks)
 
 
 def test_a_config_begins_with_the_version(capsys):
@@ -216,7 +216,7 @@ def test_a_subclass_with_links():
     cli = Linked(Model, Data, args=["fit", *QUIET, "--word=b"], save_config_callback=None)
     assert (cli.model.hparams.width, cli.model.layer.out_features) == (4, 3)
     assert cli.config["fit"]["word"] == "b"
-    assert [one.word for one in cli.trainer.callbacks if isinstance(one, Noted)] == ["own"]
+    assert [callback.word for callback in cli.trainer.callbacks if isinstance(callback, Noted)] == ["own"]
     assert cli.order == ["before", "after"]
 
 
@@ -224,8 +224,8 @@ def test_optimizers_as_arguments():
     args = [*QUIET, "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.3", "--trainer.max_steps=1"]
     cli = LightningCLI(Callable, Data, args=["fit", *args], save_config_callback=None, auto_configure_optimizers=False)
     assert cli.trainer.optimizers[0].defaults["lr"] == 0.3
-    found = instantiate_class(cli.model.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.2}})
-    assert found.defaults["lr"] == 0.2
+    optimizer = instantiate_class(cli.model.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.2}})
+    assert optimizer.defaults["lr"] == 0.2
     assert instantiate_module(Model, {"lr": 0.4}).hparams.lr == 0.4
 
 
@@ -318,7 +318,7 @@ def test_hyperparameters_are_those_of_the_command_line():
 def test_a_checkpoint_gives_its_hyperparameters_to_the_next_command_line():
     first = LightningCLI(Model, Data, args=["fit", *QUIET, "--model.width=9", "--trainer.max_epochs=1"])
     path = first.trainer.checkpoint_callback.best_model_path
-    with pytest.warns(UserWarning, match="The dirpath has changed"):  # without a logger it is another folder
+    with pytest.warns(UserWarning, match="The dirpath has changed"):  # without a logger, the folder differs
         second = LightningCLI(Model, Data, args=["validate", *QUIET, f"--ckpt_path={path}", "--trainer.logger=false"])
     assert second.model.hparams.width == 9
 

@@ -1,4 +1,4 @@
-"""Files with pickles that run code when they are read by `pickle.load`: here none of them does."""
+"""Files with pickles that run code under `pickle.load`; none of them may run it here."""
 
 import builtins
 import io
@@ -65,7 +65,7 @@ def file_with(attack: Any, place: str) -> Any:
         saved["callbacks"] = {"Timer": {"elapsed": attack}}
     elif place == "beside":
         saved["added"] = [attack]
-    elif place == "code of ours":  # as this program stores code, but not by this process
+    elif place == "code of ours":  # code as this program stores it, but from a different process
         buffer = io.BytesIO()
         torch.save(attack, buffer)
         code = checkpoint.Code(buffer.getvalue())
@@ -93,6 +93,6 @@ def test_a_file_that_runs_code_elsewhere_runs_none_here(
         lambda: checkpoint.run_of(Path("x.ckpt")),
     )
     for way in ways:
-        with suppress(Exception):  # of torch, of ours, or of a module that lacks a weight
+        with suppress(Exception):  # raised by torch, by Legato, or by a module without a weight
             way()
         assert not os.path.lexists(mark)

@@ -1,4 +1,4 @@
-"""Inner parts of Lightning's that public programs read: connectors, loops' counts, strategies, loggers, hooks."""
+"""Lightning's internals that public programs read: connectors, counts of loops, strategies, loggers, hooks."""
 
 import pytest
 import torch
@@ -81,9 +81,9 @@ def test_a_mixed_in_hook_is_not_hidden():
     class Both(EarlyStopping, Ends):
         pass
 
-    both = Both("loss")
-    both.on_fit_end(None, None)
-    assert called == [both]
+    callback = Both("loss")
+    callback.on_fit_end(None, None)
+    assert called == [callback]
 
 
 def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
@@ -133,9 +133,9 @@ def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "run.ckpt")["global_step"] == 4
-    for one in (path, tmp_path / "run.ckpt"):
-        trainer.strategy.remove_checkpoint(one)
-        assert not one.exists()
+    for checkpoint in (path, tmp_path / "run.ckpt"):
+        trainer.strategy.remove_checkpoint(checkpoint)
+        assert not checkpoint.exists()
 
 
 def test_counts_of_a_run_cannot_be_set(tmp_path):
@@ -170,7 +170,7 @@ def test_accumulation_is_told_apart(tmp_path):
             return super().training_step(batch, batch_idx)
 
     quiet(tmp_path, accumulate_grad_batches=3).fit(Watches(), loader())
-    # as under Lightning, where the epoch's last batch steps too
+    # as in Lightning, where the epoch's last batch also steps
     assert seen == [(True, False)] * 2 + [(False, False), (False, True)]
 
 
@@ -248,7 +248,7 @@ def test_counts_and_optimizers_of_a_fit_stay_in_later_calls(tmp_path):
             counts["optimizers"] = trainer.optimizers, trainer.strategy.optimizers, len(trainer.lr_scheduler_configs)
 
     trainer, module = quiet(tmp_path, callbacks=[Looks()]), Evaluated()
-    trainer.optimizers.append(None)  # of a list that is nobody's
+    trainer.optimizers.append(None)  # a list that no trainer uses
     assert trainer.optimizers == []
     trainer.fit(module, loader(), torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
     optimizers = trainer.optimizers
@@ -260,7 +260,7 @@ def test_counts_and_optimizers_of_a_fit_stay_in_later_calls(tmp_path):
     assert not trainer.enable_validation
     assert named == [True] * 3
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader())  # without validation, which the counts of the first fit do not hide
+    trainer.fit(module, loader())  # without validation, so that the counts of the first fit stay visible
     assert trainer.num_val_batches == []
 
 
@@ -292,10 +292,10 @@ def test_each_of_two_processes_counts_its_own_batches_of_an_evaluation(tmp_path,
 
 
 def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
-    found = {}
+    results = {}
 
     class Steps(Linear):
-        """Four ways to the same gradient."""
+        """Four ways to compute the same gradient."""
 
         automatic_optimization = False
 
@@ -309,19 +309,19 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
             }.items():
                 optimizer.zero_grad()
                 backward(self.layer(batch).square().mean())
-                found[name] = self.layer.weight.grad.clone()
+                results[name] = self.layer.weight.grad.clone()
             precision = self.trainer.precision_plugin
             precision.clip_gradients(optimizer, 1e-3)
-            found["norm"] = torch.nn.utils.get_total_norm([one.grad for one in precision.main_params(optimizer)])
+            results["norm"] = torch.nn.utils.get_total_norm([item.grad for item in precision.main_params(optimizer)])
             precision.clip_gradients(optimizer, 1e-6, "value")
-            found["value"] = self.layer.weight.grad.abs().max()
+            results["value"] = self.layer.weight.grad.abs().max()
             optimizer.step()
 
     module, trainer = Steps(), quiet(tmp_path, max_steps=1)
     trainer.fit(module, loader())
-    assert all(torch.equal(found[name], found["manual"]) for name in ("none", "optimizer", "graph"))
-    assert found["norm"] <= 1.001e-3
-    assert found["value"] <= 1.001e-6
+    assert all(torch.equal(results[name], results["manual"]) for name in ("none", "optimizer", "graph"))
+    assert results["norm"] <= 1.001e-3
+    assert results["value"] <= 1.001e-6
     with pytest.raises(UnsupportedError, match=r"subclass legato\.strategies\.GroupStrategy"):
         DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
 
@@ -332,8 +332,8 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
 def test_a_module_made_by_a_trainer_has_its_precision(tmp_path, word, dtype):
     with quiet(tmp_path, precision=word).init_module():
         layer = torch.nn.Linear(1, 1, dtype=torch.float32 if "mixed" in word else None)
-        found = layer(torch.zeros(1, 1)).dtype
-    assert found == dtype
+        actual = layer(torch.zeros(1, 1)).dtype
+    assert actual == dtype
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -371,14 +371,14 @@ def test_a_prediction_can_be_read_while_it_is_under_way(tmp_path, interval, retu
     kept = returned or bool(writers)
     assert model.seen[0] == (every if kept else ([] if loaders == 1 else [[], []]))
     assert model.seen[1] == [[[0, 1], [2, 3], [4, 5], [6, 7]] if writers else []] * loaders
-    assert [one.written for one in writers] == [every] * len(writers)
+    assert [writer.written for writer in writers] == [every] * len(writers)
     assert result == (every if returned else None)
     assert trainer.predict_loop.predictions == (every if returned else [])
 
 
 def test_a_program_can_empty_the_predictions_of_a_long_run(tmp_path):
     trainer = quiet(tmp_path, callbacks=[Empties()])
-    assert trainer.predict(Predicts(), loader()) == [7.0]  # the newest batch's is kept after its hooks, as in Lightning
+    assert trainer.predict(Predicts(), loader()) == [7.0]  # the latest batch is stored after its hooks, as in Lightning
 
 
 def test_manual_optimization_by_its_private_name(tmp_path):
@@ -462,16 +462,16 @@ def test_parts_of_the_table_of_a_test():
 
 
 def test_the_source_of_an_evaluations_data(tmp_path):
-    found, given = [], loader()
+    results, data = [], loader()
 
     class Asks(Linear):
         def on_validation_epoch_end(self):
             source = self.trainer.validate_loop._data_source
-            found.append((source.instance, source.is_defined(), source.dataloader()))
+            results.append((source.instance, source.is_defined(), source.dataloader()))
 
     trainer, module = quiet(tmp_path), Asks()
-    trainer.validate(module, given)
-    assert found == [(given, True, given)]
+    trainer.validate(module, data)
+    assert results == [(data, True, data)]
 
 
 def test_the_source_of_a_stream_given_as_a_loader(tmp_path):
@@ -479,14 +479,14 @@ def test_the_source_of_a_stream_given_as_a_loader(tmp_path):
         def __iter__(self):
             return iter(torch.ones(4, 2))
 
-    found, given = [], torch.utils.data.DataLoader(Stream(), batch_size=2)  # whose length is not known
+    results, data = [], torch.utils.data.DataLoader(Stream(), batch_size=2)  # a stream without a length
 
     class Asks(Linear):
         def on_train_epoch_start(self):
-            found.append(self.trainer.fit_loop._data_source.dataloader())
+            results.append(self.trainer.fit_loop._data_source.dataloader())
 
-    quiet(tmp_path).fit(Asks(), given)
-    assert found == [given]
+    quiet(tmp_path).fit(Asks(), data)
+    assert results == [data]
 
 
 def test_averaging_by_several_weights_at_once(tmp_path):

@@ -1,4 +1,4 @@
-"""Under `ddp` the script is rank 0, and its command is started again for the other ranks, as under Lightning."""
+"""Under `ddp`, the script is rank 0 and starts its command again for the other ranks, as in Lightning."""
 
 import json
 import subprocess
@@ -65,11 +65,11 @@ def test_what_fit_leaves_is_there_on_every_rank(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = completed(run_module, "legato", "lightning", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
-    weights = told[0].pop("weights")
-    assert weights == told[1].pop("weights")
+    reports = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
+    weights = reports[0].pop("weights")
+    assert weights == reports[1].pop("weights")
     expected = {"losses": 4, "samples": 8, "saved": 4, "moments": 4.0, "epoch": 2, "batches": 2, "alone": [1, 1]}
-    for rank in told:
+    for rank in reports:
         assert {**rank, "batches": 2} == expected
 
 
@@ -104,7 +104,7 @@ trainer.start_ranks = start_and_die
 @pytest.mark.slow
 def test_a_rank_ends_after_rank_0_was_killed_before_they_met(tmp_path):
     (tmp_path / "script.py").write_text(KILLED + SCRIPT)
-    # not forked: its signals would be blocked in what it starts
+    # not forked, because child processes would inherit blocked signals
     command = sys.executable, "-m", "legato", "lightning", "script.py"
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What hooks add to a checkpoint and it cannot hold: kept in the process, as programs for Lightning expect."""
+"""Values from hooks that a checkpoint cannot hold stay in the process, as programs for Lightning expect."""
 
 import io
 import pickle
@@ -75,13 +75,13 @@ def test_torch_reads_code_in_its_place_where_the_program_trusts_the_file(tmp_pat
     assert isinstance(saved["hyper_parameters"]["loss"], torch.nn.MSELoss)
     assert saved["scale"].factor == 3
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        torch.load(best)  # as of a file of Lightning's
+        torch.load(best)  # as in a file of Lightning
 
 
 def test_elsewhere_it_is_handed_over_or_named(tmp_path):
     model = Model(loss=torch.nn.MSELoss())
     best = fit(tmp_path, model).checkpoint_callback.best_model_path
-    checkpoint.written.clear()  # as in another process
+    checkpoint.written.clear()  # as in a different process
     with pytest.raises(CheckpointError, match=r"Checkpoints do not hold these hyperparameters of Model.*loss"):
         Model.load_from_checkpoint(best)
     with pytest.raises(KeyError, match="scale"):
@@ -117,14 +117,14 @@ def test_the_first_hyperparameters_stay_as_they_were():
 
 
 def test_a_config_that_is_all_the_hyperparameters_is_them(tmp_path):
-    given = OmegaConf.create({"width": 2, "deep": {"rates": [0.1], "width": "${width}"}})
-    module = TakesConfig(given)
-    assert module.hparams is given
+    config = OmegaConf.create({"width": 2, "deep": {"rates": [0.1], "width": "${width}"}})
+    module = TakesConfig(config)
+    assert module.hparams is config
     assert isinstance(module.hparams_initial, DictConfig)
     best = fit(tmp_path, module).checkpoint_callback.best_model_path
     checkpoint.written.clear()
-    for found in (TakesConfig.load_from_checkpoint(best).hparams, load(best, weights_only=True)["hyper_parameters"]):
-        assert (type(found), found) == (DictConfig, given)
+    for hparams in (TakesConfig.load_from_checkpoint(best).hparams, load(best, weights_only=True)["hyper_parameters"]):
+        assert (type(hparams), hparams) == (DictConfig, config)
     module.save_hyperparameters({"other": 1})
     assert module.hparams == {"other": 1}
 
@@ -140,11 +140,11 @@ class Configured(Model):
 
 
 def test_configs_of_omegaconf_come_back_as_such(tmp_path):
-    given = OmegaConf.create({"model": {"width": 2}, "rates": [0.1]}), OmegaConf.create([1, 2])
-    best = fit(tmp_path, Configured(*given)).checkpoint_callback.best_model_path
+    configs = OmegaConf.create({"model": {"width": 2}, "rates": [0.1]}), OmegaConf.create([1, 2])
+    best = fit(tmp_path, Configured(*configs)).checkpoint_callback.best_model_path
     checkpoint.written.clear()
     again = Configured.load_from_checkpoint(best)
-    assert (again.hparams.config, again.hparams.layers) == given
-    assert [type(one) for one in again.hparams.values()] == [DictConfig, ListConfig]
+    assert (again.hparams.config, again.hparams.layers) == configs
+    assert [type(item) for item in again.hparams.values()] == [DictConfig, ListConfig]
     assert again.hparams.config.model.width == again.hparams.config.rates[0] * 20
     assert Configured.load_from_checkpoint(best, layers=[3]).hparams.layers == [3]

@@ -1,4 +1,4 @@
-"""Loggers in Lightning compatibility mode: Lightning's arguments, files and attributes; loggers that users write."""
+"""Loggers in Lightning compatibility mode: Lightning's arguments, files and attributes; custom loggers."""
 
 import csv
 import importlib
@@ -56,7 +56,7 @@ def fit(folder, logger, devices=1, **options):
 
 
 class Own(Logger):
-    """As a user writes one: no call of `super().__init__`, decorated methods."""
+    """A typical custom logger: no call of `super().__init__`, decorated methods."""
 
     def __init__(self):
         self.calls = []
@@ -102,7 +102,7 @@ def test_a_csv_file_of_another_run_is_kept(tmp_path):
         with nullcontext() if step == 0 else pytest.warns(UserWarning, match="another run"):
             logger.log_metrics({"loss": 1.0}, step)
         logger.log_metrics({"more": 1.0}, step)
-        copy = pickle.loads(pickle.dumps(logger))  # as for a worker, in which it goes on
+        copy = pickle.loads(pickle.dumps(logger))  # as for a worker process, in which it continues
         copy.log_metrics({"loss": 0.5}, step)
         folder = tmp_path / "mine" / "version_0"
         assert sorted(path.name for path in folder.glob("metrics.*.csv")) == expected
@@ -143,8 +143,8 @@ def test_what_a_logger_answers_before_fit(tmp_path, name, options):
         warnings.simplefilter("ignore")
         theirs = getattr(real_loggers(), name)(str(tmp_path), **options)
     for attribute in ("name", "version", "save_dir", "root_dir", "log_dir", "group_separator"):
-        found, expected = (str(getattr(one, attribute)).rstrip("/") for one in (ours, theirs))
-        assert found == expected, attribute
+        actual, expected = (str(getattr(kind, attribute)).rstrip("/") for kind in (ours, theirs))
+        assert actual == expected, attribute
     assert isinstance(ours, Logger)
 
 
@@ -171,9 +171,9 @@ def test_a_logger_opens_when_it_is_used(tmp_path):
     assert yaml.safe_load((folder / "hparams.yaml").read_text()) == {"lr": 0.1}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    assert sorted(found.Tags()["scalars"]) == ["best", "x"]
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["best", "x"]
     assert (folder / "pair_a").is_dir()
     logger = CSVLogger(tmp_path / "csv")
     logger.experiment.log_metrics({"x": 1})
@@ -205,9 +205,9 @@ def test_small_things():
 def test_arguments_are_lightnings(name):
     ours = getattr(importlib.import_module("legato.compat.lightning.pytorch.loggers"), name)
     theirs = getattr(real_loggers(), name)
-    first, second = (inspect.signature(one.__init__).parameters for one in (ours, theirs))
+    first, second = (inspect.signature(kind.__init__).parameters for kind in (ours, theirs))
     assert list(first) == list(second)
-    assert [one.default for one in first.values()] == [one.default for one in second.values()]
+    assert [parameter.default for parameter in first.values()] == [parameter.default for parameter in second.values()]
     sent = "log_table", "log_text", "log_audio", "log_video", "use_artifact", "download_artifact"
     for method, value in vars(theirs).items():
         if not method.startswith("_") and not method.isupper() and method not in sent:
@@ -235,7 +235,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 
 class WithFolder(Logger):
-    """Names a folder of its own beside save_dir, name and version."""
+    """Adds a folder to save_dir, name and version."""
 
     name, version, save_dir, log_dir = "mine", 3, "saved", "elsewhere"
 
@@ -258,7 +258,7 @@ def test_checkpoints_lie_below_the_name_and_version_of_a_logger_without_files(tm
 
 
 def kept_files(folder):
-    """Return the files below a folder that keep an id of a service."""
+    """Return the files below a folder that contain the id of a service."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*-id.txt"))
 
 
@@ -272,7 +272,7 @@ def test_checkpoints_lie_below_the_run_of_a_service(tmp_path, monkeypatch, devic
     logger, name = WandbLogger(save_dir="saved", project="project", offline=True), "epoch=0-step=4.ckpt"
     for begun in (False, True):
         if begun:
-            logger.experiment.config.update({"hand": 1})  # in this process, and the workers join it
+            logger.experiment.config.update({"hand": 1})  # in this process, and the worker processes join it
         trainer = fit(tmp_path, logger, enable_checkpointing=True, devices=devices, strategy="ddp_spawn")
         folder = f"saved/project/{logger.version}"
         assert (trainer.log_dir, logger.log_dir) == ("saved", None)
@@ -291,7 +291,7 @@ def test_a_run_of_wandb_that_goes_on_or_was_chosen_names_the_folder(tmp_path, mo
     wandb = pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for version in ("chosen", "agent"):  # as an argument, and as a sweep's agent says it
+    for version in ("chosen", "agent"):  # as an argument, and as the agent of a sweep sets it
         if version == "agent":
             monkeypatch.setenv("WANDB_RUN_ID", version)
         logger = WandbLogger(version="chosen" if version == "chosen" else None, offline=True)
@@ -369,14 +369,14 @@ trainer.logger.save()
 @pytest.mark.slow
 def test_a_script_writes_the_rows_that_it_writes_with_lightning(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    found = {}
+    results = {}
     for name, called in (("theirs", [run_script]), ("ours", [run_module, "legato", "lightning"])):
         done = completed(*called, "train.py", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with (tmp_path / name / "mine" / "version_0" / "metrics.csv").open(newline="") as file:
-            found[name] = list(csv.DictReader(file))
-    assert len(found["ours"]) == len(found["theirs"]) == 13
-    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+            results[name] = list(csv.DictReader(file))
+    assert len(results["ours"]) == len(results["theirs"]) == 13
+    for ours, theirs in zip(results["ours"], results["theirs"], strict=True):
         assert list(ours) == list(theirs)
         assert {name: value and pytest.approx(float(value), rel=1e-5) for name, value in theirs.items()} == {
             name: value and float(value) for name, value in ours.items()
@@ -421,15 +421,15 @@ def test_lists_of_a_config_are_lists_in_the_file_of_hyperparameters(kind, tmp_pa
     logger = kind(tmp_path)
     logger.log_hyperparams(config)
     logger.save()
-    found = yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text())
-    assert found == {"sizes": [1, 2], "inner": {"names": ["a"]}}
+    hparams = yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text())
+    assert hparams == {"sizes": [1, 2], "inner": {"names": ["a"]}}
 
 
 def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
     from legato.loggers.logger import Logger as CoreLogger
 
     class Remote(CoreLogger):
-        """As those of services are: registered, and without a folder."""
+        """Like loggers of services: registered, and without a folder."""
 
     Logger.register(Remote)
     assert isinstance(Remote(), Logger)
@@ -438,27 +438,27 @@ def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
 
 
 def with_own_parts(base, parts):
-    """Return a subclass of a logger with properties of its own; `log_dir` adds a folder, as programs do."""
-    own = {
+    """Return a subclass of a logger with overridden properties; `log_dir` adds a folder, as programs do."""
+    properties = {
         "name": property(lambda logger: "own"),
         "version": property(lambda logger: "first"),
         "root_dir": property(lambda logger: str(Path(logger.save_dir, "root"))),
         "log_dir": property(lambda logger: str(Path(base.log_dir.fget(logger), "below"))),
     }
-    return type(base.__name__, (base,), {part: own[part] for part in parts})
+    return type(base.__name__, (base,), {name: properties[name] for name in parts})
 
 
 @pytest.mark.parametrize("kind", ["TensorBoardLogger", "CSVLogger"])
 @pytest.mark.parametrize("parts", [("name", "version"), ("log_dir",), ("root_dir",)], ids=str)
 def test_properties_of_a_subclass_are_the_parts_of_its_folder(kind, parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = []
+    results = []
     for package in (real_loggers(), importlib.import_module("legato.compat.lightning.pytorch.loggers")):
         folder = Path(package.__name__)
         logger = with_own_parts(getattr(package, kind), parts)(folder)
         logger.log_metrics({"value": 1.0}, 0)
         logger.save()
         places = {str(path.relative_to(folder).parent) for path in folder.rglob("*") if path.is_file()}
-        found.append((places, str(Path(logger.log_dir).relative_to(folder)), logger.name, logger.version))
-    assert found[0] == found[1]
-    assert found[0][0] == {found[0][1]}
+        results.append((places, str(Path(logger.log_dir).relative_to(folder)), logger.name, logger.version))
+    assert results[0] == results[1]
+    assert results[0][0] == {results[0][1]}

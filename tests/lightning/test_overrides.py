@@ -1,4 +1,4 @@
-"""What the Trainer of Lightning compatibility mode overrides of Legato's: Lightning's public names, and five more."""
+"""Attributes of Legato's Trainer that the Lightning Trainer overrides: Lightning's public names, and five more."""
 
 import warnings
 
@@ -18,8 +18,8 @@ def test_a_trainer_overrides_few_names_of_legatos():
     of_lightning = {*dir(real.Trainer), *vars(made)}
     kinds = L.Trainer.__mro__
     above = kinds[: kinds.index(lg.Trainer)]
-    own = {name for kind in above for name in vars(kind) if not name.startswith("__")}
+    names = {name for kind in above for name in vars(kind) if not name.startswith("__")}
     of_legato = {
         name for kind in lg.Trainer.__mro__[:-1] for name in (*vars(kind), *vars(kind).get("__annotations__", ()))
     }
-    assert (own & of_legato) - of_lightning <= FOR_SUBCLASSES
+    assert (names & of_legato) - of_lightning <= FOR_SUBCLASSES

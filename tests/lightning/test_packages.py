@@ -1,6 +1,6 @@
-"""Packages that are built on Lightning, unchanged: their quick starts on made-up data, where they are installed.
+"""Installed packages that build on Lightning, unchanged: their quick starts on made-up data.
 
-None of them is a dependency of the tests; CONTRIBUTING.md says how to install and try them.
+None of them is a dependency of the tests; CONTRIBUTING.md explains how to install and try them.
 """
 
 import json

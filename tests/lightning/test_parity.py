@@ -1,6 +1,6 @@
-"""The same modules under Lightning and in its room: losses, order of hooks, logged points, rates and weights are equal.
+"""The same modules with Lightning and Legato: losses, order of hooks, logged points, rates and weights are equal.
 
-What differs stands in DIFFERENT, with its reason.
+DIFFERENT lists the differences, with reasons.
 """
 
 import json
@@ -27,7 +27,7 @@ DIFFERENT = {
     ("own optimizer step", "hooks"): CLOSURE,
     **NEWEST,
 }
-"""By kind and field, why it differs on one process."""
+"""Reasons for differences on one process, by kind and field."""
 BY_RANK = "Lightning's limit of evaluation batches counts on each rank; Legato's does not depend on how many there are."
 DRIFT = "Lightning leaves parameters that were frozen at the start out of DDP; they drift apart once they train."
 DIFFERENT_ON_TWO = {
@@ -38,11 +38,11 @@ DIFFERENT_ON_TWO = {
     **{("fast_dev_run", field): BY_RANK for field in ("hooks", "metrics")},
     **{("frozen parts", field): DRIFT for field in ("losses", "points", "metrics", "weights")},
 }
-"""The same on two processes."""
+"""Reasons for differences on two processes."""
 
 
 def results(folder, processes):
-    """Return what each package makes of all kinds, one after the other in the same processes."""
+    """Return the results of each package for all kinds, one after the other in the same processes."""
     started = []
     for package in PACKAGES:
         launcher = (run_module, "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
@@ -50,17 +50,17 @@ def results(folder, processes):
         called = (*(launcher if processes > 1 else (run_script,)), str(SCRIPT), package, str(folder / package))
         started.append(Forked(*called, env=environment))
     for process in started:
-        _, told = process.communicate(timeout=600)
-        assert process.returncode == 0, told[-3000:]
-    found = []
+        _, output = process.communicate(timeout=600)
+        assert process.returncode == 0, output[-3000:]
+    results = []
     for package in PACKAGES:
         ranks = [json.loads((folder / f"{package}.{rank}").read_text()) for rank in range(processes)]
         for kind, result in ranks[0].items():
             assert "error" not in result, (package, kind, result)
-            if "losses" in result:  # which of the ranks has a sample is no part of the result
+            if "losses" in result:  # the rank of a sample is not part of the result
                 result["losses"] = mean_over([rank[kind]["losses"] for rank in ranks])
-        found.append(ranks[0])
-    return found
+        results.append(ranks[0])
+    return results
 
 
 def mean_over(ranks):
@@ -80,7 +80,7 @@ def differs(first, second):
 
 
 def compared(real, ours):
-    """Return kind and field of everything that differs, with both values."""
+    """Return kind and field of all differences, with both values."""
     assert real.keys() == ours.keys()
     return {
         (kind, name): (real[kind].get(name), ours[kind].get(name))
@@ -94,7 +94,7 @@ def compared(real, ours):
 def test_kinds_of_modules_train_alike(tmp_path, processes, different):
     real, ours = results(tmp_path, processes)
     assert len(real) >= 23
-    found = compared(real, ours)
-    assert {where: values for where, values in found.items() if where not in different} == {}
-    assert different.keys() <= found.keys(), "no longer different: take it off the list"
+    differences = compared(real, ours)
+    assert {where: values for where, values in differences.items() if where not in different} == {}
+    assert different.keys() <= differences.keys(), "no longer different: take it off the list"
     assert all(reason.endswith(".") for reason in different.values())

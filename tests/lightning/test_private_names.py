@@ -30,18 +30,18 @@ class Linear(L.LightningModule):
 
 
 def test_the_connector_knows_the_devices():
-    found = _AcceleratorConnector(accelerator="cpu", devices=2)
-    assert (found._accelerator_flag, found._devices_flag) == ("cpu", 2)
-    assert found._parallel_devices == [torch.device("cpu")] * 2
+    connector = _AcceleratorConnector(accelerator="cpu", devices=2)
+    assert (connector._accelerator_flag, connector._devices_flag) == ("cpu", 2)
+    assert connector._parallel_devices == [torch.device("cpu")] * 2
     assert _AcceleratorConnector(accelerator="cpu", devices="auto")._devices_flag == 1
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False)
     assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")]
     assert not trainer._accelerator_connector.is_distributed
-    assert found.is_distributed
+    assert connector.is_distributed
 
 
 def test_a_package_registers_an_accelerator_of_its_own():
-    """Packages do so for devices that are not there; a run on one of them is refused with a sentence."""
+    """Packages register devices that are absent; a run on them raises an error with advice."""
     from legato.compat.lightning.fabric.utilities.distributed import _distributed_is_initialized
     from legato.compat.lightning.fabric.utilities.registry import _register_classes
     from legato.compat.lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
@@ -71,11 +71,11 @@ def test_a_package_registers_an_accelerator_of_its_own():
 
 
 def test_callbacks_come_in_any_collection(tmp_path):
-    own = [L.Callback(), L.Callback()]
-    for given in (own, tuple(own), dict.fromkeys(own).keys()):
-        trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=given, default_root_dir=tmp_path)
-        assert [one for one in trainer.callbacks if one in own] == own
-    assert own[0] in L.Trainer(accelerator="cpu", logger=False, callbacks=own[0]).callbacks
+    callbacks = [L.Callback(), L.Callback()]
+    for passed in (callbacks, tuple(callbacks), dict.fromkeys(callbacks).keys()):
+        trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=passed, default_root_dir=tmp_path)
+        assert [callback for callback in trainer.callbacks if callback in callbacks] == callbacks
+    assert callbacks[0] in L.Trainer(accelerator="cpu", logger=False, callbacks=callbacks[0]).callbacks
 
 
 def test_names_of_types_and_of_prefixes():
@@ -105,10 +105,10 @@ def test_a_checkpoint_opens_through_a_filesystem(tmp_path):
     trainer.save_checkpoint(path)
     assert path.is_file()
     with get_filesystem(path).open(str(path), "rb") as file:
-        found = torch.load(file, weights_only=False)
-    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
-    assert isinstance(found["hyper_parameters"]["activation"], torch.nn.Tanh)
-    with pytest.raises(UnpicklingError):  # as of Lightning's file: the hyperparameter is code
+        contents = torch.load(file, weights_only=False)
+    assert torch.equal(contents["state_dict"]["layer.weight"], module.layer.weight)
+    assert isinstance(contents["hyper_parameters"]["activation"], torch.nn.Tanh)
+    with pytest.raises(UnpicklingError):  # as in a file of Lightning: the hyperparameter is code
         torch.load(path, weights_only=True)
 
     class Careful(Linear):
@@ -136,9 +136,9 @@ def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
     assert trainer.fit_loop._combined_loader is None
-    given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-    trainer.fit(Looks(torch.nn.Tanh()), given)
-    assert seen == [given, given]
+    data = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    trainer.fit(Looks(torch.nn.Tanh()), data)
+    assert seen == [data, data]
 
 
 def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):
@@ -158,8 +158,8 @@ def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
     trainer.test_loop = Table(trainer, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=True)
     module, loader = Tests(torch.nn.Tanh()), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-    found = trainer.test(module, loader)
-    assert shown == [("test", [{"test_loss": torch.tensor(found[0]["test_loss"])}])]
+    metrics = trainer.test(module, loader)
+    assert shown == [("test", [{"test_loss": torch.tensor(metrics[0]["test_loss"])}])]
     assert "test_loss" not in capsys.readouterr().out
     trainer.test(module, loader, verbose=False)
     assert len(shown) == 1

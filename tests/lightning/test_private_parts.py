@@ -1,4 +1,4 @@
-"""Private attributes of trainers, loops and modules that public programs read and call, beside the real package."""
+"""Private attributes of trainers, loops and modules that public programs use, compared with Lightning."""
 
 import warnings
 
@@ -12,12 +12,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as real
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's warnings
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def module(package, **methods):
-    """Return a module of this package with a few methods of its own."""
+    """Return a module of a package with additional methods."""
 
     class Net(package.LightningModule):
         def __init__(self):
@@ -60,7 +60,7 @@ class Counted(room.Callback):
 
 
 def test_connectors_of_callbacks_and_values(tmp_path):
-    found = []
+    results = []
     for package in (room, real):
         seen = []
 
@@ -71,9 +71,9 @@ def test_connectors_of_callbacks_and_values(tmp_path):
         assert trainer.callback_metrics == {}
         saves, plain = package.callbacks.ModelCheckpoint(tmp_path), package.Callback()
         connector = trainer._callback_connector
-        seen.append([type(one).__name__ for one in connector._reorder_callbacks([saves, plain])])
-        found.append(seen)
-    assert found[0] == found[1]
+        seen.append([type(callback).__name__ for callback in connector._reorder_callbacks([saves, plain])])
+        results.append(seen)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("package", [room, real])

@@ -1,4 +1,4 @@
-"""Profilers in Lightning compatibility mode: Lightning's arguments, words, and profilers that users write."""
+"""Profilers in Lightning compatibility mode: Lightning's arguments and names, and custom profilers."""
 
 import importlib
 import inspect
@@ -31,7 +31,7 @@ class Model(LightningModule):
 
 
 class Counting(Profiler):
-    """As a user writes one: no call of `super().__init__`."""
+    """A typical custom profiler: no call of `super().__init__`."""
 
     def __init__(self):
         self.actions = []
@@ -78,8 +78,8 @@ def test_arguments_are_lightnings(name):
         warnings.simplefilter("ignore")
         theirs = getattr(importlib.import_module("lightning.pytorch.profilers"), name)
     ours = getattr(importlib.import_module("legato.compat.lightning.pytorch.profilers"), name)
-    first, second = (inspect.signature(one.__init__).parameters for one in (ours, theirs))
+    first, second = (inspect.signature(kind.__init__).parameters for kind in (ours, theirs))
     assert list(first) == list(second)
-    assert [one.default for one in first.values()] == [one.default for one in second.values()]
+    assert [parameter.default for parameter in first.values()] == [parameter.default for parameter in second.values()]
     for method, value in vars(theirs).items():
         assert method.startswith("_") or method.isupper() or hasattr(ours, method) or not inspect.isfunction(value)

@@ -1,4 +1,4 @@
-"""Counts of a trainer in every hook of a fit, beside the real package."""
+"""Counts of a trainer in every hook of a fit, compared with Lightning."""
 
 import warnings
 
@@ -25,34 +25,34 @@ HOOKS = (
 
 
 def counts(trainer, hook):
-    """Return what the loops say; what is not the same in a hook is left out there."""
+    """Return the counts of the loops, without those that differ in a hook."""
     epochs, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     batches = loop.batch_progress
-    found = {
+    counts = {
         "steps": (trainer.global_step, loop._batches_that_stepped),
         "epochs": (trainer.current_epoch, trainer.max_epochs, trainer.min_epochs),
         "indices": (loop.batch_idx, loop.total_batch_idx, loop._should_accumulate()),
         "total": (batches.total.ready, batches.total.completed),
     }
     for name, tracker in (("epoch", epochs.epoch_progress.current), ("batch", batches.current)):
-        found[name] = (tracker.ready, tracker.started, tracker.processed, tracker.completed)
+        counts[name] = (tracker.ready, tracker.started, tracker.processed, tracker.completed)
     if hook == "on_train_batch_start" or (hook == "on_train_batch_end" and trainer.accumulate_grad_batches > 1):
-        found.pop("batch")  # started, or processed, here a hook earlier or later
-    if hook != "on_train_epoch_start":  # where Lightning still tells of the epoch before
-        found["last"] = trainer.is_last_batch
-    found["done"] = loop.done, epochs.done  # the last, since Lightning's counts the epoch where it is asked
-    return found
+        counts.pop("batch")  # started or processed a hook earlier or later than in Lightning
+    if hook != "on_train_epoch_start":  # Lightning still has the counts of the previous epoch
+        counts["last"] = trainer.is_last_batch
+    counts["done"] = loop.done, epochs.done  # last, because Lightning counts the epoch when it is read
+    return counts
 
 
 def trace(package, manual, **options):
     """Return the counts in every hook of a fit, and after it."""
-    found = []
+    results = []
 
     class Counts(package.Callback):
         pass
 
     def record(name):
-        return lambda self, trainer, *_, **__: found.append((name, counts(trainer, name)))
+        return lambda self, trainer, *_, **__: results.append((name, counts(trainer, name)))
 
     for name in HOOKS:
         setattr(Counts, name, record(name))
@@ -79,7 +79,7 @@ def trace(package, manual, **options):
     trainer = package.Trainer(**{**QUIET, "max_epochs": 2, **options}, callbacks=[Counts()])
     data = [DataLoader(torch.ones(size, 2), batch_size=2) for size in (8, 4)]
     trainer.fit(Module(), *data)
-    return [*found, ("after", counts(trainer, "after"))]
+    return [*results, ("after", counts(trainer, "after"))]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -107,8 +107,8 @@ def test_counts_in_every_hook(manual, options, tmp_path):
 def test_limits_before_a_run(options):
     names = ("max_epochs", "min_epochs", "max_steps", "min_steps", "num_sanity_val_steps", "_detect_anomaly")
     names += ("_model_registry", "_val_check_time_interval", "state", "val_check_batch")
-    own, other = (package.Trainer(**QUIET, **options) for package in (room, real))
-    assert {name: str(getattr(own, name)) for name in names} == {name: str(getattr(other, name)) for name in names}
+    ours, theirs = (package.Trainer(**QUIET, **options) for package in (room, real))
+    assert {name: str(getattr(ours, name)) for name in names} == {name: str(getattr(theirs, name)) for name in names}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,7 +137,7 @@ def test_a_barebones_trainer_keeps_no_values(tmp_path):
 
 
 class GAN:
-    """Two optimizers by hand, of which one does not count; mixed into a module of each package."""
+    """Two manual optimizers, one of which does not count; a mixin for a module of each package."""
 
     def __init__(self):
         super().__init__()
@@ -148,9 +148,9 @@ class GAN:
         first, second = self.optimizers()
         second._on_before_step = lambda: self.trainer.profiler.start("optimizer_step")
         second._on_after_step = lambda: self.trainer.profiler.stop("optimizer_step")
-        for optimizer, part in ((first, self.generator), (second, self.critic)):
+        for optimizer, network in ((first, self.generator), (second, self.critic)):
             optimizer.zero_grad()
-            self.manual_backward(part(batch).sum())
+            self.manual_backward(network(batch).sum())
             optimizer.step()
         self.seen.append((batch_idx, self.global_step))
 
@@ -160,39 +160,39 @@ class GAN:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_of_two_counts_the_steps():
-    found = []
+    results = []
     for package in (room, real):
         module = type("Module", (GAN, package.LightningModule), {})()
         trainer = package.Trainer(**QUIET, max_steps=5)
         trainer.fit(module, DataLoader(torch.ones(16, 2), batch_size=2))
-        found.append((module.seen, trainer.global_step))
-    assert found[0] == found[1]
+        results.append((module.seen, trainer.global_step))
+    assert results[0] == results[1]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_has_lightnings_class_and_torchs():
-    found = []
+    results = []
     for package in (room, real):
         kind = package.core.optimizer.LightningOptimizer
 
         class Module(GAN, package.LightningModule):
             def on_train_start(self):
-                for one in self.optimizers():
-                    raw = one.optimizer
-                    classes = isinstance(one, kind), isinstance(one, type(raw))  # noqa: B023
-                    found[-1].append((type(one).__name__, one.__class__.__name__, *classes))
-                    assert one._optimizer is raw
-                    assert one.param_groups is raw.param_groups
-                    assert kind._to_lightning_optimizer(one, self.trainer.strategy) is one  # noqa: B023
+                for optimizer in self.optimizers():
+                    raw = optimizer.optimizer
+                    classes = isinstance(optimizer, kind), isinstance(optimizer, type(raw))  # noqa: B023
+                    results[-1].append((type(optimizer).__name__, optimizer.__class__.__name__, *classes))
+                    assert optimizer._optimizer is raw
+                    assert optimizer.param_groups is raw.param_groups
+                    assert kind._to_lightning_optimizer(optimizer, self.trainer.strategy) is optimizer  # noqa: B023
 
-        found.append([])
+        results.append([])
         package.Trainer(**QUIET, max_steps=1).fit(Module(), DataLoader(torch.ones(4, 2), batch_size=2))
         plain = kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
-        found[-1].append((type(plain).__name__, isinstance(plain, torch.optim.SGD)))
-    assert found[0] == found[1]
+        results[-1].append((type(plain).__name__, isinstance(plain, torch.optim.SGD)))
+    assert results[0] == results[1]
     ours = room.core.optimizer.LightningOptimizer
     kinds = ours.__mro__[:-1]
-    assert not any("__class__" in vars(kind) for kind in kinds)  # a class of its own, not one that is shown
+    assert not any("__class__" in vars(kind) for kind in kinds)  # a separate class that is not shown
     scheduler = torch.optim.lr_scheduler.StepLR(ours(plain.optimizer), 1)
     assert scheduler.optimizer.optimizer is plain.optimizer
 
@@ -200,7 +200,7 @@ def test_an_optimizer_has_lightnings_class_and_torchs():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("manual", [False, True])
 def test_outputs_of_a_batch_without_a_loss(manual, tmp_path):
-    found = []
+    results = []
     for package in (room, real):
 
         class Module(package.LightningModule):
@@ -222,5 +222,5 @@ def test_outputs_of_a_batch_without_a_loss(manual, tmp_path):
             module, options = Module(), {"accumulate_grad_batches": 1 if manual else every}
             trainer = package.Trainer(**QUIET, **options, max_epochs=1, default_root_dir=tmp_path)
             trainer.fit(module, DataLoader(torch.ones(4, 2)))
-            found.append(module.seen)
-    assert found[:2] == found[2:] == [[{}, {"loss": 0.0}] * 2] * 2
+            results.append(module.seen)
+    assert results[:2] == results[2:] == [[{}, {"loss": 0.0}] * 2] * 2

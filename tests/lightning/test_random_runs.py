@@ -1,4 +1,4 @@
-"""Runs with settings drawn at random are the same under Lightning and in its room: hooks, values, points, files."""
+"""Runs with random settings are the same with Lightning and Legato: hooks, values, points, files."""
 
 import lightning.pytorch as real
 import pytest
@@ -7,7 +7,7 @@ import legato.compat.lightning.pytorch as room
 
 from .random_runs import draw, make_run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's warnings
 
 
 STARTS = "A fit with nothing left to train calls on_train_start and on_train_end."
@@ -22,7 +22,7 @@ DIFFERENT = {
     **dict.fromkeys((1, 29, 32), SAVES),
     **dict.fromkeys((11, 27, 36), LAST),
 }
-"""By seed, why it differs; docs/from-lightning.md has the rows."""
+"""Reasons for differences, by seed; docs/from-lightning.md has the rows."""
 
 
 def test_most_runs_are_the_same():
@@ -31,16 +31,16 @@ def test_most_runs_are_the_same():
 
 @pytest.mark.parametrize("seed", [seed for seed in range(40) if seed not in DIFFERENT])
 def test_a_run_is_the_same_under_both(seed, tmp_path, monkeypatch):
-    how, found = draw(seed), {}
+    how, results = draw(seed), {}
     for package in (real, room):
         folder = tmp_path / package.__name__
         folder.mkdir()
         monkeypatch.chdir(folder)
-        found[package] = make_run(package, how, folder)
-    expected, came = found[real], found[room]
+        results[package] = make_run(package, how, folder)
+    expected, came = results[real], results[room]
     assert came.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, list):
-            for one, other in zip(came[name], value, strict=False):
-                assert one == other, (name, how)
+            for ours, theirs in zip(came[name], value, strict=False):
+                assert ours == theirs, (name, how)
         assert came[name] == value, (name, how)

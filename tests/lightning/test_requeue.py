@@ -1,4 +1,4 @@
-"""A job that is told to end writes hpc_ckpt_N.ckpt, as under Lightning, and goes on from it when it is queued again."""
+"""As in Lightning, a job that receives a signal writes hpc_ckpt_N.ckpt, and resumes from it after a requeue."""
 
 import os
 import re
@@ -25,8 +25,8 @@ def test_a_job_that_was_told_to_end_goes_on_when_it_is_queued_again(tmp_path, nu
         path = program.folder / "stdout"
         return path.read_text() if path.exists() else ""
 
-    whole = run()
-    wait_until(lambda: whole.poll() is not None, 120)
+    full = run()
+    wait_until(lambda: full.poll() is not None, 120)
     first = run("slow")
     wait_until(lambda: "step 3" in said(first), 120)
     os.kill(first.pid, number)
@@ -39,5 +39,5 @@ def test_a_job_that_was_told_to_end_goes_on_when_it_is_queued_again(tmp_path, nu
     second = run(SLURM_RESTART_COUNT="1")
     wait_until(lambda: second.poll() is not None, 120)
     assert re.findall(r"begins at (\d+)", said(second)) == [str(step)]
-    assert said(second).splitlines()[-1] == said(whole).splitlines()[-1]
+    assert said(second).splitlines()[-1] == said(full).splitlines()[-1]
     assert not list((tmp_path / "here").glob(".requeued-*"))

@@ -1,7 +1,7 @@
 """The order of the first epoch after a resume, under DDP with loader workers (Lightning #21938).
 
-Lightning 2.5.3 to 2.6.6 makes the loader's iterator before it tells the sampler the epoch, so a resumed run trains on
-the order of epoch 0 once more: a job that is preempted again and again sees the same part of the data.
+Lightning 2.5.3 to 2.6.6 creates the loader's iterator before it sets the epoch of the sampler, so a resumed run repeats
+the order of epoch 0: a job that is preempted repeatedly sees the same part of the data.
 """
 
 import json

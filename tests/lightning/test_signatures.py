@@ -1,4 +1,4 @@
-"""Signatures of Lightning's hooks and methods: those of compatibility mode are the same, parameter by parameter."""
+"""Signatures of Lightning's hooks and methods equal those of compatibility mode, parameter by parameter."""
 
 import functools
 import importlib
@@ -31,13 +31,13 @@ def both(real, path):
 
 
 def parameters(method):
-    """Return names, kinds and defaults, but for what a class method shows of its class."""
-    found = inspect.signature(method).parameters.values()
-    return [(one.name, one.kind, one.default) for one in found if one.name != "cls"]
+    """Return names, kinds and defaults, without the class parameter of class methods."""
+    parameters = inspect.signature(method).parameters.values()
+    return [(item.name, item.kind, item.default) for item in parameters if item.name != "cls"]
 
 
 def methods(theirs):
-    """Return the public methods that Lightning defines, by name; all are asked of the class."""
+    """Return the public methods that Lightning defines, by name, from the class."""
     for name, _ in inspect.getmembers(theirs, callable):
         method = getattr(theirs, name)
         if not name.startswith("_") and str(getattr(method, "__module__", "")).startswith("lightning."):
@@ -58,7 +58,7 @@ def test_base_classes_have_lightnings_signatures(real, path):
 
 
 def test_callbacks_of_the_package_take_what_lightnings_take(real):
-    """Where Lightning's own hook takes `*args`, it is called with what the base class's has."""
+    """If Lightning's hook takes `*args`, it is called with the parameters of the base class."""
     compared = 0
     for name in importlib.import_module(f"{real.__name__}.callbacks").__all__:
         ours, theirs = both(real, f"callbacks.{name}")
@@ -67,10 +67,10 @@ def test_callbacks_of_the_package_take_what_lightnings_take(real):
         for hook in (hook for hook in dir(L.Callback) if hook.startswith("on_") or hook in ("setup", "teardown")):
             if not hasattr(theirs, hook):
                 continue
-            named = [one for one in inspect.signature(getattr(theirs, hook)).parameters.values() if one.kind < 2]
+            named = [item for item in inspect.signature(getattr(theirs, hook)).parameters.values() if item.kind < 2]
             if len(named) < len(inspect.signature(getattr(theirs, hook)).parameters):
                 named = list(inspect.signature(getattr(real.Callback, hook)).parameters.values())
-            inspect.signature(getattr(ours, hook)).bind(**{one.name: None for one in named})
+            inspect.signature(getattr(ours, hook)).bind(**{parameter.name: None for parameter in named})
             compared += 1
     assert compared > 500
 
@@ -88,7 +88,7 @@ class Small(L.LightningModule):
 
 
 OF_MODULES = {f"on_{word}_model_{mode}": 1 for word in ("validation", "test", "predict") for mode in ("eval", "train")}
-"""Hooks of every module, with what they call."""
+"""Hooks of every module, with the number of their calls."""
 
 
 def test_a_run_calls_a_wrapped_hook_and_none_that_does_nothing():
@@ -115,9 +115,9 @@ def test_a_run_calls_a_wrapped_hook_and_none_that_does_nothing():
     trainer = L.Trainer(**quiet, max_steps=1, enable_model_summary=False, callbacks=[Counts(), Looks()])
     trainer.fit(Small(), torch.utils.data.DataLoader(torch.ones(2, 2)))
     assert called == ["on_fit_end"] * 2
-    # hooks that nothing overrides, which Lightning's names for their parameters wrap, are not called
-    own = {"setup": 1, "on_fit_start": 2, "on_sanity_check_start": 1, "on_sanity_check_end": 1, "on_train_start": 1}
-    assert seen == {**own, "on_train_epoch_start": 1, "on_train_end": 1, "on_fit_end": 1, **OF_MODULES}
+    # hooks of the base class, which are wrapped only for Lightning's parameter names, are not called
+    first = {"setup": 1, "on_fit_start": 2, "on_sanity_check_start": 1, "on_sanity_check_end": 1, "on_train_start": 1}
+    assert seen == {**first, "on_train_epoch_start": 1, "on_train_end": 1, "on_fit_end": 1, **OF_MODULES}
 
 
 def test_an_older_name_of_configure_model():

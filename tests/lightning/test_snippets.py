@@ -1,4 +1,4 @@
-"""What Lightning's documentation shows its users, beside the real package."""
+"""Examples of Lightning's documentation, compared with Lightning."""
 
 import signal
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import legato.compat.lightning.pytorch as room
 from legato.compat.lightning.pytorch.strategies import StrategyRegistry
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's warnings
 
 BOTH = pytest.mark.parametrize("package", [real, room])
 QUIET = {
@@ -33,7 +33,7 @@ def loader(count=8, batch_size=2):
 
 
 def small(package, **methods):
-    """Return a module of this package with a few methods of its own."""
+    """Return a module of a package with additional methods."""
 
     class Small(package.LightningModule):
         def __init__(self):
@@ -97,7 +97,7 @@ def test_a_trainer_is_interrupted_once_fit_has_raised():
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
 def at_epochs(package, kind, search, *epochs):
-    """Return a finder that searches when these epochs begin, as `FineTuneLearningRateFinder` does."""
+    """Return a finder that searches when these epochs begin, like `FineTuneLearningRateFinder`."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch in epochs:
@@ -118,9 +118,9 @@ def test_a_finder_sweeps_learning_rates_within_a_fit(source):
         if source == "loaders":
             trainer.fit(module, data)
         elif source == "data module":
-            found = package.LightningDataModule()
-            found.train_dataloader = lambda data=data: data
-            trainer.fit(module, datamodule=found)
+            datamodule = package.LightningDataModule()
+            datamodule.train_dataloader = lambda data=data: data
+            trainer.fit(module, datamodule=datamodule)
         else:
             module.train_dataloader = lambda data=data: data
             trainer.fit(module)
@@ -133,16 +133,16 @@ def test_a_finder_sweeps_learning_rates_within_a_fit(source):
 
 
 def test_a_finder_sweeps_at_every_epoch_that_it_names():
-    """Lightning sweeps at the first alone: at later ones it ends before a step."""
+    """Lightning sweeps only at the first epoch: at later ones, the sweep ends before a step."""
     module, tried = small(room), []
     kind = at_epochs(room, "LearningRateFinder", "lr_find", 0, 1)
-    kind.search = lambda self, *given, **data: (super(kind, self).search(*given, **data), tried.append(self.optimal_lr))
+    kind.search = lambda self, *args, **data: (super(kind, self).search(*args, **data), tried.append(self.optimal_lr))
     fitted(room, module, callbacks=kind(num_training_steps=20))
     assert [len(sweep.results["lr"]) for sweep in tried] == [8, 8]
 
 
 def test_a_finder_searches_batch_sizes_within_a_run():
-    """Sizes are those of the steps that follow; Lightning trains one epoch of them."""
+    """Sizes are those of the following steps; Lightning trains one epoch with them."""
     module = small(
         room,
         train_dataloader=lambda self: loader(16, self.batch_size),
@@ -170,7 +170,7 @@ def test_a_finder_searches_batch_sizes_within_a_test(package):
     )
     package.Trainer(**QUIET, callbacks=kind(max_trials=2)).test(module, verbose=False)
     assert module.batch_size == 4
-    if package is room:  # whose trials are those of a copy
+    if package is room:  # its trials are those of a copy
         assert module.seen == [4, 4, 4, 4]
 
 

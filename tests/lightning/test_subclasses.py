@@ -1,4 +1,4 @@
-"""Subclasses of Lightning's callbacks, beside the real package: they override methods and read private parts."""
+"""Subclasses of Lightning's callbacks, compared with Lightning: they override methods and read private attributes."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ NUMBERS = torch.arange(8.0)[:, None] / 8
 
 
 def module_of(package, **parts):
-    """Return a small module of a package, with further methods."""
+    """Return a small module of a package, with additional methods."""
 
     class Line(package.LightningModule):
         def __init__(self, lr=0.1):
@@ -37,7 +37,7 @@ def module_of(package, **parts):
         test_step = validation_step
 
         def configure_optimizers(self):
-            trained = [one for one in self.parameters() if one.requires_grad]
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
             optimizer = torch.optim.SGD(trained, lr=self.lr)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
@@ -50,7 +50,7 @@ def module_of(package, **parts):
 
 
 def trainer_of(package, folder, callbacks=(), **options):
-    """Return a quiet trainer of two epochs."""
+    """Return a trainer without output for two epochs."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "default_root_dir": folder}
     with warnings.catch_warnings():
@@ -58,15 +58,15 @@ def trainer_of(package, folder, callbacks=(), **options):
         return package.Trainer(callbacks=list(callbacks), **{**defaults, **quiet, **options})
 
 
-def run(trainer, method, *given, **options):
+def run(trainer, method, *arguments, **options):
     """Call a method of the trainer without Lightning's advice."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return getattr(trainer, method)(*given, **options)
+        return getattr(trainer, method)(*arguments, **options)
 
 
 def shown(value):
-    """Return what two packages have in common of an argument."""
+    """Return the representation of an argument that two packages share."""
     if isinstance(value, str):
         return re.sub(r".*/", "", str(getattr(value, "value", value)))
     if isinstance(value, (bool, int, type(None))):
@@ -79,9 +79,9 @@ def watched(kind, names):
     calls = []
 
     def override(name):
-        def call(self, *given, **named):
-            calls.append((name, [shown(one) for one in given], {key: shown(one) for key, one in named.items()}))
-            return getattr(super(watching, self), name)(*given, **named)
+        def call(self, *arguments, **named):
+            calls.append((name, [shown(item) for item in arguments], {key: shown(item) for key, item in named.items()}))
+            return getattr(super(watching, self), name)(*arguments, **named)
 
         return call
 
@@ -116,7 +116,7 @@ OVERRIDDEN = {
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_overridden_methods_are_called(name, tmp_path):
     arguments, names = OVERRIDDEN[name]
-    found = []
+    results = []
     for package in PACKAGES:
         kind, calls = watched(getattr(package.callbacks, name), names.split())
         folder = tmp_path / package.__name__.partition(".")[0]
@@ -127,9 +127,9 @@ def test_overridden_methods_are_called(name, tmp_path):
         run(trainer, "fit", module)
         calls.append("test")
         run(trainer, "test", module, verbose=False)
-        found.append(calls)
-    assert found[0] == found[1]
-    assert {call[0] for call in found[0] if call != "test"} == set(names.split())
+        results.append(calls)
+    assert results[0] == results[1]
+    assert {call[0] for call in results[0] if call != "test"} == set(names.split())
 
 
 def test_a_folder_of_ones_own_for_checkpoints(tmp_path):
@@ -165,16 +165,16 @@ def test_an_error_is_saved_by_the_method_that_saves(tmp_path):
 
 
 def test_rates_of_a_group_that_is_added(tmp_path):
-    """The list of the lone group goes on under its new name."""
-    found = []
+    """The list of the first group continues under its new name."""
+    results = []
     for package in PACKAGES:
         rates = package.callbacks.LearningRateMonitor()
         unfreezes = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
         options = {"logger": package.loggers.CSVLogger(tmp_path, version=package.__name__[:6]), "log_every_n_steps": 1}
         run(trainer_of(package, tmp_path, [rates, unfreezes], **options), "fit", module_of(package))
-        found.append({name: [round(one, 6) for one in values] for name, values in rates.lrs.items()})
-    assert found[0] == found[1]
-    assert found[0].keys() == {"lr-SGD/pg1", "lr-SGD/pg2"}
+        results.append({name: [round(rate, 6) for rate in values] for name, values in rates.lrs.items()})
+    assert results[0] == results[1]
+    assert results[0].keys() == {"lr-SGD/pg1", "lr-SGD/pg2"}
 
 
 class Half:
@@ -191,14 +191,14 @@ class Half:
 
     def on_train_epoch_end(self, trainer, pl_module):
         super().on_train_epoch_end(trainer, pl_module)
-        own = {"state_dict": {name: value.clone() for name, value in pl_module.state_dict().items()}}
-        self.on_save_checkpoint(trainer, pl_module, own)
-        self.seen += [(kind, round(sum(map(float, own[kind].values())), 5)) for kind in sorted(own)]
+        state = {"state_dict": {name: value.clone() for name, value in pl_module.state_dict().items()}}
+        self.on_save_checkpoint(trainer, pl_module, state)
+        self.seen += [(kind, round(sum(map(float, state[kind].values())), 5)) for kind in sorted(state)]
 
 
 def total(module):
     """Return the sum of a module's parameters."""
-    return round(sum(float(one.sum()) for one in module.parameters()), 5)
+    return round(sum(float(parameter.sum()) for parameter in module.parameters()), 5)
 
 
 def test_a_checkpoint_of_stochastic_averages_has_the_trained_weights(tmp_path):
@@ -217,14 +217,14 @@ def test_a_checkpoint_of_stochastic_averages_has_the_trained_weights(tmp_path):
 
 
 def test_finders_that_the_module_brings(tmp_path):
-    found = []
+    results = []
     for package in PACKAGES:
         finder = package.callbacks.LearningRateFinder(num_training_steps=20)
         module = module_of(package, configure_callbacks=lambda self, finder=finder: [finder])
         run(trainer_of(package, tmp_path, max_epochs=20), "fit", module)
-        found.append((finder.optimal_lr.suggestion(), module.lr))
-    assert found[0] == pytest.approx(found[1])
-    assert found[0][0] == found[0][1]
+        results.append((finder.optimal_lr.suggestion(), module.lr))
+    assert results[0] == pytest.approx(results[1])
+    assert results[0][0] == results[0][1]
 
 
 def test_how_often_bars_are_drawn(monkeypatch):
@@ -241,16 +241,16 @@ def test_how_often_bars_are_drawn(monkeypatch):
 def test_one_progress_bar_at_most(tmp_path):
     for package in PACKAGES:
         bars = package.callbacks.TQDMProgressBar, package.callbacks.RichProgressBar
-        for given, wanted in (([bars[0](), bars[1]()], True), ([bars[0]()], False)):
+        for callbacks, wanted in (([bars[0](), bars[1]()], True), ([bars[0]()], False)):
             with pytest.raises(package.utilities.exceptions.MisconfigurationException, match=r"[Pp]rogress.?bar"):
-                trainer_of(package, tmp_path, given, enable_progress_bar=wanted)
+                trainer_of(package, tmp_path, callbacks, enable_progress_bar=wanted)
 
 
 def test_a_summary_of_ones_own_is_the_only_one(tmp_path):
     for package in PACKAGES:
-        own = type("Own", (package.callbacks.ModelSummary,), {})()
-        callbacks = trainer_of(package, tmp_path, [own], enable_model_summary=True).callbacks
-        assert [one for one in callbacks if isinstance(one, package.callbacks.ModelSummary)] == [own]
+        summary = type("Own", (package.callbacks.ModelSummary,), {})()
+        callbacks = trainer_of(package, tmp_path, [summary], enable_model_summary=True).callbacks
+        assert [callback for callback in callbacks if isinstance(callback, package.callbacks.ModelSummary)] == [summary]
 
 
 # --- loggers ----------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_version_and_hyperparameters_of_ones_own(tmp_path):
 
 
 def test_names_of_legatos_own_are_free(tmp_path):
-    """What a program calls so is its own, though Legato has had a part of that name."""
+    """Such a method belongs to the program, even if Legato uses the name."""
 
     def fails(self):
         raise AssertionError("called by the trainer")

@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging: exact over a resume, its learning rates, its batch norms."""
+"""StochasticWeightAveraging: exact over a resume, its learning rates, its batch norm statistics."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ def test_an_interrupted_run_equals_an_undisturbed_one(tmp_path, step):
     def make():
         return StochasticWeightAveraging(0.02, 2, annealing_epochs=2)
 
-    _, whole = run(tmp_path / "whole", make, False)
+    _, full = run(tmp_path / "whole", make, False)
     first, _ = run(tmp_path, make, False, Stop(step, tmp_path / "stopped"))
     assert first.global_step == step
     trainer, task = run(tmp_path / "again", make, False, resume=tmp_path / "stopped")
-    assert torch.equal(weights(task), weights(whole))
+    assert torch.equal(weights(task), weights(full))
     assert trainer.current_epoch == 4
 
 
@@ -49,4 +49,4 @@ def test_batch_norms_of_averaged_weights_are_measured(tmp_path):
     assert norm.num_batches_tracked == 4
     assert norm.momentum == 0.1
     assert torch.allclose(norm.running_mean, inputs.mean(0), atol=1e-6)
-    assert len(task.seen) == 20  # 16 steps, and 4 batches without
+    assert len(task.seen) == 20  # 16 steps, and 4 batches without a step

@@ -46,12 +46,12 @@ def loader(count=8):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Run in a folder of the test's own, which is where Lightning writes."""
+    """Run in the temporary folder of the test, to which Lightning writes."""
     monkeypatch.chdir(tmp_path)
 
 
 def course(package, prepare=lambda trainer: None, **arguments):
-    """Return what a fit of 5 batches an epoch does with these arguments, and what is seen of it."""
+    """Return the observations of a fit of 5 batches per epoch with these arguments."""
     seen = []
 
     class Told(package.LightningModule):
@@ -128,7 +128,7 @@ def test_the_check_of_when_to_validate_cannot_be_replaced():
 # --- arguments --------------------------------------------------------------------------------------------------------
 def signature_of(function):
     """Return the names, kinds and defaults of arguments."""
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+    return [(item.name, item.kind, item.default) for item in inspect.signature(function).parameters.values()]
 
 
 def test_arguments_and_defaults_are_lightnings():
@@ -139,24 +139,24 @@ def test_arguments_and_defaults_are_lightnings():
 
 @pytest.mark.parametrize("name", ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"])
 def test_strategies_take_lightnings_arguments(name):
-    own, other = (signature_of(getattr(module.strategies, name).__init__) for module in (pl, real))
-    assert [one[:2] for one in own] == [one[:2] for one in other]
+    ours, theirs = (signature_of(getattr(module.strategies, name).__init__) for module in (pl, real))
+    assert [item[:2] for item in ours] == [item[:2] for item in theirs]
 
 
 def test_modules_have_lightnings_arguments():
-    for own, other in (
+    for ours, theirs in (
         (pl.LightningModule, real.LightningModule),
         (pl.LightningDataModule, real.LightningDataModule),
     ):
-        names = {name for name in dir(other) if not name.startswith("_")} - {*dir(torch.nn.Module)}
-        names.remove("configure_sharded_model") if own is pl.LightningModule else None  # which Lightning refuses
+        names = {name for name in dir(theirs) if not name.startswith("_")} - {*dir(torch.nn.Module)}
+        names.remove("configure_sharded_model") if ours is pl.LightningModule else None  # an error in Lightning
         for name in names:
-            assert hasattr(own, name) or name == "example_input_array", name  # which `__init__` sets
-            there = inspect.getattr_static(other, name)
-            if callable(getattr(other, name)) and not isinstance(there, property):
-                told, here = ([one[0] for one in signature_of(getattr(of, name))] for of in (other, own))
-                told = [one for one in told if one not in ("self", "cls")]
-                assert [one for one in here if one not in ("self", "cls")][: len(told)] == told, name
+            assert hasattr(ours, name) or name == "example_input_array", name  # `__init__` sets it
+            there = inspect.getattr_static(theirs, name)
+            if callable(getattr(theirs, name)) and not isinstance(there, property):
+                wanted, here = ([item[0] for item in signature_of(getattr(of, name))] for of in (theirs, ours))
+                wanted = [item for item in wanted if item not in ("self", "cls")]
+                assert [item for item in here if item not in ("self", "cls")][: len(wanted)] == wanted, name
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_callbacks_of_installed_packages_are_in_every_trainer(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("word", "found"),
+    ("word", "expected"),
     [
         ("ddp", {}),
         ("ddp_spawn", {}),
@@ -217,15 +217,15 @@ def test_callbacks_of_installed_packages_are_in_every_trainer(tmp_path, monkeypa
         ("ddp_find_unused_parameters_true", {"find_unused_parameters": True}),
     ],
 )
-def test_words_of_strategies(word, found):
+def test_words_of_strategies(word, expected):
     trainer = pl.Trainer(**SILENT, strategy=word, devices=2)
     assert isinstance(trainer.strategy, DDPStrategy)
-    assert trainer.strategy.finds_unused is found.get("find_unused_parameters", False)
+    assert trainer.strategy.finds_unused is expected.get("find_unused_parameters", False)
     assert isinstance(pl.strategies.StrategyRegistry.get("fsdp"), FSDPStrategy)
 
 
 class Own(pl.strategies.Strategy):
-    """A strategy of one's own."""
+    """A custom strategy."""
 
 
 @pytest.mark.parametrize(
@@ -261,58 +261,58 @@ NOT_THE_SAME = {
     *("fit_loop", "validate_loop", "test_loop", "predict_loop", "checkpoint_callback", "checkpoint_callbacks"),
     *("train_dataloader", "val_dataloaders", "lightning_module", "model", "optimizers"),
 }
-"""Objects, which are not equal between the packages."""
+"""Objects that are not equal between the packages."""
 
 
 def attributes_of(trainer):
-    """Return the public attributes that are values."""
-    found = {}
+    """Return the public attributes with plain values."""
+    results = {}
     for name in dir(real.Trainer):
         value = inspect.getattr_static(real.Trainer, name)
         if isinstance(value, property) and not name.startswith("_"):
-            found[name] = getattr(trainer, name)
-    return found
+            results[name] = getattr(trainer, name)
+    return results
 
 
 def both():
     """Return a trainer of each package, with its module."""
     torch.manual_seed(0)
-    own = Small()
-    other = type("Other", (real.LightningModule,), {name: vars(Small)[name] for name in STEPS})()
-    other.layer = torch.nn.Linear(2, 1)
-    other.load_state_dict(own.state_dict())
+    module = Small()
+    reference = type("Other", (real.LightningModule,), {name: vars(Small)[name] for name in STEPS})()
+    reference.layer = torch.nn.Linear(2, 1)
+    reference.load_state_dict(module.state_dict())
     options = {**QUIET, "max_epochs": 2, "limit_train_batches": 3, "enable_checkpointing": False, "logger": False}
-    return (pl.Trainer(**options), own), (real.Trainer(**options), other)
+    return (pl.Trainer(**options), module), (real.Trainer(**options), reference)
 
 
 STEPS = ("training_step", "validation_step", "predict_step", "configure_optimizers")
 
 
-def compare(own, other):
-    """Return the attributes that differ, with both values."""
-    own, other = attributes_of(own), attributes_of(other)
-    return {name: (own[name], other[name]) for name in other if name not in NOT_THE_SAME and own[name] != other[name]}
+def compare(ours, theirs):
+    """Return the differing attributes, with both values."""
+    left, right = attributes_of(ours), attributes_of(theirs)
+    return {name: (left[name], right[name]) for name in right if name not in NOT_THE_SAME and left[name] != right[name]}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_attributes_answer_before_and_after_a_run_as_lightnings_do():
-    (own, module), (other, other_module) = both()
-    assert compare(own, other) == {}
-    assert (own.lightning_module, own.model, own.train_dataloader, own.val_dataloaders) == (None,) * 4
-    assert (own.optimizers, own.state.fn, own.state.stage, own.state.finished) == ([], None, None, False)
-    own.fit(module, loader(), loader())
-    other.fit(other_module, loader(), loader())
-    assert compare(own, other) == {}
-    assert own.lightning_module is own.model is module
-    assert own.state.fn == TrainerFn.FITTING.value == "fit"
-    assert own.state.status.value == TrainerStatus.FINISHED.value
-    assert own.state.finished
+    (ours, module), (reference, other_module) = both()
+    assert compare(ours, reference) == {}
+    assert (ours.lightning_module, ours.model, ours.train_dataloader, ours.val_dataloaders) == (None,) * 4
+    assert (ours.optimizers, ours.state.fn, ours.state.stage, ours.state.finished) == ([], None, None, False)
+    ours.fit(module, loader(), loader())
+    reference.fit(other_module, loader(), loader())
+    assert compare(ours, reference) == {}
+    assert ours.lightning_module is ours.model is module
+    assert ours.state.fn == TrainerFn.FITTING.value == "fit"
+    assert ours.state.status.value == TrainerStatus.FINISHED.value
+    assert ours.state.finished
     for name in ("max_epochs", "batch_idx", "total_batch_idx", "max_batches", "done"):
-        assert getattr(own.fit_loop, name) == getattr(other.fit_loop, name), name
+        assert getattr(ours.fit_loop, name) == getattr(reference.fit_loop, name), name
     for tracker in ("total", "current"):
-        mine, theirs = (getattr(one.fit_loop.epoch_loop.batch_progress, tracker) for one in (own, other))
+        mine, theirs = (getattr(trainer.fit_loop.epoch_loop.batch_progress, tracker) for trainer in (ours, reference))
         assert (mine.ready, mine.completed) == (theirs.ready, theirs.completed)
-    assert own.fit_loop.epoch_progress.current.completed == other.fit_loop.epoch_progress.current.completed
+    assert ours.fit_loop.epoch_progress.current.completed == reference.fit_loop.epoch_progress.current.completed
 
 
 def test_a_second_fit_goes_on_from_the_first():
@@ -332,7 +332,7 @@ def test_what_hooks_read():
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             assert trainer.state.stage.value == "train"
             assert trainer.fit_loop.epoch_loop.batch_idx == batch_idx
-            assert trainer.callback_metrics["loss"] == outputs["loss"]  # moves with every batch
+            assert trainer.callback_metrics["loss"] == outputs["loss"]  # changes with every batch
             assert isinstance(trainer.logged_metrics["loss"], torch.Tensor)
             assert trainer.progress_bar_metrics["loss"] == pytest.approx(outputs["loss"].item())
             seen.append(trainer.global_step)
@@ -355,7 +355,7 @@ def test_a_batch_that_begins_reads_the_values_of_the_step_before(bar):
             return loss
 
         def on_train_batch_start(self, batch, batch_idx):
-            if self.trainer.global_step == 1:  # no later: the first look must not help the second
+            if self.trainer.global_step == 1:  # not later: the first access must not affect the second
                 seen.extend([self.trainer.logged_metrics["loss"].item(), self.trainer.callback_metrics["loss"].item()])
 
     options = {**SILENT, "enable_progress_bar": bar}
@@ -364,17 +364,17 @@ def test_a_batch_that_begins_reads_the_values_of_the_step_before(bar):
 
 
 def test_a_validation_of_a_fit_can_turn_gradients_on():
-    found = []
+    results = []
 
     class Physics(Small):
         def validation_step(self, batch, batch_idx):
             with torch.enable_grad():
-                found.append(self.layer(batch).requires_grad)
+                results.append(self.layer(batch).requires_grad)
 
     trainer = pl.Trainer(**SILENT, max_epochs=1, limit_val_batches=1, num_sanity_val_steps=0)
     trainer.fit(Physics(), loader(), loader())
     trainer.validate(Physics(), loader())
-    assert found == [True, False]  # alone it runs in inference mode
+    assert results == [True, False]  # outside a fit, it runs in inference mode
 
 
 def test_an_error_leaves_the_trainer_interrupted():
@@ -402,9 +402,9 @@ def test_stepping_batches_are_known_in_setup():
 
 def test_predictions():
     trainer, model = pl.Trainer(**SILENT), Small()
-    found = trainer.predict(model, loader())
-    assert [tuple(one.shape) for one in found] == [(2, 1)] * 4
-    assert trainer.predict_loop.predictions is found
+    predictions = trainer.predict(model, loader())
+    assert [tuple(item.shape) for item in predictions] == [(2, 1)] * 4
+    assert trainer.predict_loop.predictions is predictions
     assert trainer.predict(model, loader(), return_predictions=False) is None
 
 
@@ -484,14 +484,14 @@ def test_a_step_that_is_not_called_may_take_anything():
 
 @pytest.mark.parametrize("method", ["fit", "test"])
 def test_an_empty_path_is_no_checkpoint(method, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where a path that says nothing would look
+    monkeypatch.chdir(tmp_path)  # an empty path would be the current folder
     trainer = pl.Trainer(**SILENT, max_steps=1)
     with pytest.raises(ConfigError, match="ckpt_path='' names no checkpoint"):
         getattr(trainer, method)(Small(), DataLoader(torch.randn(4, 2)), ckpt_path="")
 
 
 class LogsOnItsRank(Small):
-    """Keeps, after each batch, what callback_metrics shows of values that differ between ranks."""
+    """Records, after each batch, the values in callback_metrics that differ between ranks."""
 
     def training_step(self, batch, batch_idx):
         value = 10.0 * self.global_rank + batch_idx
@@ -505,7 +505,7 @@ class LogsOnItsRank(Small):
         names = {"own", "synced", "alone"}
         metrics = [trainer.callback_metrics, trainer.agreed_metrics]
         with open(f"seen-{trainer.global_rank}", "a") as file:
-            print(json.dumps([{name: float(one[name]) for name in names & one.keys()} for one in metrics]), file=file)
+            print(json.dumps([{name: float(row[name]) for name in names & row.keys()} for row in metrics]), file=file)
 
 
 @pytest.mark.slow
@@ -530,7 +530,7 @@ def test_between_logging_points_a_process_reads_its_own_values_and_decisions_tho
 
 
 class PutsItsOwn(LogsOnItsRank):
-    """Puts values into callback_metrics, one in place of a logged one, between two logging points."""
+    """Sets values in callback_metrics between two logging points, one of them over a logged value."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         metrics = self.trainer.callback_metrics
@@ -540,7 +540,7 @@ class PutsItsOwn(LogsOnItsRank):
         super().on_train_batch_end(outputs, batch, batch_idx)
         metrics = [self.trainer.callback_metrics, self.trainer.agreed_metrics]
         with open(f"other-{self.trainer.global_rank}", "a") as file:
-            print(json.dumps([float(one.get("other", 0)) for one in metrics]), file=file)
+            print(json.dumps([float(row.get("other", 0)) for row in metrics]), file=file)
 
 
 @pytest.mark.slow
@@ -549,10 +549,10 @@ def test_what_a_program_puts_into_callback_metrics_counts_for_decisions(tmp_path
     trainer.fit(PutsItsOwn(), loader(16))
     for rank in range(2):
         seen = list(map(json.loads, (tmp_path / f"seen-{rank}").read_text().splitlines()))
-        owned = [[one["own"] for one in pair] for pair in seen[2:]]
+        owned = [[item["own"] for item in pair] for pair in seen[2:]]
         assert owned == [[2 + 10 * rank, 7], [3 + 10 * rank, 7]]
-        others = list(map(json.loads, (tmp_path / f"other-{rank}").read_text().splitlines()))
-        assert others == [[0, 0], [0, 0], [8, 8], [8, 8]]
+        rows = list(map(json.loads, (tmp_path / f"other-{rank}").read_text().splitlines()))
+        assert rows == [[0, 0], [0, 0], [8, 8], [8, 8]]
     assert trainer.callback_metrics["other"] == 8
 
 
@@ -633,10 +633,10 @@ def test_loaders_that_were_combined_are_shown_as_they_were_given():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["a"], batch_idx)
 
-    given = {"a": DataLoader(torch.randn(4, 2)), "b": DataLoader(torch.randn(2, 2))}
+    loaders = {"a": DataLoader(torch.randn(4, 2)), "b": DataLoader(torch.randn(2, 2))}
     trainer = pl.Trainer(**SILENT, max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(Two(), CombinedLoader(given, "min_size"))
-    assert trainer.train_dataloader["b"].dataset is given["b"].dataset
+    trainer.fit(Two(), CombinedLoader(loaders, "min_size"))
+    assert trainer.train_dataloader["b"].dataset is loaders["b"].dataset
     assert trainer.fit_loop._combined_loader.mode == "min_size"
     assert trainer.global_step == 2
 
@@ -673,8 +673,8 @@ def test_a_data_module_is_loaded_with_its_state(tmp_path):
     trainer = pl.Trainer(**SILENT, max_steps=1)
     trainer.fit(Small(), datamodule=Counted(6))
     trainer.save_checkpoint(tmp_path / "kept.ckpt")
-    found = Counted.load_from_checkpoint(tmp_path / "kept.ckpt")
-    assert (found.made, found.hparams.size) == (1, 6)
+    loaded = Counted.load_from_checkpoint(tmp_path / "kept.ckpt")
+    assert (loaded.made, loaded.hparams.size) == (1, 6)
 
 
 @pytest.mark.parametrize("batches", [2, 0])

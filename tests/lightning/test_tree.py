@@ -1,4 +1,4 @@
-"""The module tree of Lightning's names, and `import lightning` meaning Legato."""
+"""The module tree of Lightning's names, and `import lightning` as an import of Legato."""
 
 import ast
 import subprocess
@@ -20,7 +20,7 @@ FOLDER = Path(compat.__file__).parent
 
 
 def public_names(path):
-    """Return what a module of Lightning's defines, and passes on if it is a package, without importing it."""
+    """Return the names that a module of Lightning defines, and re-exports if it is a package, without importing it."""
     defined, passed_on = set(), set()
     statements = list(ast.parse(path.read_text()).body)
     for node in statements:
@@ -54,7 +54,7 @@ def test_no_public_name_is_missing(lightning):
     for path in sorted((lightning / "pytorch").rglob("*.py")):
         parts = path.relative_to(lightning).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if any(part.startswith("_") or part in NO_MODULES for part in parts):
+        if any(segment.startswith("_") or segment in NO_MODULES for segment in parts):
             continue
         module = ".".join(parts)
         names = vars(import_module(f"legato.compat.lightning.{module}"))
@@ -67,7 +67,7 @@ def test_no_module_is_missing(lightning):
     for path in [*(lightning / "pytorch").rglob("*.py"), *(lightning / "fabric").rglob("*.py")]:
         parts = path.relative_to(lightning).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if not any(part in NO_MODULES or part.startswith("__") for part in parts):
+        if not any(segment in NO_MODULES or segment.startswith("__") for segment in parts):
             try:
                 import_module(".".join(("legato.compat.lightning", *parts)))
             except ModuleNotFoundError:
@@ -103,7 +103,7 @@ def test_a_star_import_brings_the_public_names(name):
 
 
 def test_a_name_exists_once():
-    """The paths below a package are the package itself, so that two names of its modules must not differ."""
+    """All paths below a package are the package itself, so no two names of its modules may differ."""
     from legato.compat.lightning.pytorch import callbacks, utilities
     from legato.compat.lightning.pytorch.callbacks import progress, timer
     from legato.compat.lightning.pytorch.utilities import rank_zero
@@ -283,8 +283,8 @@ def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_n
 
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
     assert error_of(Fails(), [torch.ones(2, 1)]) == ""
-    assert error_of(3) == ""  # refused in words that say what is wrong
+    assert error_of(3) == ""  # an error of Legato with its own advice
     monkeypatch.setattr("legato.trainer.setup.start.make_run", None)
-    told = error_of(Fails(), [torch.ones(2, 1)])
-    assert told.startswith("legato: this error occurred within Legato (trainer/setup/start.py:")
-    assert "as it does with Lightning: `python train.py --fast`" in told
+    advice = error_of(Fails(), [torch.ones(2, 1)])
+    assert advice.startswith("legato: this error occurred within Legato (trainer/setup/start.py:")
+    assert "as it does with Lightning: `python train.py --fast`" in advice

@@ -1,4 +1,4 @@
-"""Tuner: the same search as Lightning's on the same data."""
+"""Tuner: the same search as in Lightning on the same data."""
 
 import warnings
 
@@ -47,14 +47,14 @@ def test_lr_find_is_lightnings(tmp_path):
         trainer = real.Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)
         expected = real.tuner.Tuner(trainer).lr_find(theirs, make_loader(), **options)
     ours = make_model(LightningModule)
-    found = Tuner(Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)).lr_find(
+    suggestion = Tuner(Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)).lr_find(
         ours, make_loader(), **options
     )
-    count = min(len(found.results["lr"]), len(expected.results["lr"]))
+    count = min(len(suggestion.results["lr"]), len(expected.results["lr"]))
     assert count >= 30
-    assert found.results["lr"][:count] == pytest.approx(expected.results["lr"][:count])
-    assert found.results["loss"][:12] == pytest.approx(expected.results["loss"][:12], rel=1e-4)
-    assert ours.hparams.learning_rate == found.suggestion()
+    assert suggestion.results["lr"][:count] == pytest.approx(expected.results["lr"][:count])
+    assert suggestion.results["loss"][:12] == pytest.approx(expected.results["loss"][:12], rel=1e-4)
+    assert ours.hparams.learning_rate == suggestion.suggestion()
     assert torch.equal(ours.layer.weight, make_model(LightningModule).layer.weight)
 
 
@@ -90,7 +90,7 @@ def test_scale_batch_size(tmp_path):
 
 
 def full_above(limit, base=LightningModule):
-    """Return a module that says memory is full for a batch of more than `limit` samples."""
+    """Return a module that reports full memory for a batch of more than `limit` samples."""
 
     class Full(base):
         def __init__(self):
@@ -126,7 +126,7 @@ def test_every_size_is_tried_from_the_first_step_on(tmp_path, mode, size):
 def test_a_batch_size_finder_searches_before_an_evaluation_too(tmp_path):
     class OnlyTests(BatchSizeFinder):
         def on_fit_start(self, trainer, pl_module):
-            """Search nothing before a fit."""
+            """Do not search before a fit."""
 
     data, module = Data(), full_above(11)
     data.val_dataloader = data.train_dataloader

@@ -1,4 +1,4 @@
-"""Searches for a learning rate and a batch size: real runs that leave nothing behind."""
+"""Searches for a learning rate and a batch size: real runs that leave no trace."""
 
 import random
 
@@ -143,7 +143,7 @@ def test_a_sweep_on_two_processes_is_that_of_two_replicas(tmp_path):
         make_trainer(tmp_path, max_epochs=9, **options)
         for options in ({"strategy": "ddp", "devices": 2}, {"replicas": 2})
     )
-    first, second = (sweep_learning_rates(one, Tiny(), make_loader(), **options).results for one in trainers)
+    first, second = (sweep_learning_rates(trainer, Tiny(), make_loader(), **options).results for trainer in trainers)
     assert len(first["loss"]) == 6
     assert first["lr"] == second["lr"]
     assert first["loss"] == pytest.approx(second["loss"])

@@ -1,6 +1,6 @@
-"""Data that do not go evenly into the batches of several ranks: as under Lightning each has a batch in every step.
+"""Data that do not divide evenly into the batches of several ranks: as in Lightning, each rank has a batch per step.
 
-Beside a loop by hand; beside the real package on two processes in test_parity.py.
+Compared with a hand-written loop here, and with Lightning on two processes in test_parity.py.
 """
 
 import pytest
@@ -23,7 +23,7 @@ QUIET |= {"logger": False, "enable_checkpointing": False}
 
 
 class Contrastive(pl.LightningModule):
-    """Each rank's rows must find their partners among the rows of all ranks, of which each must have as many."""
+    """The rows of each rank must find their partners among the rows of all ranks, which must be equally many."""
 
     def __init__(self):
         super().__init__()
@@ -33,9 +33,9 @@ class Contrastive(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         ours, theirs = self.first(batch[0]), self.second(batch[0])
-        own = torch.arange(len(ours)) + self.global_rank * len(ours)
+        row_numbers = torch.arange(len(ours)) + self.global_rank * len(ours)
         every = self.all_gather(theirs, sync_grads=True).flatten(0, 1)
-        return functional.cross_entropy(ours @ every.T, own)
+        return functional.cross_entropy(ours @ every.T, row_numbers)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.ended.append((batch_idx, len(batch[0])))
@@ -55,7 +55,7 @@ class ByHand(Contrastive):
 
 
 class Metered(Contrastive):
-    """A metric that meets the other ranks in each step."""
+    """A metric that communicates with the other ranks in each step."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Normalized(Contrastive):
 
 
 class Own(Contrastive):
-    """Nothing of other ranks; also noted, at which step."""
+    """Uses no values of other ranks; records the step of each row."""
 
     def training_step(self, batch, batch_idx):
         return functional.mse_loss(self.first(batch[0]), self.second(batch[0]).tanh() + 1)
@@ -92,7 +92,7 @@ def fit(module, processes, rows=14, path=None, **options):
 
 
 def trained(module, processes, rows=14, **options):
-    """Return the weights, and what each rank has seen."""
+    """Return the weights, and the rows that each rank has seen."""
     fit(module, processes, rows, **options)
     every = [None] * processes
     dist.all_gather_object(every, (module.ended, getattr(module, "means", None)))
@@ -100,11 +100,11 @@ def trained(module, processes, rows=14, **options):
 
 
 def weights(module):
-    return torch.cat([one.detach().flatten() for one in module.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def by_hand(module, loss, *steps):
-    """Train in one process on the rows of all ranks at each step, two epochs."""
+    """Train for two epochs in one process on the rows of all ranks at each step."""
     optimizer = module.configure_optimizers()
     for rows in steps * 2:
         optimizer.zero_grad()
@@ -132,7 +132,7 @@ class SplitStream(IterableDataset):
 
 
 def fit_stream(data):
-    """Return what each rank has seen of a stream."""
+    """Return the rows of a stream that each rank has seen."""
     module = Own()
     trainer = pl.Trainer(**{**QUIET, "strategy": "ddp_spawn", "devices": 2, "max_epochs": 1})
     trainer.fit(module, DataLoader(data, 2))
@@ -142,7 +142,7 @@ def fit_stream(data):
 
 
 def three_ranks(folder):
-    found = {
+    results = {
         "ddp": trained(Contrastive(), 3),
         "by hand": trained(ByHand(), 3),
         "a window": trained(Contrastive(), 3, accumulate_grad_batches=3),
@@ -150,11 +150,11 @@ def three_ranks(folder):
         "a metric": trained(Metered(), 3),
         "batch norm": trained(Normalized(), 3, sync_batchnorm=True),
     }
-    whole = Own()
-    fit(whole, 3)
-    found["whole"] = weights(whole), None, None
+    full = Own()
+    fit(full, 3)
+    results["whole"] = weights(full), None, None
     fit(Own(), 3, max_steps=4).save_checkpoint(folder / "within")  # one step into the second epoch
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def three(tmp_path_factory):
 
 
 STEPS = range(6), range(6, 12), (12, 13, 0)
-"""The rows of the steps of an epoch: two for each of three ranks, at last one, of which one is repeated."""
+"""The rows of the steps of an epoch: two for each of three ranks, then one each, of which one is repeated."""
 
 
 @pytest.mark.parametrize(
@@ -177,27 +177,27 @@ STEPS = range(6), range(6, 12), (12, 13, 0)
     ],
 )
 def test_a_step_that_calls_collectives_trains_as_by_hand(three, name, expected):
-    _, found = three
-    torch.testing.assert_close(found[name][0], expected(), rtol=1e-5, atol=1e-6)
+    _, results = three
+    torch.testing.assert_close(results[name][0], expected(), rtol=1e-5, atol=1e-6)
 
 
 def test_every_rank_ends_every_batch(three):
-    _, found = three
+    _, results = three
     for name in ("ddp", "by hand", "a window", "a metric", "batch norm"):
-        assert found[name][1] == [[(0, 2), (1, 2), (2, 1)] * 2] * 3
-    assert found["fewer than ranks"][1] == [[(0, 1)] * 2] * 3
-    assert found["a metric"][2] == [round(float(ROWS[list(rows)].mean()), 5) for rows in STEPS * 2]
+        assert results[name][1] == [[(0, 2), (1, 2), (2, 1)] * 2] * 3
+    assert results["fewer than ranks"][1] == [[(0, 1)] * 2] * 3
+    assert results["a metric"][2] == [round(float(ROWS[list(rows)].mean()), 5) for rows in STEPS * 2]
 
 
 def test_a_resume_on_fewer_processes_repeats_the_same_samples(three):
-    folder, found = three
+    folder, results = three
     module = Own()
     fit(module, 1, strategy="auto", path=folder / "within")
-    torch.testing.assert_close(weights(module), found["whole"][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(module), results["whole"][0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_stream_that_does_not_split_itself_is_refused_by_name():
-    """Under Lightning each process would train on all of it."""
+    """In Lightning, each process would train on all of it."""
     words = r"even'.* which DataLoader over Stream cannot. Let its dataset yield .* its share: itertools.islice"
     with pytest.raises(ConfigError, match=words):
         run_workers(lambda: fit_stream(Stream()), 2)

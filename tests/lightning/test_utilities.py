@@ -1,4 +1,4 @@
-"""Utilities of Lightning compatibility mode, each beside the real package's."""
+"""Utilities of Lightning compatibility mode, compared with Lightning's."""
 
 import importlib
 import random
@@ -142,8 +142,8 @@ def test_misconfiguration_catches_our_own_errors():
 def test_collections_on_a_device():
     our, their = both("fabric.utilities.apply_func.move_data_to_device")
     data = OrderedDict(a=Pair(torch.ones(2), "word"), b=[torch.zeros(1), {"c": 3.5}], d=(True, 2, np.ones(2)))
-    found, expected = our(data, "cpu"), their(data, torch.device("cpu"))
-    assert repr(found) == repr(expected)
+    actual, expected = our(data, "cpu"), their(data, torch.device("cpu"))
+    assert repr(actual) == repr(expected)
     assert our(Batch(torch.ones(1), "n"), "cpu").name == "n"
 
 
@@ -161,9 +161,9 @@ def test_gradient_norms():
     model(torch.randn(4, 256)).square().mean().backward()
     our, their = both("pytorch.utilities.grad_norm")
     for kind in (1, 2, "inf"):
-        found, expected = our(model, kind), their(model, kind)
-        assert found.keys() == expected.keys()
-        assert all(torch.allclose(found[name], expected[name]) for name in found)
+        actual, expected = our(model, kind), their(model, kind)
+        assert actual.keys() == expected.keys()
+        assert all(torch.allclose(actual[name], expected[name]) for name in actual)
     with pytest.raises(ValueError, match="positive"):
         our(model, 0)
     assert our(nn.Linear(1, 1), 2) == {}
@@ -174,20 +174,20 @@ def test_a_summary_is_the_same_table():
 
     model = Net()
     for depth in (-1, 0, 1, 2):
-        found = our(model, max_depth=depth)
+        actual = our(model, max_depth=depth)
 
         class Theirs(real("pytorch.LightningModule")):
             def forward(self, x):
                 return self.net(x)
 
-        other = Theirs()
-        other.example_input_array, other.net, other.scale = model.example_input_array, model.net, model.scale
+        theirs = Theirs()
+        theirs.example_input_array, theirs.net, theirs.scale = model.example_input_array, model.net, model.scale
         Theirs.__name__ = "Net"
-        expected = their(other, max_depth=depth)
-        assert str(found) == str(expected)
+        expected = their(theirs, max_depth=depth)
+        assert str(actual) == str(expected)
         names = ("layer_names", "in_sizes", "out_sizes", "param_nums", "total_parameters", "trainable_parameters")
         for name in (*names, "total_flops", "total_training_modes", "model_size", "total_layer_params"):
-            assert getattr(found, name) == getattr(expected, name), name
+            assert getattr(actual, name) == getattr(expected, name), name
     with pytest.raises(ValueError, match="max_depth"):
         our(model, max_depth=-2)
     assert model.training
@@ -201,15 +201,15 @@ def test_readable_counts():
 
 def test_dicts_with_attributes():
     our, their = both("pytorch.utilities.AttributeDict")
-    found, expected = our({"a": 1}), their({"a": 1})
-    for one in (found, expected):
-        one.update({"my-key": 3.14})
-        one.b = 2
-    assert (repr(found), found) == (repr(expected), dict(expected))
+    actual, expected = our({"a": 1}), their({"a": 1})
+    for item in (actual, expected):
+        item.update({"my-key": 3.14})
+        item.b = 2
+    assert (repr(actual), actual) == (repr(expected), dict(expected))
     with pytest.raises(AttributeError, match="c"):
-        _ = found.c
-    del found.b
-    assert "b" not in found
+        _ = actual.c
+    del actual.b
+    assert "b" not in actual
 
 
 def test_enumerations_compare_without_case():
@@ -321,9 +321,9 @@ def test_arguments_are_lightnings():
                 continue
             try:
                 our, their = both(f"{module}.{name}")
-                first, second = (list(inspect.signature(one).parameters) for one in (our, their))
+                first, second = (list(inspect.signature(function).parameters) for function in (our, their))
             except (TypeError, ValueError, AttributeError, ModuleNotFoundError):
-                continue  # no function, a placeholder, or one that Lightning passes on from elsewhere
+                continue  # not a function, a placeholder, or a re-export of Lightning
             if first != second and first != ["args", "kwargs"] and not isinstance(our, Placeholder):
                 differ.append((f"{module}.{name}", first, second))
     assert len(paths) > 20

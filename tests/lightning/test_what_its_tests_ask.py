@@ -1,4 +1,4 @@
-"""What Lightning's own tests look at, beside the real package: hooks, states, rates and attributes of small runs."""
+"""Objects of Lightning's own tests, compared with Lightning: hooks, states, rates and attributes of small runs."""
 
 import lightning.pytorch as real
 import pytest
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import legato.compat.lightning.pytorch as room
 from legato.base.errors import CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's warnings
 
 SILENT = {
     "accelerator": "cpu",
@@ -32,7 +32,7 @@ def loader(count=8, batch_size=2):
 
 
 def module_of(package, **methods):
-    """Return a module of this package with data of its own, and a few methods beside it."""
+    """Return a module of a package with data and additional methods."""
 
     class Small(package.LightningModule):
         def __init__(self):
@@ -67,7 +67,7 @@ def trainer_of(package, **options):
 
 
 def memory(package):
-    """Return a logger that keeps its points, and counts its saves."""
+    """Return a logger that stores its points, and counts its saves."""
 
     class Memory(package.loggers.Logger):
         name, version, save_dir = "memory", 0, None
@@ -89,10 +89,10 @@ def memory(package):
 
 
 def both(seen):
-    """Return what a function sees of each package; the same is expected of both."""
-    found = [seen(package) for package in (real, room)]
-    assert found[0] == found[1]
-    return found[0]
+    """Return the observations of each package, which must be equal."""
+    results = [seen(package) for package in (real, room)]
+    assert results[0] == results[1]
+    return results[0]
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ def test_an_evaluation_gives_callbacks_and_data_their_states(stage):
         trainer, path = trainer_of(package, callbacks=[counting(package)]), f"{package.__name__}.ckpt"
         trainer.fit(module_of(package), datamodule=data_of(package))
         trainer.save_checkpoint(path)
-        found, data = counting(package), data_of(package)
-        evaluate = getattr(trainer_of(package, callbacks=[found]), stage)
+        counts, data = counting(package), data_of(package)
+        evaluate = getattr(trainer_of(package, callbacks=[counts]), stage)
         evaluate(module_of(package), datamodule=data, ckpt_path=path)
-        return found.count, data.state
+        return counts.count, data.state
 
     assert both(seen) == (4, 7)
 
@@ -155,9 +155,9 @@ def test_an_evaluation_gives_them_the_states_of_a_file_of_lightnings():
     trainer = trainer_of(real, callbacks=[counting(real)])
     trainer.fit(module_of(real), datamodule=data_of(real))
     trainer.save_checkpoint("saved.ckpt")
-    found, data = counting(room), data_of(room)
-    trainer_of(room, callbacks=[found]).test(module_of(room), datamodule=data, ckpt_path="saved.ckpt")
-    assert (found.count, data.state) == (4, 7)
+    counts, data = counting(room), data_of(room)
+    trainer_of(room, callbacks=[counts]).test(module_of(room), datamodule=data, ckpt_path="saved.ckpt")
+    assert (counts.count, data.state) == (4, 7)
 
 
 def test_the_last_checkpoint_of_none_leaves_an_evaluation_the_module_as_it_is():
@@ -177,17 +177,17 @@ def test_a_hook_with_any_arguments_gets_the_loaders_index_where_there_are_severa
         calls = []
 
         def note(*arguments):
-            calls.append([one for one in arguments if isinstance(one, int)])
+            calls.append([item for item in arguments if isinstance(item, int)])
 
         class Noting(package.Callback):
             on_validation_batch_start = on_validation_batch_end = note
 
-        own = {"on_test_batch_start": note, "on_test_batch_end": note}
-        own |= {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None}
-        own |= {"test_step": own["validation_step"]}
+        methods = {"on_test_batch_start": note, "on_test_batch_end": note}
+        methods |= {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None}
+        methods |= {"test_step": methods["validation_step"]}
         trainer, data = trainer_of(package, callbacks=[Noting()]), [loader(2), loader(2)][: 1 + several]
         for evaluate in (trainer.validate, trainer.test):
-            evaluate(module_of(package, **own), data, verbose=False)
+            evaluate(module_of(package, **methods), data, verbose=False)
         return calls
 
     assert both(seen)[:2] == ([[0, 0], [0, 0]] if several else [[0], [0]])
@@ -199,20 +199,20 @@ def test_a_hook_with_any_arguments_gets_the_loaders_index_where_there_are_severa
 )
 def test_hooks_of_the_first_lightning_are_refused_where_they_would_be_called(hook, refused):
     def seen(package):
-        found = []
+        results = []
         for method in ("fit", "validate", "test"):
             try:
                 getattr(trainer_of(package), method)(module_of(package, **{hook: lambda self, outputs: None}))
             except NotImplementedError:
-                found.append(method)
-        return found
+                results.append(method)
+        return results
 
     assert both(seen) == refused.split()
 
 
 # --- data and resumes -------------------------------------------------------------------------------------------------
 class Endless(IterableDataset):
-    """Goes on for ever, whatever its length."""
+    """Never ends, whatever its length."""
 
     def __init__(self, count):
         self.count = count
@@ -288,13 +288,13 @@ def test_a_run_that_is_asked_to_stop_validates_before_it_ends(options, after):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.trainer.should_stop = self.trainer.should_stop or batch_idx == after
 
-        own = {
+        methods = {
             "on_train_batch_end": on_train_batch_end,
             "on_train_epoch_end": lambda self: calls.append(("epoch ends", self.trainer.global_step)),
             "on_validation_epoch_end": lambda self: calls.append(("validated", self.trainer.global_step)),
         }
         trainer = trainer_of(package, max_epochs=3, **options)
-        trainer.fit(module_of(package, **own))
+        trainer.fit(module_of(package, **methods))
         return calls, trainer.current_epoch, trainer.global_step
 
     assert both(seen)[0]
@@ -310,7 +310,7 @@ def test_schedulers_step_by_batches_and_those_of_a_metric_after_a_validation(fre
 
         def log(self, batch, batch_idx):
             self.log("metric", float(batch_idx), on_epoch=True)
-            rates.append([group["lr"] for one in self.trainer.optimizers for group in one.param_groups])
+            rates.append([group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups])
             return self.layer(batch).pow(2).mean()
 
         def configure_optimizers(self):
@@ -321,11 +321,11 @@ def test_schedulers_step_by_batches_and_those_of_a_metric_after_a_validation(fre
             watching = {"scheduler": plateau, "monitor": "metric", "strict": False, **times}
             return [optimizer], [{"scheduler": steps, **times}, watching]
 
-        own = {"configure_optimizers": configure_optimizers, logged_in: log}
+        methods = {"configure_optimizers": configure_optimizers, logged_in: log}
         options = {"max_epochs": 3, "accumulate_grad_batches": accumulated, "val_check_interval": 2}
         trainer = trainer_of(package, **options)
-        trainer.fit(module_of(package, **own))
-        return [[round(rate, 7) for rate in one] for one in rates], trainer.global_step
+        trainer.fit(module_of(package, **methods))
+        return [[round(rate, 7) for rate in item] for item in rates], trainer.global_step
 
     assert len(both(seen)[0]) > 5
 
@@ -376,8 +376,8 @@ def test_a_logger_of_ones_own_is_saved_with_each_point_and_a_logged_step_has_no_
             return self.layer(batch).pow(2).mean()
 
         saved, logger = [], memory(package)
-        own = {"training_step": training_step, "on_train_batch_start": lambda self, *_: saved.append(logger.saved)}
-        trainer_of(package, logger=logger).fit(module_of(package, **own))
+        methods = {"training_step": training_step, "on_train_batch_start": lambda self, *_: saved.append(logger.saved)}
+        trainer_of(package, logger=logger).fit(module_of(package, **methods))
         return logger.points, saved
 
     points, saved = both(seen)
@@ -395,22 +395,22 @@ def test_a_fast_dev_run_has_the_callback_and_a_logger_that_takes_every_call():
         options = {"logger": True, "enable_checkpointing": None, "fast_dev_run": True}
         trainer = trainer_of(package, **options)
         trainer.fit(module_of(package, training_step=training_step))
-        given = package.callbacks.ModelCheckpoint(monitor="never")
-        other = trainer_of(package, **options, callbacks=[given])
-        other.fit(module_of(package))
-        found = type(trainer.logger).__name__, trainer.checkpoint_callback.best_model_path
-        return *found, other.checkpoint_callback is given, len(other.checkpoint_callbacks)
+        checkpoint = package.callbacks.ModelCheckpoint(monitor="never")
+        trainer_without = trainer_of(package, **options, callbacks=[checkpoint])
+        trainer_without.fit(module_of(package))
+        results = type(trainer.logger).__name__, trainer.checkpoint_callback.best_model_path
+        return *results, trainer_without.checkpoint_callback is checkpoint, len(trainer_without.checkpoint_callbacks)
 
     assert both(seen) == ("DummyLogger", "", True, 1)
 
 
 def test_attributes_of_a_sanity_check_and_of_an_overfit():
     def seen(package):
-        told = []
-        own = {"on_validation_start": lambda self: told.append(self.trainer.evaluating)}
-        own |= {"on_train_start": lambda self: told.append(self.trainer.evaluating)}
+        evaluating = []
+        methods = {"on_validation_start": lambda self: evaluating.append(self.trainer.evaluating)}
+        methods |= {"on_train_start": lambda self: evaluating.append(self.trainer.evaluating)}
         trainer = trainer_of(package, overfit_batches=2, num_sanity_val_steps=1)
-        trainer.fit(module_of(package, **own))
-        return told, trainer.evaluating, trainer.limit_train_batches, trainer.limit_val_batches
+        trainer.fit(module_of(package, **methods))
+        return evaluating, trainer.evaluating, trainer.limit_train_batches, trainer.limit_val_batches
 
     assert both(seen) == ([True, False, True], False, 2, 2)
