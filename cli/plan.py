@@ -24,7 +24,7 @@ from ..trainer.data.steps import Dealing
 from ..trainer.hooks import count_arguments
 from ..trainer.optimization.kernels import recompute, restore_classes
 from ..trainer.optimization.precision import Precision
-from ..trainer.setup.data import dealt_out
+from ..trainer.setup.data import distribute
 from ..trainer.strategies.mesh.dtensors import replace
 from .config.check import load_config
 from .unstarted import UnstartedRun
@@ -199,7 +199,7 @@ class Plan:
         if self.quick:
             trainer.limit_train_batches, trainer.overfit_batches = self.quick, 0
         dealing = Dealing(Layout(self.replicas, 1), 0, self.values["accumulate_grad_batches"], run.seed)
-        self.data = dealt_out(self.loader, dealing, trainer, run.task)
+        self.data = distribute(self.loader, dealing, trainer, run.task)
         self.steps = steps_of(self.data, 0)
         self.state = measure_state(run.task, lambda: run.make_optimizers(self.data.rounds or 0))
 

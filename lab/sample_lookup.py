@@ -18,7 +18,7 @@ from ..trainer.data.loaders import MapLoader, close_loaders, opened_loaders
 from ..trainer.data.sampling import Layout
 from ..trainer.data.steps import Dealing, ReplicaBatch, StepInput
 from ..trainer.data.streams import StreamData
-from ..trainer.setup.data import dealt_out
+from ..trainer.setup.data import distribute
 from .history import RunHistory
 
 COLUMNS = 118
@@ -86,7 +86,7 @@ class SampleLookup:
             # all replicas in this process, whatever the run's layout was: samples depend on replicas alone
             layout, keyed = Layout(int(start["replicas"]), 1), trainer.reproducible != "off"
             dealing = Dealing(layout, 0, accumulate, seed, keyed=keyed)
-            self._data[key] = dealt_out(combined(run.load_loader(loaded)), dealing, trainer, run.task)
+            self._data[key] = distribute(combined(run.load_loader(loaded)), dealing, trainer, run.task)
         return self._data[key]
 
     def at(self, step: int) -> StepInput:

@@ -161,7 +161,7 @@ def test_what_has_no_indices_is_refused_before_the_first_step(tmp_path):
     for loader, said in (
         (DataLoader(Stream(), batch_size=2), "is a stream"),
         ([DataLoader(make_data(8)), DataLoader(make_data(8))], "several loaders"),
-        (DataLoader(make_data(8)), "names 17, but the last index is 7"),
+        (DataLoader(make_data(8)), "contains 17, but the last index is 7"),
     ):
         with pytest.raises(ConfigError, match=said):
             make_trainer(tmp_path, leave_out_samples=OUT).fit(Tiny(), loader)

@@ -219,7 +219,7 @@ def test_a_stream_without_anything(refused):
 
 def test_a_limit_that_leaves_nothing(refused):
     message = refused(DataError, Tiny(), limit_train_batches=0.1)
-    assert "The training loader gives no step: 5 batches with limit_train_batches=0.1" in message
+    assert "The training data has no step: 5 batches with limit_train_batches=0.1" in message
 
 
 def test_a_limit_of_zero_trains_nothing(trainer):
@@ -277,7 +277,7 @@ def test_a_fraction_of_an_epoch_of_unknown_length(refused):
             yield from make_data()
 
     message = refused(ConfigError, Validated(), DataLoader(Stream(), 4), make_loader(), val_check_interval=0.5)
-    assert "does not say how long an epoch is" in message
+    assert "but the training loader has no length" in message
 
 
 def test_validation_over_epochs_needs_a_count(refused):

@@ -314,7 +314,7 @@ def test_there_is_no_best_where_no_value_was_finite(trainer):
     saving = lg.callbacks.Checkpoint("val")
     made = trainer(callbacks=saving, enable_checkpointing=True)
     made.fit(Bad(), make_loader(), make_loader())
-    with pytest.raises(CheckpointError, match=r"none was saved with a finite value of 'val'\. Say ckpt_path='last'"):
+    with pytest.raises(CheckpointError, match=r"none was saved with a finite value of 'val'\. Pass ckpt_path='last'"):
         made.test(Measured(), make_loader(), ckpt_path="best")
 
 

@@ -59,7 +59,7 @@ def test_none_for_what_is_called_is_named(refused, trainer):
     assert "Tiny.configure_model is None, but Legato calls it" in refused(TaskError, task)
     task = Tiny()
     task.configure_optimizers = None
-    assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit needs: define it."
+    assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit needs. Define it."
     task = Tiny()
     task.train_dataloader = task.val_dataloader = None
     trainer().fit(task, make_loader())
@@ -161,7 +161,7 @@ def test_a_word_beside_lightnings_is_refused_where_the_right_one_is_missing(refu
 
 def test_a_missing_training_step_names_the_one_that_is_nearly_it(refused):
     kind = type("Words", (lg.Task,), {"train_step": Tiny.training_step})
-    assert "Words has no training_step, which fit needs: define it. Did you mean 'train_step'" in refused(
+    assert "Words has no training_step, which fit needs. Define it. Did you mean 'train_step'" in refused(
         TaskError, kind()
     )
 

@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_elsewhere_to_the_same_bits(root: str, before: int,
     resumed = fit(root, "second", f"trainer.devices={after}")
     assert resumed.returncode == 0, resumed.stderr
     saved = "digits/version_0/checkpoints/step-00000012"
-    assert f"Going on from {root}/digits/version_0/checkpoints/step-00000006" in resumed.stdout + resumed.stderr
+    assert f"Resuming from {root}/digits/version_0/checkpoints/step-00000006" in resumed.stdout + resumed.stderr
     assert weights(f"{root}/{saved}") == weights(str(Path("runs", saved).absolute()))
     lines = files.cat_file(f"{root}/digits/version_0/metrics.jsonl").decode().splitlines()
     assert [line.partition(",")[0] for line in lines] == [f'{{"step": {step}' for step in range(1, 13)]
@@ -187,7 +187,7 @@ def test_killed_at_any_moment_on_machine_after_machine(root: str) -> None:
         said += run.communicate(10)
     last = fit(root, "last", "trainer.devices=1", *words)
     assert last.returncode == 0, last.stderr
-    assert "".join([*said, last.stdout, last.stderr]).count("Going on from") > 1
+    assert "".join([*said, last.stdout, last.stderr]).count("Resuming from") > 1
     saved = "checkpoints/step-00000060"
     (done,) = (path for path in store().glob(f"{root}/digits/version_*") if store().exists(f"{path}/{saved}"))
     assert weights(f"s3://{done}/{saved}") == weights(str(Path("runs/digits/version_0", saved).absolute()))

@@ -1,7 +1,7 @@
-"""Set-up of a call of fit, validate, test or predict, in the order of its phases.
+"""Set-up of a call of fit, validate, test or predict, in order.
 
-checks, parts    before anything starts: arguments, the task, and the objects that arguments name
-join, directory  processes meet; rank 0 chooses run directory and checkpoint
-model, data      set-up hooks, weights, loaders, optimizers: a complete Run
-start, outputs   the rest of the checkpoint, loggers, the record of the run directory
+checks, parts    before anything starts: check arguments and task, make strategy, loggers and callbacks
+join, directory  processes meet; rank 0 chooses the run directory and the checkpoint
+model, data      set-up hooks, weights, loaders and optimizers: a complete Run
+start, outputs   the rest of the checkpoint, the loggers, and the records in the run directory
 """

@@ -1,4 +1,4 @@
-"""Checks of arguments and tasks before anything is started: their mistakes cost seconds."""
+"""Checks of arguments and tasks before anything starts, so that mistakes cost seconds."""
 
 import os
 from collections.abc import Mapping
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 
 
 def check_arguments(trainer: "Trainer") -> None:
-    """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
+    """Raise ConfigError for invalid arguments, and set arguments that follow from others."""
     let_be_seen()
-    if isinstance(trainer.default_root_dir, str | os.PathLike):  # before its type: a path has lost a slash
-        root = to_absolute(trainer.default_root_dir)  # wherever the process goes later
+    if isinstance(trainer.default_root_dir, str | os.PathLike):  # before its type check: Path drops a slash of "s3://"
+        root = to_absolute(trainer.default_root_dir)  # the process may change its directory later
         if (fault := place_problem(str(root))) is not None:
             raise ConfigError(f"trainer.default_root_dir {fault}")
         trainer.default_root_dir = str(root) if isinstance(trainer.default_root_dir, str) else root
-    given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
-    mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
+    values = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
+    mistakes = [f"trainer.{key[1]}={values[str(key[1])]!r} {message}" for key, message in problems(values)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
         try:
             parse_duration(trainer.val_check_interval)
         except ConfigError as error:
-            raise ConfigError(f"trainer.val_check_interval, where it is no number, is a time. {error}") from None
+            raise ConfigError(f"trainer.val_check_interval takes a number or a duration. {error}") from None
     fault = name_problem(trainer.run_name)
     if fault is not None:
         raise ConfigError(f"trainer.run_name {fault}")
     for option in trainer.loader or ():
         if option not in LOADER_OPTIONS:
-            hint = did_you_mean(option, LOADER_OPTIONS) or f" It takes {', '.join(LOADER_OPTIONS)}."
+            hint = did_you_mean(option, LOADER_OPTIONS) or f" Its options are {', '.join(LOADER_OPTIONS)}."
             raise ConfigError(f"trainer.loader has no option {option!r}.{hint}")
     if not isinstance(trainer.checkpoint_format, (CheckpointFormat, type(None))):
         raise ConfigError(
             f"trainer.checkpoint_format takes an object with the methods name, write, read and remove (see "
             f"legato.CheckpointFormat); got {describe_kind(trainer.checkpoint_format)}."
         )
-    # 0 is Lightning's word for no clipping
+    # Lightning's 0 means no clipping
     trainer.gradient_clip_val = trainer.gradient_clip_val or None
-    # made for its checks alone: a device may not compute in this precision
+    # only for its checks: the device may not support the precision
     Precision(trainer.precision, trainer.device_list[0].type)
     if trainer.fast_dev_run:
         _shorten(trainer, int(trainer.fast_dev_run))
@@ -64,7 +64,7 @@ def check_arguments(trainer: "Trainer") -> None:
 
 
 def _shorten(trainer: "Trainer", batches: int) -> None:
-    """Set the arguments for fast_dev_run: a few batches of each stage, and nothing written."""
+    """Set the arguments for fast_dev_run: a few batches of each stage, without output files."""
     for name in LIMITS[:4]:
         setattr(trainer, name, batches)
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
@@ -73,28 +73,28 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
 
 
 def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = False) -> None:
-    """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
+    """Raise TaskError for a task that lacks a method the stage needs, or that has misspelled hooks.
 
-    is_sent: the task will be sent to other processes.
+    is_sent: whether the task will be sent to other processes.
     """
     stage = request.stage
     if not isinstance(task, Task):
         base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
         raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
-    # workers get the task by pickle, which fails late and with a message about pickle
+    # workers get the task by pickle, which fails late and with an obscure message
     if is_sent:
         require_sendable(task)
     trainer.check(task, *([] if request.datamodule is None else [request.datamodule]))
     step = f"{DOING_OF_STAGE[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
-        ready = name == "predict_step" and task.predict_step is not None
-        if name is not None and not ready and not overrides(task, Task, name):
-            raise TaskError(f"{lacking(task, name)}, which {stage} needs: define it.{nearest(task, name)}")
+        is_ready = name == "predict_step" and task.predict_step is not None
+        if name is not None and not is_ready and not overrides(task, Task, name):
+            raise TaskError(f"{lacking(task, name)}, which {stage} needs. Define it.{nearest(task, name)}")
     if stage == "fit" and "validation" in request.loaders and not overrides(task, Task, "validation_step"):
         raise TaskError(
-            f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
+            f"fit got validation loaders, but {lacking(task, 'validation_step')}. Define it, or leave the loaders out."
         )
-    # Lightning disables steps, loaders and hooks by None; anything else that is None would fail where it is called
+    # as in Lightning, None disables steps, loaders and hooks; any other method that is None would fail when called
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     called = (step, "validation_step") if stage == "fit" else (step,)
     for name in called:
@@ -103,7 +103,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
 
 
 def lacking(task: Task, name: str) -> str:
-    """Describe how a task lacks a method."""
+    """Describe a missing method of a task."""
     return (
         f"{type(task).__name__}.{name} is None"
         if getattr(task, name) is None
@@ -112,6 +112,6 @@ def lacking(task: Task, name: str) -> str:
 
 
 def nearest(task: Task, name: str) -> str:
-    """Return the method of the task that may be meant by `name`, as a question."""
-    own = {one for kind in type(task).__mro__ if kind not in Task.__mro__ for one in vars(kind)}
-    return did_you_mean(name, own - {name}, 0.8)
+    """Return a hint at the task's method with the name most similar to `name`."""
+    methods = {method for kind in type(task).__mro__ if kind not in Task.__mro__ for method in vars(kind)}
+    return did_you_mean(name, methods - {name}, 0.8)

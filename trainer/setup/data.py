@@ -1,4 +1,4 @@
-"""Loaders of a stage: found, checked, and dealt out to processes and replicas."""
+"""Loaders of a stage: find them, check them, and distribute their batches over processes and replicas."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 
-# A stage, and what names of hooks and arguments call it
+# Each stage's short name in hooks and arguments
 SHORT = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
 LOADERS = {word: f"{short}_dataloader" for word, short in SHORT.items()}
 LIMIT_OF = {word: f"limit_{short}_batches" for word, short in SHORT.items()}
 
 
 def prepare_data(call: Call) -> None:
-    """Prepare the data in one process of each machine (or one in all) while the others wait."""
+    """Call prepare_data in one process of each machine, or one in all, while the others wait."""
     place = call.strategy.place
     if place.local_rank == 0 and (place.node_rank == 0 or getattr(call.datamodule, "prepare_data_per_node", True)):
         if call.datamodule is not None:
             call.datamodule.prepare_data()
         call.task.prepare_data()
-    # the others wait while one process downloads, instead of reading half a file
+    # until the download is complete: the others must not read an incomplete file
     call.strategy.collectives.barrier()
 
 
 def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get the loaders of this stage and deal them out; `begun`: the samples of the run's fingerprint at a resume."""
+    """Get and distribute the loaders of this stage. `begun`: the fingerprint's samples, if the run resumes."""
     trainer = call.trainer
     if call.loop.doing == "train":
         state, every = call.state, trainer.reload_dataloaders_every_n_epochs
         epoch = state.epoch
-        # for both loaders: a loader hook that reads current_epoch must find the epoch of the uninterrupted run
+        # for both loaders: a loader hook that reads current_epoch must see the epoch of an uninterrupted run
         state.epoch = epoch - epoch % every if every else 0
         try:
             make_training_data(call, begun)
@@ -69,86 +69,86 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute after how many batches of a replica, or seconds, validation is due; None: at the end of epochs."""
+    """Compute the number of batches per replica, or seconds, between validations; None: at the end of epochs."""
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:
         return
     rounds = call.training_data.rounds
     if isinstance(interval, (str, timedelta, Mapping)):
         call.data.validation_seconds = parse_duration(interval).total_seconds()
-    # 1.0 is the whole epoch, 1 is one batch
+    # 1.0 is an epoch, 1 is one batch
     elif isinstance(interval, float):
         if over_epochs and interval == 1.0:
             raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
         if interval != 1.0 and rounds is None:
             raise ConfigError(
-                f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
-                f"how long an epoch is; give a count of batches (int)."
+                f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Set "
+                f"a number of batches (int)."
             )
         call.data.validation_rounds = None if interval == 1.0 else max(1, int((rounds or 0) * interval))
     else:
         if rounds is not None and interval > rounds and not over_epochs:
             raise ConfigError(
                 f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
-                f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
+                f"would never run. Lower it, or count across epochs with check_val_every_n_epoch=null."
             )
         call.data.validation_rounds = interval
 
 
 def require_same_lengths(call: Call) -> None:
-    """Raise DataError where data that is dealt out by position differs in length between ranks; every rank calls it.
+    """Raise DataError if data that is distributed by position differs in length between ranks. Collective.
 
     Such ranks would end an epoch after different steps, and wait for each other forever.
     """
     sources: dict[str, Any] = {"training": call.data.training}
     for word, data in call.data.evaluations.items():
-        sources |= {f"{word} (loader {n})": one for n, one in enumerate(data.sources) if n not in data.shares}
+        sources |= {f"{word} (loader {n})": source for n, source in enumerate(data.sources) if n not in data.shares}
     lengths = {name: data.source.positions(0) for name, data in sources.items() if isinstance(data, DealtData)}
-    # at set-up, since the first symptom later would be ranks that wait for each other at the end of an epoch
-    every = call.strategy.collectives.gather_objects(lengths)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
+    # during set-up, as the first later symptom would be ranks that wait for each other at the end of an epoch
+    ranks = call.strategy.collectives.gather_objects(lengths)
+    for rank, here in enumerate(ranks):
+        if here != ranks[0]:
+            pairs = "; ".join(f"{name}: {ranks[0].get(name)} and {here.get(name)}" for name in {**ranks[0], **here})
             raise DataError(
-                f"Rank 0 and rank {rank} have data of different lengths (samples, or batches of one's own sampler): "
-                f"{told}. Each rank must be given all of it, which is then dealt out; where each brings its own share, "
-                f"set trainer.use_distributed_sampler=false."
+                f"Rank 0 and rank {rank} have data of different lengths (samples, or batches of a custom sampler): "
+                f"{pairs}. Give each rank all of the data, which Legato then distributes. If each rank reads its own "
+                f"share, set trainer.use_distributed_sampler=false."
             )
 
 
 def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get the training loader and deal it out; `begun`: see `make_loaders`."""
-    trainer, given = call.trainer, find_loader(call, "train")
-    loader = combined(given)
+    """Get and distribute the training loader. `begun`: see `make_loaders`."""
+    trainer, loaders = call.trainer, find_loader(call, "train")
+    loader = combined(loaders)
     if loader is None:
         raise DataError(
-            "fit needs training data: give train_dataloaders, a data module, or the task a train_dataloader."
+            "fit needs training data: pass train_dataloaders or a data module, or define the task's train_dataloader."
         )
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
-    # members of an elastic run come and go, and a joiner has nobody to compare with at set-up
+    # a process that joins an elastic run has no other rank to compare with during set-up
     ranks = SINGLE if call.members_change else call.strategy.collectives
-    data = dealt_out(loader, dealing(call), trainer, call.task, ranks)
-    whole, even = data.dealing.whole_rounds, data.dealing.padded
+    data = distribute(loader, dealing(call), trainer, call.task, ranks)
+    whole_rounds, even = data.dealing.whole_rounds, data.dealing.padded
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
-        # a DistributedSampler's repeated samples would count twice
-        if not (whole or even):
+        # samples that a DistributedSampler repeats would count twice
+        if not (whole_rounds or even):
             call.undo.enter_context(unpadded(loader))
         data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
         raise ConfigError(
             f"trainer.use_distributed_sampler='even' (True in a Lightning script) repeats samples of data that can be "
-            f"read at any position, which {name_of(loader)} cannot. Let its dataset yield each process its share: "
-            f"itertools.islice(samples, torch.distributed.get_rank(), None, torch.distributed.get_world_size()) in "
-            f"__iter__. Combine loaders by 'min_size' or 'max_size_cycle'. Outside of Lightning compatibility mode "
-            f"use_distributed_sampler=true deals the batches out."
+            f"read at any position, but {name_of(loader)} cannot. Let its dataset yield each process its own share, "
+            f"with itertools.islice(samples, torch.distributed.get_rank(), None, torch.distributed.get_world_size()) "
+            f"in __iter__. Combine loaders with 'min_size' or 'max_size_cycle'. Outside Lightning compatibility mode, "
+            f"use_distributed_sampler=true distributes the batches."
         )
-    call.data.loaders["train"] = given
+    call.data.loaders["train"] = loaders
     call.data.training, trainer.lengths["train"], data.content = data, data.rounds, {}
-    # 10 us a batch are saved where loading has just seeded the generators by the same key
+    # if loading has just seeded the generators by the same key, skipping that saves 10 us per batch
     call.data.keys_forward = call.keyed and not data.forward_is_keyed
     call.data.samples = fingerprint.samples_of(
         trainer, loader, data.rounds, trainer.use_distributed_sampler and not origin
@@ -157,54 +157,56 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, data.rounds)
     if data.rounds == 0 and limit:
         raise DataError(
-            f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
-            f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
+            f"The training data has no step: {len(loader)} batches with limit_train_batches={limit} and "
+            f"{call.state.replicas} replicas. With drop_last, every replica needs a full batch."
         )
 
 
-def dealt_out(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
-    """Deal a training loader out as the trainer's arguments and the task want it; `ranks` compare what they read."""
-    # both have collectives within the step, for which each replica needs a batch
-    whole = not task.automatic_optimization or trainer.sync_batchnorm
+def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
+    """Return a training loader's data, distributed by the trainer's settings; `ranks` check that they read the same."""
+    # both have collectives within the step, which need a batch on each replica
+    whole_rounds = not task.automatic_optimization or trainer.sync_batchnorm
     left_out = samples_left_out(trainer.leave_out_samples, loader)
     even = trainer.use_distributed_sampler == "even"
-    dealing = replace(dealing, whole_rounds=whole, padded=even, left_out=left_out)
+    dealing = replace(dealing, whole_rounds=whole_rounds, padded=even, left_out=left_out)
     limit = trainer.overfit_batches or trainer.limit_train_batches
     return training_data(loader, dealing, limit, bool(trainer.overfit_batches), ranks, counter_of(task))
 
 
 def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
-    """Return the dataset indices to leave out. Raises ConfigError where the samples of the loader have none."""
+    """Return the dataset indices to leave out. Raises ConfigError if the loader's samples have no indices."""
     if not wanted:
         return frozenset()
     if not is_dealable(loader):
         raise ConfigError(
-            f"trainer.leave_out_samples names indices of one training dataset, but {type(loader).__name__} is a "
-            f"stream or several loaders: leave the samples out in the dataset."
+            f"trainer.leave_out_samples lists indices of one training dataset, but {type(loader).__name__} is a "
+            f"stream or several loaders. Leave the samples out in the dataset."
         )
     length = length_of(loader.dataset)
     if length is not None and max(wanted) >= length:
-        raise ConfigError(f"trainer.leave_out_samples names {max(wanted)}, but the last index is {length - 1}.")
+        raise ConfigError(f"trainer.leave_out_samples contains {max(wanted)}, but the last index is {length - 1}.")
     return frozenset(wanted)
 
 
 def make_evaluation_data(call: Call, word: str) -> None:
-    """Get the loaders of an evaluation and deal them out."""
+    """Get and distribute the loaders of an evaluation."""
     trainer, trains = call.trainer, call.loop.doing == "train"
-    # as in Lightning, overfit_batches limits the validation of a fit too
+    # as in Lightning, overfit_batches also limits a fit's validation
     limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[word]
     limit: int | float = getattr(trainer, limit_name)
     if trains and not limit:
         return
-    found = find_loader(call, word)
-    if found is None and not trains:
-        raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
-    loaders = one_after_another(found)
+    passed = find_loader(call, word)
+    if passed is None and not trains:
+        raise DataError(
+            f"{call.stage} needs data: pass dataloaders or a data module, or define the task's {LOADERS[word]}."
+        )
+    loaders = one_after_another(passed)
     for index, loader in enumerate(loaders):
         name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
         require_iterable(loader, name, refuses_empty=False)
         require_length(loader, limit_name, limit)
-    call.data.loaders[word] = found
+    call.data.loaders[word] = passed
     if not loaders:
         return
     data = EvaluationData(
@@ -218,47 +220,46 @@ def make_evaluation_data(call: Call, word: str) -> None:
     )
     for length, count in zip(data.lengths, data.counts, strict=True):
         if length and limit and count == 0:
-            raise ConfigError(f"{limit_name}={limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
+            raise ConfigError(f"{limit_name}={limit} of {length} batches is none. Set 0 for none, or {1 / length:.2g}.")
     trainer.lengths[word] = data.rounds()
-    # without a batch there is no evaluation, and no hook of one is called
+    # without a batch there is no evaluation, and its hooks are not called
     if any(trainer.lengths[word]):
         call.data.evaluations[word] = data
 
 
 def find_loader(call: Call, word: str) -> Any:
-    """Return the given loader, or the data module's, or the task's."""
+    """Return the loader passed to the call, else the data module's, else the task's."""
     if word in call.request_loaders:
         return call.request_loaders[word]
     # the data module first, as in Lightning
     for source in (call.datamodule, call.task):
         method = getattr(source, LOADERS[word], None)
-        found = method() if method is not None else None
-        if found is not None:
-            return found
+        loader = method() if method is not None else None
+        if loader is not None:
+            return loader
     return None
 
 
 def require_length(loader: Any, name: str, limit: int | float) -> None:
-    """Raise ConfigError for a limit `name` that is a fraction of a loader of unknown length."""
+    """Raise ConfigError if the limit `name` is a fraction but the loader has no length."""
     if isinstance(limit, float) and 0.0 < limit < 1.0 and length_of(loader) is None:
         raise ConfigError(
-            f"trainer.{name}={limit} is a fraction, but the loader does not say how many batches it has; give a count "
-            f"(int)."
+            f"trainer.{name}={limit} is a fraction, but the loader has no length. Set a number of batches (int)."
         )
 
 
 def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
-    """Return why each process's loader is taken for its own share of the training data; "" where it is dealt out.
+    """Return the reason to treat the training loader as each process's own share; "" if Legato distributes it.
 
-    begun: the samples of the run's fingerprint, where it resumes.
+    begun: the fingerprint's samples, if the run resumes.
     """
     trainer, ranks = call.trainer, call.strategy.data_ranks
     if ranks.size > 1 and not trainer.use_distributed_sampler:
         return "use_distributed_sampler=False"
-    # before the run looks at samples: the class says it, and reading may be expensive
+    # before reading samples, which may be expensive: the sampler's class shows it
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
         return "by its DistributedSampler"
-    # a stream that was opened for a look may not take the position that is restored
+    # no reading at a resume: a stream that was opened may not accept the restored position
     if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
         return "" if begun.get("use_distributed_sampler", True) else "as when the run began"
     if call.strategy.collectives.size == 1:
@@ -268,7 +269,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
 
 
 def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
-    """Return the numbers of evaluation loaders that are each process's own share without a look at what they read."""
+    """Return the indices of evaluation loaders with DistributedSamplers, which yield each process's own share."""
     shares = {index for index, loader in enumerate(loaders) if reads_share(loader, call.strategy.data_ranks)}
     for index in shares:
         call.undo.enter_context(unpadded(loaders[index]))
@@ -276,32 +277,32 @@ def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
 
 
 def require_shares_fit(call: Call, origin: str) -> None:
-    """Raise ConfigError where the run does not take shares that depend on the number of processes."""
+    """Raise ConfigError if the run does not support shares, which depend on the number of processes."""
     replicas, processes = call.state.replicas, call.strategy.data_ranks.size
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
-    ways = (
+    remedy = (
         f"Start {replicas} processes, as the run began"
         if call.source is not None
         else f"Set trainer.replicas={processes}"
     )
-    # a share belongs to its process, so whatever changes the processes changes the samples of a step
+    # a share belongs to its process: with other processes, a step has other samples
     reasons = {
-        "which an elastic run cannot deal to others when the process is gone": call.members_change,
+        "which an elastic run cannot give to other processes when this one leaves": call.members_change,
         "which has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
-        "but reproducible='bitwise' is the same on any number of processes": call.bitwise,
-        f"that of one replica, but there are {replicas} replicas on {processes} processes. {ways}": replicas
+        "but reproducible='bitwise' must be the same on any number of processes": call.bitwise,
+        f"that of one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
         != processes,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(
             f"Each process's loader is its own share of the training data ({origin}), {reason}; or give each process "
-            f"all of the data, which Legato deals out."
+            f"all of the data, which Legato then distributes."
         )
 
 
 def dealing(call: Call) -> Dealing:
-    """Return how batches are dealt out to replicas and processes."""
+    """Return the settings that assign batches to replicas and processes."""
     accumulate, seed = call.trainer.accumulate_grad_batches, call.state.seed
     return Dealing(
         call.layout,
@@ -315,7 +316,7 @@ def dealing(call: Call) -> Dealing:
 
 
 def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
-    """Return the function that moves batches, None if none is needed; the data module's hooks precede the task's."""
+    """Return the function that moves batches, or None if none is needed. The data module's hooks precede the task's."""
     owners: list[DataHooks | None] = []
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         sources = ((call.datamodule, DataModule), (call.task, Task))
@@ -323,7 +324,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
     before, move, after = owners
     device, precision = call.strategy.device, call.strategy.precision
     bitwise, copies = call.bitwise, None
-    # a stream of its own for copies: they do not queue behind the computation of the batch before
+    # a separate stream, so that copies do not queue behind the previous batch's computation
     if call.trainer.prefetch_to_device:
         copies = CopyStream(device) if has_streams(device) else None
     call.strategy.to_device = move_all = partial(to_device, copies=copies)
@@ -332,7 +333,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
-        # waits for room: at most one further batch fills the device
+        # waits for memory: at most one extra batch is on the device
         if copies is not None:
             copies.begin_batch()
         if before is not None:
@@ -342,7 +343,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         else:
             batch = move_all(batch, device)
         batch = precision.convert_batch(batch)
-        # last, as any step before may return a view at an odd offset
+        # last, as any of the above may return a view at an odd offset
         if bitwise:
             batch = with_allocated_memory(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)

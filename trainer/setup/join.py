@@ -1,4 +1,4 @@
-"""First phase of set-up: this process joins the others, and learns where the run is and what it starts from."""
+"""First part of set-up: join the other processes, and find the run directory and the checkpoint to start from."""
 
 import logging
 import os
@@ -26,19 +26,19 @@ log = logging.getLogger("legato")
 
 
 def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
-    """Check what can be checked, join the other processes, and find the checkpoint, the run directory and the hooks.
+    """Join the other processes, and find the checkpoint, the run directory and the hooks.
 
-    Also returns the checkpoint's contents; None where there is none to start from.
+    Also returns the checkpoint's contents, or None without a checkpoint.
     """
     trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
     undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
     undo.enter_context(call.preemption.handle_signals())
-    # From here on a process may wait for others for minutes: signals end it, and the watchdog says what it waits for.
+    # From here on, this process may wait minutes for others: signals end it, and the watchdog reports the wait.
     membership = make_membership(call)
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
-    # after connecting, so that a mistake is told on every rank, and none waits for the others
+    # after connecting, so that all ranks raise the same error and none waits for the others
     if not strategy.elastic:
         check_place(trainer, lambda: strategy.local_processes(trainer.device_list), place)
     if trainer.deterministic or call.bitwise:
@@ -48,16 +48,16 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
-    undo.callback(call.errors.attempt, strategy.teardown)  # whose note names the method
-    # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
+    undo.callback(call.errors.attempt, strategy.teardown)  # `attempt` notes the method's name
+    # hooks of set-up may draw weights (configure_model), equal on all ranks whatever was drawn before
     seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
     start, saved = find_start(call, request)
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
-    # the user's wish comes back: None again, so that the next run chooses for its own processes
+    # restore the user's value: if it is None, the next run chooses by its number of processes
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
-    trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
+    trainer.replicas = state.replicas  # during the run, for configure_optimizers and others
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank))
     call.agreement.join(strategy.collectives, state.global_step, state.elapsed)
@@ -83,13 +83,13 @@ def make_membership(call: Call) -> Membership:
     """Return this process's membership in the run."""
     if not call.members_change:
         return Membership()
-    from ..elastic.members import ElasticMembership  # only where a config asks for it
+    from ..elastic.members import ElasticMembership  # only if a config asks for it
 
     return ElasticMembership(call.trainer)
 
 
 def set_owners(call: Call) -> None:
-    """Give task and data module their trainer, and the trainer the task's own callbacks. Raises TaskError."""
+    """Set the trainer on task and data module, and add the task's callbacks. Raises TaskError for misspelled hooks."""
     trainer = call.trainer
     call.task.trainer = trainer
     if call.datamodule is not None:
@@ -99,7 +99,7 @@ def set_owners(call: Call) -> None:
 
 
 def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
-    """Return step and epoch of the checkpoint that a new trainer evaluates; None where it has its own, or none."""
+    """Return step and epoch of the evaluated checkpoint; None if the trainer has its own step, or in a fit."""
     if call.stage == "fit" or saved is None or call.state.global_step:
         return None
     return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))

@@ -1,4 +1,4 @@
-"""Second phase of set-up: the placed task with its weights, its optimizers, and the complete run."""
+"""Second part of set-up: the placed task with its weights, its optimizers, and the complete run."""
 
 import logging
 from typing import Any
@@ -23,15 +23,15 @@ log = logging.getLogger("legato")
 def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
 
-    `saved`: the checkpoint's contents, of which the weights are dropped once they are loaded.
+    `saved`: the checkpoint's contents, whose weights are dropped once they are loaded.
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
     if call.datamodule is not None:
-        call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
+        call.datamodule.setup(stage)  # first, so that callbacks and the task may use its data
     for hook in (*call.hooks.of_callbacks["setup"], *call.hooks.of_task["setup"]):
         hook(stage)
-    # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
+    # after the `setup` hooks, which may read from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
         strategy.recomputed = kernels.recompute(task, trainer.activation_checkpointing)
@@ -40,16 +40,16 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     if saved is not None:
         show_checkpoint(call, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
-        del saved["state_dict"]  # before there are optimizers
+        del saved["state_dict"]  # before optimizers take memory
     begun = fingerprint.section_of(saved.get("fingerprint"), "samples") if saved and call.resumes_same_run else None
     make_loaders(call, begun or None)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
     optimization = (
         make_optimizers(call, saved) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
     )
-    # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is
-    # no difference to the one of the config.
-    described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
+    # before anything is restored, with the settings that configure_optimizers returned: the learning rate of step
+    # 5,000 is no difference from the config's
+    run_fingerprint = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
     transfer = make_transfer(call)
     optimization.take_optimizers(strategy.prepare(task, optimization.optimizers))
     if stage == "fit" and call.keyed:
@@ -65,13 +65,13 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
         keys_hooks=call.keyed and (trainer.world_size > 1 or call.state.replicas > 1),
         arity=arity,
         gradient_scale=strategy.loss_scale,
-        fingerprint=described,
+        fingerprint=run_fingerprint,
         numerics=numerics,
     )
 
 
 def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
-    """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
+    """Return the settings that change the bits of results; under `bitwise`, every rank must have the same."""
     strategy, options = call.strategy, call.trainer.compile
     numerics = kernels.numerics(optimization.optimizers, strategy.precision.name, strategy.device, options)
     numerics |= {"micro_batches": strategy.micro_batches, "tensor_shards": strategy.tensor_shards}
@@ -81,26 +81,26 @@ def find_numerics(call: Call, optimization: Optimization) -> dict[str, Any]:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call on_load_checkpoint of the task, which may turn the contents into what callbacks know; then theirs.
+    """Call on_load_checkpoint of the task, which may convert the contents for callbacks, then that of callbacks.
 
-    Both find the weights that the trainer takes.
+    Both see the weights that the trainer loads.
     """
-    if call.stage != "fit":  # by the averages, unless a callback of this run takes them itself
+    if call.stage != "fit":  # the averaged ones, unless a callback of this run loads these itself
         saved["state_dict"] = averaged_weights(saved, [callback.state_key for callback in call.trainer.callbacks])
     for hook in (*call.hooks.of_task["on_load_checkpoint"], *call.hooks.of_callbacks["on_load_checkpoint"]):
         hook(saved)
 
 
 def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
-    """Ask the task for its optimizers, and check them against how the run uses them."""
+    """Get the task's optimizers, and check that the run can use them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
-    # the first optimizer would import torch's compiler, 1.5 s of CPU a process
+    # the first optimizer would import torch's compiler, which takes 1.5 s of CPU time per process
     spare_compiler()
     clips = trainer.gradient_clip_val is not None
     require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
     try:
         optimizers, schedulers = task.make_optimizers()
-    # torch says only that the parameter list is empty; the reason is in the task
+    # torch only says that the parameter list is empty; the cause is in the task
     except ValueError:
         require_parameters(task)
         raise
@@ -113,13 +113,11 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
         strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
-            f"Manual optimization takes one replica a process and accumulate_grad_batches=1: in the middle of "
-            f"training_step, at each optimizer.step, gradients of all replicas have to be there, which replicas that "
-            f"run one after the other never have at a time. Here are {call.state.replicas} replicas on "
-            f"{strategy.data_ranks.size} processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
+            f"Manual optimization takes one replica per process and accumulate_grad_batches=1: each optimizer.step in "
+            f"training_step needs the gradients of all replicas at once, but several replicas on a process run one "
+            f"after the other. This run has {call.state.replicas} replicas on {strategy.data_ranks.size} processes and "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
         )
     if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
-        log.info(
-            "Manual optimization: gradient_clip_val is what clip_gradients(optimizer) clips by, where it is called."
-        )
+        log.info("Manual optimization: gradient_clip_val has no effect unless you call clip_gradients(optimizer).")
     return optimization

@@ -1,4 +1,4 @@
-"""What the run directory and the loggers learn when a run starts, and how far the run is."""
+"""Outputs of a starting run: the records in its run directory, its loggers, and its progress."""
 
 import logging
 import math
@@ -16,9 +16,9 @@ log = logging.getLogger("legato")
 
 
 def record_start(call: Call, source: Location | None = None, evaluated: tuple[int, int] | None = None) -> None:
-    """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code.
+    """Record this start in the run directory, on rank 0: command line, layout, versions, code.
 
-    source: the checkpoint that it goes on from, or evaluates; evaluated: step and epoch of that.
+    source: the checkpoint that the call resumes or evaluates; evaluated: step and epoch of an evaluated checkpoint.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not identity_of(directory):
@@ -45,22 +45,22 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
 
 
 def note_epoch(run: Run) -> None:
-    """Record in the run directory, on rank 0, after which step an epoch begins."""
+    """Record in the run directory, on rank 0, the step after which an epoch begins."""
     trainer, state = run.trainer, run.state
     if trainer.is_global_zero and trainer.run_dir is not None:
         run_record.note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
 
 
 def open_outputs(run: Run) -> None:
-    """Record a start in a process that becomes rank 0 while the run is under way, and open its loggers."""
+    """Record a start in a process that becomes rank 0 during the run, and open its loggers."""
     record_start(run)
     open_loggers(run, run.state.global_step)
 
 
 def open_loggers(run: Run, resume_step: int | None) -> None:
-    """Open the loggers and store the config, on rank 0; tell the others' loggers where that is.
+    """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
-    resume_step: what was logged for later steps is void; None: the run begins, or follows another one of this process.
+    resume_step: the step after which earlier log points are void; None: the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:
@@ -69,14 +69,14 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
         for logger in trainer.loggers:
             logger.follow(trainer.run_dir)
         return
-    # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.save`
+    # a resumed run stores its config with the first checkpoint that has steps of this start: see `Saver.save`
     config = {} if run.resumes_same_run else config_of(trainer.config_text, trainer.explicit_config)
     if trainer.config_text is not None and not run.resumes_same_run:
         weights = to_location(run.source) if run.stage != "fit" and run.source is not None else None
         places.write_config(trainer.run_dir, trainer.config_text, trainer.explicit_config, weights)
     run.run_file.begin(trainer.run_dir, run.stage, {**progress(run), **config})
     owners = [owner for owner in (run.datamodule, run.task) if owner is not None]
-    # of the data module first: the task's values win where both have a name
+    # the data module's first, so that the task's values take precedence
     logged = [values for owner in owners if (values := owner.logged_hyperparameters()) is not None]
     if run.stage == "fit" and identity_of(trainer.run_dir):
         logged.insert(0, run_settings(run))
@@ -93,20 +93,20 @@ def open_loggers(run: Run, resume_step: int | None) -> None:
 def run_settings(run: Run) -> dict[str, Any]:
     """Return the settings that loggers show among the hyperparameters of every run."""
     trainer, place = run.trainer, run.strategy.place
-    # under a strategy of one process the trainer's devices are those of that process
+    # with a single process, the trainer's devices are those of the process
     devices = place.world_size if place.world_size > 1 else trainer.num_devices
-    found = {
+    settings = {
         "batch_size": getattr(run.data.loaders.get("train"), "batch_size", None),
         "seed": run.state.seed,
         "precision": str(trainer.precision),
         "devices": f"{devices} {run.strategy.device.type}",
         "strategy": run.strategy.name,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def progress(call: Call) -> dict[str, Any]:
-    """Return how far a run is, for its `run.json`; of an evaluation the step and epoch of its checkpoint."""
+    """Return a run's progress for its `run.json`; for an evaluation, the step and epoch of its checkpoint."""
     trainer, state, callback = call.trainer, call.state, call.trainer.checkpoint_callback
     epoch = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
     if call.stage != "fit":

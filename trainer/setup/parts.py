@@ -1,4 +1,4 @@
-"""Strategy, loggers and callbacks that the arguments of a Trainer ask for."""
+"""The strategy, loggers and callbacks made from a Trainer's arguments."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,94 +20,96 @@ if TYPE_CHECKING:
 
 
 def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
-    """Return the strategy that a name, a mapping with `name`, or an object asks for."""
+    """Return the strategy for a name, a mapping with `name`, or a Strategy."""
     if isinstance(wanted, Strategy):
         return wanted
-    # a copy, as `name` is taken out of it
+    # a copy, as `name` is removed from it
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     name = options.pop("name", None)
     if name == "auto":
         name = choose_name(trainer)
     if name not in STRATEGIES:
-        known = ("auto", *STRATEGIES)
-        hint = did_you_mean(str(name), known)
+        names = ("auto", *STRATEGIES)
+        hint = did_you_mean(str(name), names)
         if str(name).startswith("ddp_"):
-            hint = " Options are given beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
-        raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
+            hint = " Pass options beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
+        raise ConfigError(f"trainer.strategy={name!r} is unknown; expected one of {', '.join(names)}.{hint}")
     try:
-        found: Strategy = getattr(strategies, STRATEGIES[name].split(":")[1])(**options)
-    # of the strategy's __init__, whose message names an argument but not where it stands in a config
+        strategy: Strategy = getattr(strategies, STRATEGIES[name].split(":")[1])(**options)
+    # from the strategy's __init__, which names an argument but not its key in the config
     except TypeError as error:
         unknown = [option for option in options if option in TORCH_OPTIONS]
         instead = f" {TORCH_OPTIONS[unknown[0]]}" if unknown else ""
         raise ConfigError(f"trainer.strategy.{name}: {error}.{instead}") from error
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
-    return found
+    return strategy
 
 
 def choose_name(trainer: "Trainer") -> str:
-    """Return the name of the strategy that "auto" stands for."""
+    """Return the name of the strategy that "auto" selects."""
     place = find_place(trainer.cluster) or Place()
     several = len(trainer.device_list) * trainer.num_nodes > 1 or place.world_size > 1
     return "ddp" if several else "single"
 
 
 def make_loggers(wanted: Any) -> list[Logger]:
-    """Return the loggers that the argument `logger` asks for."""
-    # imported here: TensorBoard takes 1.2 s, and a trainer with logger=False does without
+    """Return the loggers for the argument `logger`."""
+    # imported here: TensorBoard takes 1.2 s, which a trainer with logger=False need not wait for
     from ...loggers import JSONLinesLogger, TensorBoardLogger
 
     if wanted is True:
         wanted = [TensorBoardLogger(), JSONLinesLogger()]
-    found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted else []
-    for logger in found:
+    loggers = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted else []
+    for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigError(
                 f"trainer.logger takes True, False, a legato Logger or a list of them; got {describe_kind(logger)}."
             )
-    return found
+    return loggers
 
 
 def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
-    """Return the given callbacks and, after them, those that the trainer's other arguments ask for."""
-    from ... import callbacks as known
+    """Return the user's callbacks, followed by those that the trainer's other arguments add."""
+    from ... import callbacks as classes
 
-    found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
-    for callback in found:
+    callbacks = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
+    for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.")
     logs = bool(trainer.loggers)
     defaults: list[tuple[bool, type[Callback], dict[str, Any]]] = [
-        (trainer.enable_progress_bar, known.ProgressBar, {}),
-        (trainer.enable_model_summary, known.ModelSummary, {}),
-        (logs, known.LearningRateMonitor, {}),
-        (logs, known.ThroughputMonitor, {}),
-        (trainer.max_time is not None, known.Timer, {"duration": trainer.max_time}),
-        (trainer.enable_checkpointing, known.Checkpoint, {}),
+        (trainer.enable_progress_bar, classes.ProgressBar, {}),
+        (trainer.enable_model_summary, classes.ModelSummary, {}),
+        (logs, classes.LearningRateMonitor, {}),
+        (logs, classes.ThroughputMonitor, {}),
+        (trainer.max_time is not None, classes.Timer, {"duration": trainer.max_time}),
+        (trainer.enable_checkpointing, classes.Checkpoint, {}),
     ]
-    for wish, kind, options in defaults:
-        # one's own progress bar or checkpoint callback takes the place of the default of the same role
-        roles = (CheckpointCallback, ProgressDisplay, known.ModelSummary)
+    for is_wanted, kind, options in defaults:
+        # the user's progress bar or checkpoint callback takes the place of the default one
+        roles = (CheckpointCallback, ProgressDisplay, classes.ModelSummary)
         role = next((base for base in roles if issubclass(kind, base)), kind)
-        if wish and (kind is known.Timer or not any(isinstance(callback, role) for callback in found)):
+        if is_wanted and (kind is classes.Timer or not any(isinstance(callback, role) for callback in callbacks)):
             try:
-                found.append(kind(**options))
+                callbacks.append(kind(**options))
             except ConfigError as error:
                 raise ConfigError(f"trainer.max_time: {error}") from error
     savers = [
-        callback for callback in found if not trainer.enable_checkpointing and isinstance(callback, CheckpointCallback)
+        callback
+        for callback in callbacks
+        if not trainer.enable_checkpointing and isinstance(callback, CheckpointCallback)
     ]
     if savers and not trainer.fast_dev_run:
-        raise ConfigError("enable_checkpointing=False, but callbacks has a Checkpoint; leave one of the two out.")
-    return [callback for callback in found if callback not in savers]
+        raise ConfigError("enable_checkpointing=False, but callbacks contains a Checkpoint. Remove one of them.")
+    return [callback for callback in callbacks if callback not in savers]
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's callbacks and the task's, which replace those of the same class; those that save last."""
-    brought = task.configure_callbacks() or []  # None: it has none, or has given them to the trainer itself
-    own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
-    kinds = {type(callback) for callback in own}
-    restored = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
-    added = [callback for callback in own if callback not in restored]
+    """Return the trainer's and the task's callbacks; the task's replace those of equal class, checkpoints are last."""
+    configured = task.configure_callbacks() or []  # None: the task has none, or has added them to the trainer itself
+    of_task = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    kinds = {type(callback) for callback in of_task}
+    restored = [callback for callback in callbacks if type(callback) not in kinds or callback in of_task]
+    added = [callback for callback in of_task if callback not in restored]
     return sorted(restored + added, key=lambda callback: isinstance(callback, CheckpointCallback))  # stable

@@ -1,4 +1,4 @@
-"""The order of set-up, and its last phase: the rest of the checkpoint is restored, and the watch begins."""
+"""The order of set-up, and its last part: restore the rest of the checkpoint, open loggers, start the watchdog."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def make_call(trainer: "Trainer", request: Request) -> Call:
-    """Make the parts of a requested call; nothing is started or opened yet."""
+    """Make the parts of a requested call, without starting or opening anything."""
     loop = LoopState(DOING_OF_STAGE[request.stage])
-    # Hooks of callbacks come later: configure_callbacks may ask about ranks, which are not there yet.
-    # Both learn of the other ranks in `setup.join`: a signal, or `self.log` in a hook, may come before.
+    # Hooks of callbacks come later, as configure_callbacks may ask for ranks, which are unknown so far.
+    # `setup.join` adds the other ranks to both; a signal, or `self.log` in a hook, may come before that.
     agreement = Agreement(SINGLE, 0, trainer.state.elapsed)
     metrics = Metrics(SINGLE, 1, request.task)
     if trainer.strategy.elastic and request.stage == "fit":
-        from ..elastic.metrics import SharedMetrics  # only where a config asks for it
+        from ..elastic.metrics import SharedMetrics  # only if a config asks for it
 
         metrics = SharedMetrics(SINGLE, 1, request.task)
     call = Call(
@@ -60,7 +60,7 @@ def make_call(trainer: "Trainer", request: Request) -> Call:
 
 
 def set_up(call: Call, request: Request) -> Run:
-    """Make a complete run of a call; `trainer.run` is the newest of them, also for user's hooks."""
+    """Build a complete run from a call. `trainer.run` is the part built so far, which users' hooks may read."""
     joined, saved = join(call, request)
     call.trainer.run = joined
     run = call.trainer.run = make_run(joined, saved)
@@ -75,14 +75,14 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
         restore.load_rest(trainer, saved, resumes=True)
     if run.stage == "fit":
         trainer.saver.require_storable()
-    # also where processes were started again before there was a checkpoint: what they had logged is void
-    goes_on = run.stage == "fit" and (run.source is not None or restart_count() > 0)
-    open_loggers(run, run.state.global_step if goes_on else None)
+    # also after a restart before the first checkpoint: earlier log points are void
+    resumes = run.stage == "fit" and (run.source is not None or restart_count() > 0)
+    open_loggers(run, run.state.global_step if resumes else None)
     run.membership.open_outputs = open_outputs
     if run.stage == "fit":
         collector = GarbageCollector()
         run.agreement.add(list, lambda _: collector.collect(run.agreement.elapsed))
         run.undo.callback(collector.close)
     if trainer.hang_timeout is not None:
-        run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
-    run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is no hang
+        run.strategy.collectives.barrier()  # so that all ranks are watched from the same time, even after a slow set-up
+    run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is not a hang
