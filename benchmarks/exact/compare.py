@@ -17,7 +17,7 @@ from legato.trainer.checkpoints import reading
 from legato.trainer.processes.launch import run_workers
 
 from .cases import Case, fit
-from .rows import ELSEWHERE, LAYOUTS, Layout, Row, next_strategy
+from .rows import ELSEWHERE, LAYOUTS, TENSOR_SHARDS, Layout, Row, has_shards, is_declared, next_strategy
 
 UNITS = {"32": (torch.float32, 512), "64": (torch.float64, 512), "16-mixed": (torch.float16, 16)}
 UNITS |= dict.fromkeys(("bf16-mixed", "bf16-true"), (torch.bfloat16, 16))
@@ -28,7 +28,7 @@ multiplied, as they grow in six steps at most. Of 16 bits fewer: 512 of them wou
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a row: "exact", "close", "refused", or what fails the table: "wrong", "failed"."""
+    """Verdict of a row: "exact", "close", "refused", or one that fails the table: "wrong", "undeclared", "failed"."""
 
     verdict: str
     text: str = ""
@@ -52,11 +52,13 @@ def judge(row: Row) -> Result:
         tested = run_tested(row, folder / "tested")
         differences = list(compare(contents_of(tested), contents_of(run_reference(row, folder / "reference"))))
     except (ConfigError, TaskError, DataError) as error:
-        return Result("refused", shorten(str(error)))
+        return Result("refused" if is_declared(row) else "undeclared", shorten(str(error)))
     except Exception as error:
         return Result("failed", f"{type(error).__name__}: {shorten(str(error), 300)}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if is_declared(row):
+        return Result("undeclared", "REFUSED in rows.py has this row, but it runs")
     largest, name = max(differences, default=(0.0, ""))
     if not differences:
         return Result("exact")
@@ -108,14 +110,14 @@ def run_tested(row: Row, root: Path) -> Path:
     workers = 2 if row.option == "workers" else 0
     start = partial(fit, case, root, workers=workers)
     if row.disturbance == "none":
-        return start(options | _place(layout))
+        return start(options | _place(row, layout))
     if row.disturbance == "elastic":
         named = layout.strategy if isinstance(layout.strategy, dict) else {"name": layout.strategy}
-        place = _place(layout) | {"strategy": {**named, "elastic": True}}
+        place = _place(row, layout) | {"strategy": {**named, "elastic": True}}
         run_dir = start(options | place | {"max_restarts": 1}, kill=True)
         assert (root / "killed").exists(), "no process was killed"
         return run_dir
-    place = _place(layout)
+    place = _place(row, layout)
     try:
         if layout.devices == 1 or layout.strategy == "data_parallel":  # not in this process, which would be killed
             run_workers(partial(start, options | place, kill=True), 1, threads=1)
@@ -128,20 +130,23 @@ def run_tested(row: Row, root: Path) -> Path:
     after = ELSEWHERE[row.strategy]
     if row.disturbance == "killed, resumed under another strategy":
         after = LAYOUTS[next_strategy(row) or ""]
-    return start(options | _place(after), resume=True)
+    return start(options | _place(row, after), resume=True)
 
 
-def _place(layout: Layout) -> dict[str, Any]:
-    return {"strategy": layout.strategy, "devices": layout.devices}
+def _place(row: Row, layout: Layout) -> dict[str, Any]:
+    """Return the arguments of the Trainer for a row on a layout."""
+    shards = {**layout.strategy, "tensor_shards": TENSOR_SHARDS} if has_shards(row) else layout.strategy
+    return {"strategy": shards, "devices": layout.devices}
 
 
 def run_reference(row: Row, root: Path) -> Path:
     """Train the same on one process, undisturbed; return the run directory."""
-    replicas, size, place = replicas_of(row), 2, _place(LAYOUTS["single"])
+    alone = Layout({"name": "mesh"}, 1, 1) if has_shards(row) else LAYOUTS["single"]
+    replicas, size, place = replicas_of(row), 2, _place(row, alone)
     if is_joined(row):
         replicas, size = 1, 2 * replicas
     elif row.option == "manual":  # one replica a process: the same processes
-        place = _place(LAYOUTS[row.strategy])
+        place = _place(row, LAYOUTS[row.strategy])
     options = {"reproducible": row.reproducible, "precision": row.precision, "replicas": replicas}
     return fit(case_of(row), root, options | place, batch_size=size)
 

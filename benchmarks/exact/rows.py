@@ -80,7 +80,11 @@ LAYOUTS = {
     "ddp_model_parallel": Layout({"name": "ddp_model_parallel", "devices_per_replica": 2}, 4, 2),
     "data_parallel": Layout("data_parallel", 2, 1),
     "ddp_rpc": Layout({"name": "ddp_rpc", "timeout": 60}, 2, 2),
+    "shard x tensor": Layout(_mesh(shard=2, tensor=2), 4, 2),
 }
+"""The layout of each strategy. The last one is no row's: a run of `tensor` resumes under it."""
+TENSOR_SHARDS = 4
+"""The shards of each layer in rows with `tensor` and `bitwise`, which needs them."""
 ELSEWHERE = {
     "single": LAYOUTS["single"],
     "ddp 2": LAYOUTS["ddp 3"],
@@ -185,13 +189,32 @@ LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
         {"option": ("manual",), "kind": ("batch norm CNN",), "reproducible": ("order",)},
         "the reference has the batches of all replicas in one, of which batch norm has other statistics",
     ),
+    (
+        {
+            "strategy": ("tensor",),
+            "reproducible": ("bitwise",),
+            "option": ("sync_batchnorm",),
+            "disturbance": ("killed, resumed under another strategy",),
+        },
+        "no other strategy has both shards of layers and a process for each replica",
+    ),
 )
-"""The same, taken out of the rows once these are chosen, so that the others stay."""
+"""The same, removed from the rows once these are chosen, so that the others stay."""
 
 
 def excludes(refusal: Refusal, values: Mapping[str, str]) -> bool:
     """Return whether these values, perhaps not of all columns, hold what a refusal names."""
     return all(values.get(column) in several for column, several in refusal.items())
+
+
+def has_shards(row: Row) -> bool:
+    """Return whether the layers of a row are cut into TENSOR_SHARDS."""
+    return row.strategy == "tensor" and row.reproducible == "bitwise"
+
+
+def is_declared(row: Row) -> bool:
+    """Return whether REFUSED has the values of a row."""
+    return any(excludes(refusal, asdict(row)) for refusal in REFUSED)
 
 
 def is_refused(values: Mapping[str, str]) -> bool:
@@ -203,7 +226,11 @@ def next_strategy(row: Row) -> str | None:
     """Return the strategy under which a row goes on that changes it at a resume; None: no other takes the row."""
     begin = GOES_ON.index(row.strategy) + 1 if row.strategy in GOES_ON else len(row.strategy)
     others = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
+    if has_shards(row):
+        return "shard x tensor"
     for name in others:
+        if row.reproducible == "bitwise" and name == "tensor":
+            continue  # its shards are part of a run from the start
         moved = replace(row, strategy=name, disturbance="none")
         if row.option in ("sync_batchnorm", "manual") and LAYOUTS[name].ranks != LAYOUTS[row.strategy].ranks:
             continue  # a replica needs a process of its own

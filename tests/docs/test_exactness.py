@@ -10,6 +10,7 @@ from pages import ROOT
 from benchmarks.exact import page as exact_page
 from benchmarks.exact.compare import BOUNDS, Result, compare, judge
 from benchmarks.exact.rows import COLUMNS, Row, is_refused, table_rows
+from legato.base.errors import ConfigError
 
 ROWS = table_rows()
 CHOSEN = [
@@ -20,6 +21,7 @@ CHOSEN = [
     Row("fsdp", "bitwise", kind="LSTM"),
     Row("data x shard", kind="batch norm CNN", option="stream"),
     Row("tensor", kind="transformer"),
+    Row("tensor", "bitwise", kind="transformer"),
     Row("pipeline", kind="sparse embedding"),
     Row("ddp_model_parallel", option="sync_batchnorm", kind="batch norm CNN"),
     Row("data_parallel", option="accumulation"),
@@ -45,7 +47,7 @@ def test_a_page_is_made_of_these_rows_and_columns():
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert cells[0] == ["", *COLUMNS, "result"]
     assert [tuple(line[1:-1]) for line in cells[2:]] == [tuple(asdict(row).values()) for row in ROWS]
-    assert not [line for line in cells[2:] if re.match("wrong|failed", line[-1])]
+    assert not [line for line in cells[2:] if re.match("wrong|undeclared|failed", line[-1])]
 
 
 def test_the_rows_hold_each_pair_that_is_not_refused():
@@ -57,7 +59,7 @@ def test_the_rows_hold_each_pair_that_is_not_refused():
         if pair not in held and not is_refused(dict(pair))
     ]
     # each of these excludes all values of a third column, or belongs to a row that was left out
-    assert len(missing) < 12, missing
+    assert len(missing) < 13, missing
 
 
 def test_a_difference_above_rounding_is_wrong(monkeypatch):
@@ -75,6 +77,21 @@ def test_a_difference_above_rounding_is_wrong(monkeypatch):
     assert judge(Row()).verdict == "wrong"
     theirs["state_dict.a"] = torch.tensor([1.0, 1.0, 1.0 + 2**-23])
     assert (judge(Row()).verdict, judge(Row(reproducible="bitwise")).verdict) == ("close", "wrong")
+
+
+def test_a_refusal_that_is_not_declared_fails_the_table(monkeypatch):
+    from benchmarks.exact import compare as compared
+
+    def refuse(row, root):
+        raise ConfigError("not here")
+
+    assert judge(Row("pipeline", "bitwise")).verdict == "refused"
+    monkeypatch.setattr(compared, "run_tested", refuse)
+    assert judge(Row()).verdict == "undeclared"
+    monkeypatch.setattr(compared, "run_tested", lambda row, root: "ours")
+    monkeypatch.setattr(compared, "run_reference", lambda row, root: "ours")
+    monkeypatch.setattr(compared, "contents_of", lambda run_dir: {})
+    assert judge(Row("pipeline", "bitwise")).verdict == "undeclared"
 
 
 def test_a_difference_is_written_as_a_power_of_ten():
