@@ -109,6 +109,21 @@ def test_its_steps_have_the_samples_that_the_run_has_seen(processes: str, reprod
     assert "\n".join(said[1:]) in replayed
 
 
+@pytest.mark.parametrize(("processes", "reproducible"), PROCESSES)
+def test_its_operations_are_recorded_and_compared(folder: Path, processes: str, reproducible: str) -> None:
+    run("train.py", processes, reproducible)
+    legato("replay", str(RUN), "step=5", "--operations", "before.jsonl")
+    assert "points.py:" in Path("before.jsonl").read_text()
+    text = (folder / "points.py").read_text()
+    (folder / "points.py").write_text(text.replace("nn.functional.mse_loss(", "1.01 * nn.functional.mse_loss("))
+    legato("replay", str(RUN), "step=5", "--operations", "after.jsonl")
+    same = legato("compare", "before.jsonl", "before.jsonl").stdout
+    assert "No operation of this step differs" in same
+    told = legato("compare", "before.jsonl", "after.jsonl").stdout
+    assert "The first operation that differs is in the forward of replica 0" in told
+    assert re.search(r"(?m)^  line .*points\.py:\d+$", told)
+
+
 def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(folder: Path) -> None:
     run("train.py", "1")
     (folder / "other").mkdir()

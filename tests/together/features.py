@@ -203,6 +203,13 @@ NEUTRAL = [
     Feature("sanity", arguments(num_sanity_val_steps=2)),
     Feature("deterministic", arguments(deterministic=True)),
     Feature("anomaly", arguments(detect_anomaly=True)),
+    Feature(
+        "recheck",
+        arguments(recheck_every=2, deterministic=True),
+        group="deterministic",
+        apart=("compile",),  # torch warns of its compiler with deterministic kernels
+        refused={"manual": "recheck_every", "elastic": "recheck_every"},
+    ),
     Feature("hang timeout", arguments(hang_timeout=100.0)),
     Feature("recompute", arguments(activation_checkpointing=["Sequential"])),
     Feature("bitwise", arguments(reproducible="bitwise"), tolerance=ROUNDING),

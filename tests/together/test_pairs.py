@@ -27,6 +27,9 @@ FOUND = [
 
 MET = [
     *(Pair("spike skip", name, 5) for name in ("nan skip", "fp16", "accumulation", "three replicas", "ddp")),
+    *(Pair("recheck", name, 5, "sigterm") for name in ("accumulation", "ema", "nan skip")),
+    Pair("recheck", "ddp", 5, "kill"),
+    *(Pair("recheck", name, 5) for name in ("manual", "spike skip", "noise")),
     *(Pair("left out", name, 5) for name in ("three replicas", "accumulation", "ddp", "fsdp", "several loaders")),
 ]
 """What shares the update of a step, or the batches of one."""

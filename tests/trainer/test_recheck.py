@@ -277,6 +277,25 @@ def test_a_run_is_the_same_whether_its_steps_are_computed_twice_or_not(name, tmp
         assert before == after
 
 
+class Draws(lg.Callback):
+    """Draws between a forward and the second computation of its step, which does not call it."""
+
+    def on_before_backward(self, trainer, task, loss):
+        torch.rand(3)
+
+
+def test_the_dropout_masks_after_a_recheck_are_those_of_a_run_without_it():
+    """Without keyed generators, where each draw moves what follows."""
+    weights = []
+    for every in (None, 1):
+        task = Net(dropout=0.5)
+        torch.manual_seed(3)
+        fit(task, recheck_every=every, deterministic=True, reproducible="off", callbacks=[Draws()])
+        weights.append((*task.parameters(), torch.get_rng_state()))
+    for before, after in zip(*weights, strict=True):
+        assert torch.equal(before, after)
+
+
 MORE = {
     "tensor": (CNN, {"strategy": LAYOUTS[2]["tensor"]}),
     "no batch": (CNN, {"strategy": LAYOUTS[2]["shard"], "samples": 2}),
