@@ -19,7 +19,7 @@ import legato as lg
 from legato.base.errors import ConfigError, LegatoError, TaskError
 from legato.callbacks import Checkpoint
 from legato.trainer.processes.launch import run_workers
-from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, bring_inputs
+from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, move_inputs
 from legato.trainer.strategies.model_parallel.parts import split_evenly
 
 
@@ -131,7 +131,7 @@ def test_inputs_of_all_kinds_move_between_parts():
 
     block = Takes()
     with SimulatedDevices() as there:
-        handle = bring_inputs(block, DEVICES[1])
+        handle = move_inputs(block, DEVICES[1])
         weight = torch.ones(2, requires_grad=True)
         out = block({"a": [weight, torch.ones(2)]}, mask=torch.ones(2), extra=1.0)
         assert device_of(out) == DEVICES[1]

@@ -97,7 +97,7 @@ def on_two(strategy, **more):
     return arguments(strategy=strategy, devices=2, **more)
 
 
-WHOLE = {"pipeline": "averages all weights"}
+WHOLE = {"pipeline": "needs all weights"}
 LOOKS = {"pipeline": "looks at all modules"}
 SPIKES = LOOKS | {"manual": "judges a step"}
 SHAPING = [

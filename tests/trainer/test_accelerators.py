@@ -15,7 +15,7 @@ from legato.base.errors import ConfigError
 from legato.trainer import accelerators
 from legato.trainer.optimization.precision import Precision
 from legato.trainer.processes.layout import describe_layout
-from legato.trainer.strategies.strategy import refuse_twice
+from legato.trainer.strategies.strategy import refuse_duplicates
 
 KINDS = r"\b(cuda|mps|xpu|npu|hpu|mtia|privateuse\w*|is_cuda|is_mps|is_xpu|nccl|xccl|hccl|rocm|hip)\b"
 NAMED = {
@@ -136,10 +136,10 @@ def test_the_variable_that_shares_devices_out(monkeypatch, wanted, variables, an
 
 
 def test_one_process_does_not_take_a_device_twice():
-    refuse_twice([torch.device("cpu")] * 2)
-    refuse_twice([GPU, torch.device("cuda", 1)])
+    refuse_duplicates([torch.device("cpu")] * 2)
+    refuse_duplicates([GPU, torch.device("cuda", 1)])
     with pytest.raises(ConfigError, match="lists cuda:0, cuda:0 for one process"):
-        refuse_twice([GPU, GPU])
+        refuse_duplicates([GPU, GPU])
 
 
 def test_a_layout_says_once_that_a_device_is_shared():

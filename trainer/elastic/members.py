@@ -108,7 +108,7 @@ class ElasticMembership(Membership):
         # Only rank 0 polls the version, and the ranks agree on it: otherwise ranks might see a new version in different
         # steps, and their collectives would no longer match.
         self.trainer.current_run.agreement.add(
-            lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._hear
+            lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._update_agreed_version
         )
         if self.joins:
             # posted after set-up, since the members then leave their group and wait for this process
@@ -119,7 +119,7 @@ class ElasticMembership(Membership):
         self.store.post("begun", self.member, self.trainer.current_run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
-    def _hear(self, versions: list[float]) -> bool:
+    def _update_agreed_version(self, versions: list[float]) -> bool:
         self.agreed_version = int(versions[0])
         return self.agreed_version > self.generation.version
 

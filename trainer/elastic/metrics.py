@@ -56,7 +56,7 @@ class SharedMetrics(Metrics):
         super().__init__(*arguments)
         # Training values not yet sent to other ranks
         self.unshared: list[Row] = []
-        # Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead
+        # Number of exchanges of values; of two ranks at the same step, the rank with the higher count is ahead
         self.exchanges = 0
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:

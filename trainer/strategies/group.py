@@ -1,4 +1,4 @@
-"""Strategies with one process for each device, in one process group."""
+"""Strategies with one process per device, in one process group."""
 
 from collections.abc import Sequence
 from itertools import chain

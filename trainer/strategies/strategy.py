@@ -139,7 +139,7 @@ class Strategy:
                 f"strategy {self.name!r} runs in one process, but this run has {place.world_size}. Use strategy ddp, "
                 f"or set trainer.cluster=off so that each process trains independently."
             )
-        refuse_twice(devices)
+        refuse_duplicates(devices)
         self.place, self.devices = place, list(devices)
         self._take_device(devices[0])
         self.precision = Precision(precision, self.device.type)
@@ -371,7 +371,7 @@ class SingleStrategy(Strategy):
     name = "single"
 
 
-def refuse_twice(devices: Sequence[torch.device]) -> None:
+def refuse_duplicates(devices: Sequence[torch.device]) -> None:
     """Raise ConfigError if a process would use the same device twice."""
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise ConfigError(

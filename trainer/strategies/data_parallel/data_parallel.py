@@ -42,7 +42,7 @@ class DataParallelStrategy(Strategy):
         """Prepare the placed task; raises ConfigError for settings that do not work on several devices."""
         prepared = super().prepare(task, optimizers)
         if len(self.devices) > 1:
-            self._refuse_what_copies_cannot_do(task)
+            self._refuse_unsupported(task)
         self.cuts_batches = len(self.devices) > 1
         self.metrics = find_metrics(task)
         self.checked_steps = set()
@@ -53,7 +53,7 @@ class DataParallelStrategy(Strategy):
         self.metrics = []
         super().teardown()
 
-    def _refuse_what_copies_cannot_do(self, task: "Task") -> None:
+    def _refuse_unsupported(self, task: "Task") -> None:
         where = f"strategy data_parallel on {len(self.devices)} devices"
         if not task.automatic_optimization:
             raise ConfigError(

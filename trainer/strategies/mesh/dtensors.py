@@ -222,7 +222,7 @@ class MeshScaler(torch.amp.GradScaler):
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 
 
-def step_one_by_one(optimizers: Iterable[Optimizer], always: bool = False) -> None:
+def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> None:
     """Set foreach=False for parameter groups that span several meshes, or for all of them.
 
     torch's `foreach` and `fused` kernels need tensors of one mesh, but by default torch uses `foreach` for tensors on

@@ -239,7 +239,7 @@ class MeshStrategy(GroupStrategy):
         if options:
             refuse_compile(self.name, options, self.sizes)
         self.precision.place(task)
-        values = weight_broadcast.send_off(task) if self.meta_init else None
+        values = weight_broadcast.release_values(task) if self.meta_init else None
         if not self.meta_init:
             # before sharding: fully_shard cuts a rank's shard from that rank's weights, without communication
             self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
@@ -254,7 +254,7 @@ class MeshStrategy(GroupStrategy):
         self.wrapping.done()
         if self.meta_init:
             parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
-            weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
+            weight_broadcast.broadcast_values(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def _cut(self, task: "Task") -> None:
         """Split the layers of the tensor plan along the axis tensor."""
@@ -297,7 +297,7 @@ class MeshStrategy(GroupStrategy):
                 unknown = [optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
         # with tensor_shards also in one process, since other kernels may round differently
-        dtensors.step_one_by_one(optimizers, always=self.tensor_shards is not None)
+        dtensors.disable_foreach(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
         self.flat_sum = None  # gradients meet in backward
         return prepared
@@ -446,7 +446,7 @@ class MeshSteps(nn.Module):
 
 
 class FSDPStrategy(MeshStrategy):
-    """Shards parameters, gradients and optimizer states over all processes, among which replicas are divided."""
+    """Shards parameters, gradients and optimizer states over all processes; each runs its own replicas."""
 
     name = "fsdp"
 

@@ -56,12 +56,12 @@ class MeshStateDicts(ShardedStateDicts):
                 raise CheckpointError(
                     f"The checkpoint's optimizer has a state for parameter {index}, but this run's optimizer does not."
                 )
-            shards[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
+            shards[index] = {name: _with_layout(value, parameters[index]) for name, value in values.items()}
         optimizer.load_state_dict({**state, "state": shards})
-        dtensors.step_one_by_one([optimizer])
+        dtensors.disable_foreach([optimizer])
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def _with_layout(value: Any, parameter: Tensor) -> Any:
     """Return an optimizer's value with the layout of its parameter: sharded if it has the parameter's shape."""
     is_tensor = isinstance(value, (Tensor, StoredTensor))
     if not isinstance(parameter, DTensor) or not is_tensor or not value.shape:

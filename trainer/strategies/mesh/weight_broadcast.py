@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from . import dtensors
 
 
-def send_off(task: nn.Module) -> list[Tensor]:
+def release_values(task: nn.Module) -> list[Tensor]:
     """Replace all tensors of a task by meta tensors, without memory; return the original ones."""
     values = dict.fromkeys(tensor for *_, tensor in dtensors.tensor_slots(task))
     dtensors.replace(task, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -16,7 +16,7 @@ def send_off(task: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def bring_back(
+def broadcast_values(
     task: nn.Module, values: list[Tensor] | None, device: torch.device, device_of_parts: torch.device
 ) -> None:
     """Allocate a task's tensors, and give each rank its shard of `values`, which only rank 0 has.

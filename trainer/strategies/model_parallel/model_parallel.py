@@ -14,20 +14,20 @@ from ....base.place import Place
 from ...data.transfer import to_device
 from ..ddp import DDPStrategy
 from ..pieces import chunk_sizes, combine_losses, split
-from ..strategy import refuse_twice
-from .parts import Split, check_counts, cut, find_part_blocks, no_blocks, refuse_shared
+from ..strategy import refuse_duplicates
+from .parts import Split, check_counts, cut, describe_missing_blocks, find_part_blocks, refuse_shared
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
 
-def bring_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
+def move_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
     """Move the inputs of `block` to `device`, where its parameters are."""
     # before the user's hooks, so that they see the block's inputs
-    return block.register_forward_pre_hook(partial(_bring, device), prepend=True, with_kwargs=True)
+    return block.register_forward_pre_hook(partial(_move_inputs, device), prepend=True, with_kwargs=True)
 
 
-def _bring(
+def _move_inputs(
     device: torch.device, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device == device:
@@ -91,9 +91,9 @@ class DDPModelParallelStrategy(DDPStrategy):
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return one process per `devices_per_replica` devices. Raises ConfigError for a remainder."""
-        return len(self._share_out(devices))
+        return len(self._group_devices(devices))
 
-    def _share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
+    def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
         """Return the devices of each process on this machine; a process has consecutive devices."""
         size = self.parts_wanted
         processes, rest = divmod(len(devices), size)
@@ -111,7 +111,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         size = self.parts_wanted
         if devices[0].type == "cpu":  # all CPU devices are the same, so there are enough
             devices = [torch.device("cpu")] * (size * place.local_world_size)
-        groups = self._share_out(devices)
+        groups = self._group_devices(devices)
         if place.local_world_size > len(groups):
             raise ConfigError(
                 f"{place.local_world_size} processes with devices_per_replica={size} need {place.local_world_size} x "
@@ -119,7 +119,7 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"Start {len(groups)} processes, or add devices to trainer.devices."
             )
         self.parts = groups[place.local_rank]
-        refuse_twice(self.parts)
+        refuse_duplicates(self.parts)
         # self.device is the last part's: logits are the largest activations of a language model, so the batch moves to
         # them. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
@@ -159,14 +159,14 @@ class DDPModelParallelStrategy(DDPStrategy):
         from ....tasks.task import Task
 
         if type(task).configure_model is Task.configure_model or len(set(self.parts)) > 1:
-            raise ConfigError(f"{no_blocks(task)} Or move modules to self.devices in configure_model.")
+            raise ConfigError(f"{describe_missing_blocks(task)} Or move modules to self.devices in configure_model.")
         self._keep_placement(task)  # with equal devices, a placement by the task cannot be detected
 
     def _place_parts(self, task: "Task", parts: Sequence[Sequence[nn.Module]]) -> None:
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
         for modules, device in zip(parts, self.parts, strict=True):
             for module in modules:
-                self.device_hooks.append(bring_inputs(module, device))
+                self.device_hooks.append(move_inputs(module, device))
         self.cut_task = task
 
     def _remove_hooks(self) -> None:

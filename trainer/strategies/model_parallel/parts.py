@@ -67,7 +67,7 @@ def find_part_blocks(task: "Task") -> list[PartBlock]:
     return [PartBlock(names[id(module)], module, module_bytes(module)) for module in modules]
 
 
-def no_blocks(task: "Task") -> str:
+def describe_missing_blocks(task: "Task") -> str:
     """Return the error message for a task without blocks."""
     kind = type(task).__name__
     return (
@@ -108,7 +108,7 @@ def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartB
     """Return the blocks of each part of a task; raises ConfigError if parts would share a tensor."""
     blocks = find_part_blocks(task)
     if not blocks:
-        raise ConfigError(no_blocks(task))
+        raise ConfigError(describe_missing_blocks(task))
     blocks_of_parts = cut(blocks, parts, split)
     refuse_shared(task, blocks_of_parts)
     return blocks_of_parts

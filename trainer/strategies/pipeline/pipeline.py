@@ -125,7 +125,7 @@ class PipelineMeshStrategy(MeshStrategy):
             from ....tasks.task import Task
 
             if type(task).backward is not Task.backward:
-                raise ConfigError("A pipeline runs backward itself, stage by stage; your task must not override it.")
+                raise ConfigError("A pipeline runs backward itself, stage by stage, so your task must not override it.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
                     "A pipeline needs reproducible: order. All its processes must load the same batch, which takes "
