@@ -564,7 +564,7 @@ def test_survivors_have_the_weight_averages_and_the_spike_statistics(tmp_path, f
     ("options", "message"),
     [
         ({"join": "127.0.0.1:1"}, "join.*max_restarts replaces processes that die"),
-        ({"min_processes": 2}, "min_processes.*goes on with any number of processes"),
+        ({"min_processes": 2}, "min_processes.*continues with any number of processes"),
         ({"init_method": "tcp://127.0.0.1:7"}, "leave init_method out"),
     ],
 )
