@@ -11,7 +11,7 @@ class UnsupportedError(LegatoError, NotImplementedError):
 
 
 class UnsupportedAttributeError(UnsupportedError, AttributeError):
-    """An attribute of such a feature; `hasattr` returns False."""
+    """An attribute of a feature that Legato does not have; `hasattr` returns False."""
 
 
 class Placeholder(type):

@@ -236,7 +236,7 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.in_epoch = False, True
 
     def hide_modes(self) -> None:
-        """Leave Legato's loop no modules to put into training mode: in Lightning, each module keeps its mode."""
+        """Hide evaluation mode from Legato's loop: in Lightning, each module keeps its mode."""
         # by name, because on_fit_start may have replaced a submodule
         self.modes_before = {name: submodule.training for name, submodule in self.lightning_module.named_modules()}
         if self.current_run.training_data.rounds:  # otherwise on_train_start does not run to restore the modes

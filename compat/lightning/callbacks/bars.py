@@ -115,8 +115,10 @@ def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
     """Raise ConfigError for several progress bars, or for a progress bar despite enable_progress_bar=False."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
-        way_out = "keep one of them" if wanted else "enable_progress_bar=False, so remove it"
-        raise ConfigError(f"callbacks has the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
+        way_out = "keep one of them" if wanted else "remove it, or enable_progress_bar=False"
+        raise ConfigError(
+            f"Trainer(callbacks=...) contains the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}."
+        )
 
 
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
