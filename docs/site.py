@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: pages made from the code, and links to files of the repository."""
+"""Hooks of mkdocs: pages made from the code, links to files of the repository, and the source of each page."""
 
 import atexit
 import html
@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
-from legato.base.arguments import argument_texts, argument_types, documented_arguments
+from legato.base.arguments import TrainerArguments, argument_texts, argument_types, documented_arguments
+from legato.base.version import __version__
 from legato.callbacks import callback
 from legato.cli.config.check import LAUNCHERS, class_path
 from legato.cli.config.classes import load
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("base", "callbacks", "cli", "compat", "configs", "lab", "loggers", "tasks", "trainer")
 PACKAGE = ("__init__.py", "py.typed", *ROOMS)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+CHANGELOG = "CHANGELOG.md"
 SHOWN_AS_TEXT = {".py": "python", ".yaml": "yaml", ".cfg": "ini", "": "text"}
 
 
@@ -36,6 +39,7 @@ def on_config(config: Any) -> Any:
     for name in PACKAGE:
         (folder / "legato" / name).symlink_to(ROOT / name)
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(folder)]
+    config.site_name = f"Legato {__version__}"
     return config
 
 
@@ -43,33 +47,43 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from the code, and the files of the repository that pages link to."""
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
+    files.append(File.generated(config, "changelog.md", content=changelog_page()))
     linked = set()
     for file in files.documentation_pages():
+        if file.abs_src_path is None:
+            continue
+        raw = Path(file.abs_src_path).read_text(encoding="utf-8")
+        files.append(File.generated(config, f"source/docs/{file.src_uri}.txt", content=raw))
         if file.src_uri.startswith("reference/"):
             continue
-        for found in LINK.finditer(Path(file.abs_src_path).read_text(encoding="utf-8")):
-            path = source_of(file.src_uri, found[2])
+        for link in LINK.finditer(raw):
+            path = source_of(file.src_uri, link[2])
             if path is not None:
                 linked.add(path)
-    for path in sorted(linked):
+    for path in sorted(linked - {CHANGELOG}):
         files.append(File.generated(config, f"source/{path}.md", content=source_page(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to files of the repository to their pages, and fill in what the code has: the drawing of hooks."""
+    """Point links to files of the repository to their pages, fill in what the code has, and link the page's source."""
+    folder = posixpath.dirname(page.file.src_uri) or "."
 
-    def to_source(found: re.Match[str]) -> str:
-        path = source_of(page.file.src_uri, found[2])
+    def to_source(link: re.Match[str]) -> str:
+        path = source_of(page.file.src_uri, link[2])
         if path is None:
-            return found[0]
-        target = posixpath.relpath(f"source/{path}.md", posixpath.dirname(page.file.src_uri) or ".")
-        return f"{found[1]}{target}{found[4]}"
+            return link[0]
+        target = "changelog.md" if path == CHANGELOG else f"source/{path}.md"
+        return f"{link[1]}{posixpath.relpath(target, folder)}{link[4]}"
 
     markdown = LINK.sub(to_source, markdown)
     assert callback.__doc__ is not None
-    drawing = callback.__doc__.split("\n", 2)[2]
-    return markdown.replace("{{ drawing of hooks }}", drawing)
+    markdown = markdown.replace("{{ drawing of hooks }}", callback.__doc__.split("\n", 2)[2])
+    markdown = markdown.replace("{{ arguments of the Trainer }}", arguments_of_the_trainer())
+    if page.file.abs_src_path is None:
+        return markdown
+    source = f"source/docs/{page.file.src_uri}.txt"
+    return f"{markdown}\n\n[Source of this page]({posixpath.relpath(source, folder)}){{ .source }}\n"
 
 
 def source_of(page: str, link: str) -> str | None:
@@ -103,6 +117,26 @@ def config_page() -> str:
         lines += ["", f"## launcher: {name}", "", "| key | |", "| --- | --- |"]
         lines += [f"| `{key}` | {escaped(text)} |" for key, text in described.items()]
     return "\n".join(lines) + "\n"
+
+
+def arguments_of_the_trainer() -> str:
+    """Return tables of the Trainer's arguments, by the groups of docs/arguments.yaml."""
+    types, texts = argument_types(), argument_texts()
+    lines: list[str] = []
+    for group, examples in yaml.safe_load((ROOT / "docs" / "arguments.yaml").read_text()).items():
+        lines += [f"### {group}", "", "| argument | type, default | meaning | example |", "| --- | --- | --- | --- |"]
+        for name, example in examples.items():
+            default = TrainerArguments.__dataclass_fields__[name].default
+            kind = f"<code>{shown_type(types[name])}</code>, `{default!r}`"
+            lines.append(f"| `{name}` | {kind} | {escaped(texts[name])} | `{name}={example}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def changelog_page() -> str:
+    """Return the changelog as a page."""
+    text = (ROOT / CHANGELOG).read_text(encoding="utf-8")
+    return text.replace("[changes/](changes/README.md)", "`changes/`")
 
 
 def shown_type(kind: Any) -> str:
