@@ -1,7 +1,7 @@
-"""Runs all benchmarks, one after the other, each in its own process.
+"""Runs all benchmarks, one after another, each in its own process.
 
 Run: python -m benchmarks [--full] [NAME ...]
-The quick form takes less than five minutes; --full is how the figures of docs/benchmarks.md were measured.
+The quick form takes less than five minutes; the figures of docs/benchmarks.md were measured with --full.
 """
 
 import argparse
@@ -26,7 +26,7 @@ QUICK = {
 }
 """Arguments of the quick form."""
 LONG = {"gpu", "one_run_picture", "peer_behavior", "peer_resumes", "same_results", "soak"}
-"""Benchmarks without a quick form, with a command of their own (make gpu), or on packages of peers."""
+"""Benchmarks without a quick form, with a separate command (make gpu), or with packages of peers."""
 
 
 def main() -> int:

@@ -2,14 +2,14 @@
 
 Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"] [--strategy fsdp]
 
-Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so that other load affects all
-alike: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and Legato with
+Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so other load affects all
+equally: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and Legato with
 `bitwise` (its own reduction). `wall` is the minimum over steps; `CPU` is the median of the CPU time of all threads of a
 process, which other load affects less.
 
 gpt: 25 million parameters, 512 tokens per replica; mostly arithmetic. mlp: as many parameters, 4 samples per replica;
-nearly all communication. gpt x 4: four replicas on the two processes. Under another strategy than ddp `order` and
-`bitwise` use that one, and gradients are clipped by their norm.
+nearly all communication. gpt x 4: four replicas on the two processes. With another strategy than ddp, `order` and
+`bitwise` use it and clip gradients by norm.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def train(contestant: str, kind: str, replicas: int, steps: int, strategy: str) 
     """Train for `steps` steps in this process, as one of PROCESSES."""
     torch.manual_seed(0)
     task: Any = {"gpt": GPT, "mlp": MLP}[kind]()
-    task.fused = strategy != "fsdp"  # whose parts a fused optimizer rounds otherwise
+    task.fused = strategy != "fsdp"  # under fsdp a fused optimizer rounds the end of a shard differently
     data, clock = task.data(steps * replicas * task.batch_size), Clock()
     if contestant == "hand":
         train_by_hand(task, data, replicas // PROCESSES, clock)
@@ -179,13 +179,13 @@ def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) ->
     place = find_place()
     assert place is not None
     join_process_group(place, "gloo", timedelta(minutes=5))
-    found: dict[str, dict[str, Times]] = {name: {one: [] for one in CONTESTANTS} for name in workloads}
+    times: dict[str, dict[str, Times]] = {name: {contestant: [] for contestant in CONTESTANTS} for name in workloads}
     for _ in range(rounds):
         for name in workloads:
             for contestant in CONTESTANTS:
-                found[name][contestant] += train(contestant, *WORKLOADS[name], steps, strategy)
+                times[name][contestant] += train(contestant, *WORKLOADS[name], steps, strategy)
     leave_process_group()
-    return found
+    return times
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
     place = find_place()
     assert place is not None
     join_process_group(place, "gloo", timedelta(minutes=1))
-    found = {}
+    sent_bytes = {}
     for replicas, width in LAYOUTS:
         if width == processes:
             parameter = nn.Parameter(torch.zeros(numbers))
@@ -208,9 +208,9 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
                 tree.finish()
             total = torch.tensor(float(sum(sent)))
             dist.all_reduce(total)
-            found[replicas, processes] = total.item() / processes
+            sent_bytes[replicas, processes] = total.item() / processes
     leave_process_group()
-    return found
+    return sent_bytes
 
 
 class counted:
@@ -236,17 +236,17 @@ class counted:
         dist.all_to_all_single, tree.all_gather_single = self.before  # type: ignore[assignment]
 
 
-def lines_of(found: dict[str, dict[str, Times]]) -> Iterator[str]:
+def lines_of(workloads: dict[str, dict[str, Times]]) -> Iterator[str]:
     """Return the table of step times."""
     titles = (("wall ms", 9), ("CPU ms", 9), ("wall/order", 12), ("CPU/order", 11), ("wall/hand", 11), ("CPU/hand", 10))
     yield " " * 20 + "".join(title.rjust(width) for title, width in titles)
-    for name, contestants in found.items():
-        least = {one: min(wall for wall, _ in times) for one, times in contestants.items()}
-        middle = {one: statistics.median(cpu for _, cpu in times) for one, times in contestants.items()}
-        for one in CONTESTANTS:
-            ratios = [figures[one] / figures[other] for other in ("order", "hand") for figures in (least, middle)]
-            times = f"{least[one] * 1e3:9.1f}{middle[one] * 1e3:9.1f}"
-            yield f"{name:10}{one:10}{times}{ratios[0]:12.3f}{ratios[1]:11.3f}{ratios[2]:11.3f}{ratios[3]:10.3f}"
+    for name, contestants in workloads.items():
+        least = {label: min(wall for wall, _ in times) for label, times in contestants.items()}
+        middle = {label: statistics.median(cpu for _, cpu in times) for label, times in contestants.items()}
+        for label in CONTESTANTS:
+            ratios = [figures[label] / figures[base] for base in ("order", "hand") for figures in (least, middle)]
+            times = f"{least[label] * 1e3:9.1f}{middle[label] * 1e3:9.1f}"
+            yield f"{name:10}{label:10}{times}{ratios[0]:12.3f}{ratios[1]:11.3f}{ratios[2]:11.3f}{ratios[3]:10.3f}"
 
 
 def main() -> None:
@@ -262,7 +262,7 @@ def main() -> None:
     if options.strategy != "ddp":
         return
     numbers = 1_000_000
-    print("\nMB that a process sends for a step, for each million float32 numbers; a ring sends 2 V (W - 1) / W")
+    print("\nMB sent per process and step for each million float32 elements; a ring sends 2 V (W - 1) / W")
     print(f"{'replicas':>9}{'processes':>11}{'tree':>8}{'ring':>8}")
     for processes in sorted({processes for _, processes in LAYOUTS}):
         counts = run_workers(partial(count_bytes, numbers, processes), processes, threads=1)

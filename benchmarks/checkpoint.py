@@ -47,6 +47,11 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def bytes_of(state: Any) -> int:
+    """Return the bytes of all tensors of a state."""
+    return sum(tensor.nbytes for tensors in flatten(state).tensors.values() for tensor in tensors.values())
+
+
 def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each operation in each round, and of the first stall, which allocates memory."""
     writer = background.Writer()
@@ -67,13 +72,13 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         timed("torch.load", lambda: torch.load(pickled, weights_only=True))
         pickled.unlink()
         os.sync()
-        timed("save at once", lambda: commit.write(at_once, state))
+        timed("synchronous save", lambda: commit.write(at_once, state))
         timed("verify", lambda: find.verify(at_once))
         timed("verify and load", lambda: reading.read_checkpoint(at_once))
         storage.remove(at_once)
         os.sync()
-        timed("save in the background: stall", lambda: writer.save(behind, state))
-        timed("save in the background: the rest, beside training", writer.wait)
+        timed("background save: stall", lambda: writer.save(behind, state))
+        timed("background save: rest, during training", writer.wait)
     writer.wait()
     return times, first_stall
 
@@ -81,13 +86,13 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: a temporary one)")
     options = parser.parse_args()
     state = state_of(200 if options.quick else 500)
-    size = flatten(state).nbytes
+    size = bytes_of(state)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
     try:
-        # warm up: a virtual machine may have to be given the memory for page cache and snapshot first
+        # warm up: a virtual machine may first have to allocate memory for page cache and snapshot
         (folder / "warm").mkdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writer = background.Writer()
@@ -99,14 +104,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     best = {name: min(values) for name, values in times.items()}
-    at_once = best["save at once"]
+    at_once = best["synchronous save"]
     print(f"A state of {size / 1e6:,.0f} MB in {len(state['state_dict']) * 4:,} tensors; best and median of 5 rounds\n")
-    print(f"{'':52}{'best s':>9}{'median':>9}{'of a save at once':>20}")
+    print(f"{'':52}{'best s':>9}{'median':>9}{'of a synchronous save':>22}")
     for name, values in times.items():
         ratio = f"{100 * best[name] / at_once:.0f} %"
-        print(f"{name:52}{best[name]:9.3f}{statistics.median(values):9.3f}{ratio:>20}")
-    print(f"{'the first stall (its memory is fresh)':52}{first_stall:9.3f}{'':9}{100 * first_stall / at_once:>18.0f} %")
-    print(f"\nHost memory that a save in the background takes: {more / size:.2f} times the state.")
+        print(f"{name:52}{best[name]:9.3f}{statistics.median(values):9.3f}{ratio:>22}")
+    print(f"{'first stall (allocates memory)':52}{first_stall:9.3f}{'':9}{100 * first_stall / at_once:>20.0f} %")
+    print(f"\nHost memory of a background save: {more / size:.2f} times the state.")
 
 
 if __name__ == "__main__":

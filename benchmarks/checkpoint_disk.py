@@ -1,4 +1,4 @@
-"""A checkpoint of 2 GB: its rate against as many bytes written with an fsync, and what it costs the steps beside it.
+"""Rate of a save of 2 GB relative to as many bytes written with an fsync, and its cost to concurrent steps.
 
 Run: python -m benchmarks.checkpoint_disk [--megabytes 2000] [--rounds 3] [--folder FOLDER]
 
@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.checkpoint import state_of
+from benchmarks.checkpoint import bytes_of, state_of
 from legato.trainer.checkpoints import background, commit, storage
-from legato.trainer.checkpoints.codec import flatten
 
 
 def taken(work: Callable[[], object]) -> tuple[float, float]:
@@ -46,14 +45,14 @@ def write_and_sync(path: Path, size: int) -> None:
 
 
 def rate(folder: Path, size: int, rounds: int, save: Callable[[Path], object]) -> None:
-    """Print the rate of a save against that of the disk."""
+    """Print the rate of a save relative to that of the disk."""
     saves, plain = [], []
     for _ in range(rounds):
         saves.append(taken(lambda: save(folder / "step-00000001")))
         storage.remove(folder / "step-00000001")
         plain.append(taken(lambda: write_and_sync(folder / "plain", size)))
         (folder / "plain").unlink()
-    ratio = statistics.median(one[0] / other[0] for one, other in zip(saves, plain, strict=True))
+    ratio = statistics.median(saved[0] / written[0] for saved, written in zip(saves, plain, strict=True))
     print(f"{size / 1e6:,.0f} MB{'':24}{'seconds':>9}{'MB/s':>8}{'CPU s':>8}{'of dd':>8}")
     for name, rows, of in (("save, hashed and synced", saves, ratio), ("dd conv=fsync", plain, 1.0)):
         wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -119,7 +118,7 @@ def beside(folder: Path, rounds: int, state: dict[str, object]) -> None:
 
 
 def mean_step(noted: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the mean seconds of the steps that began in this time."""
+    """Return the mean seconds of the steps that began in this interval."""
     return statistics.fmean(seconds for began, seconds in noted if begin <= began < end)
 
 
@@ -127,12 +126,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: a temporary one)")
     options = parser.parse_args()
     state = state_of(options.megabytes)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
     try:
-        rate(folder, flatten(state).nbytes, options.rounds, lambda path: commit.write(path, state))
+        rate(folder, bytes_of(state), options.rounds, lambda path: commit.write(path, state))
         beside(folder, options.rounds, state)
     finally:
         shutil.rmtree(folder)

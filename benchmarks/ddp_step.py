@@ -33,11 +33,11 @@ from torch.utils.data.distributed import DistributedSampler
 import legato as lg
 
 FIRST = 3
-"""Blocks of each contestant that are left out."""
+"""First blocks of each contestant, which are not measured."""
 
 
 class Samples(Dataset[Any]):
-    """Map-style samples, read a batch at a time, and so cheaply that what is measured is the step."""
+    """Map-style samples, read by batch at a negligible cost relative to the step."""
 
     def __init__(self, steps: int) -> None:
         self.size = 32 * 2 * steps
@@ -60,7 +60,7 @@ def make_model(width: int) -> nn.Module:
 
 
 class ByHand:
-    """The loop as one writes it with DDP."""
+    """A hand-written loop with DDP."""
 
     def __init__(self, width: int, steps: int) -> None:
         self.model = DistributedDataParallel(make_model(width))
@@ -78,7 +78,7 @@ class ByHand:
 
 
 class InTurn(lg.Task):
-    """Trains the MLP, and lets the loops by hand have their turns."""
+    """Trains the MLP in turn with the hand-written loops."""
 
     def __init__(self, width: int, steps: int, folder: Path) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class InTurn(lg.Task):
         return torch.optim.AdamW(self.parameters())
 
     def on_train_start(self) -> None:
-        self.others = [ByHand(self.width, self.trainer.max_steps) for _ in ("hand", "hand again")]
+        self.loops = [ByHand(self.width, self.trainer.max_steps) for _ in ("hand", "hand again")]
         self.began = time.perf_counter(), time.process_time()
 
     def note(self, name: str) -> None:
@@ -106,18 +106,18 @@ class InTurn(lg.Task):
         self.note("legato")
         dist.barrier()
         self.began = time.perf_counter(), time.process_time()
-        self.others[len(self.taken["hand"]) % 2].train(self.steps)
+        self.loops[len(self.taken["hand"]) % 2].train(self.steps)
         self.note("hand")
         dist.barrier()
         self.began = time.perf_counter(), time.process_time()
 
     def on_train_end(self) -> None:
         (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.taken))
-        self.others = []  # DDP's reducers, before the group is destroyed
+        self.loops = []  # frees DDP's reducers before the group is destroyed
 
 
 def ratios(taken: dict[str, list[list[float]]], clock: int, over: str) -> list[float]:
-    """Return each block of `over` divided by the mean of the blocks by hand before and after it."""
+    """Return each block of `over` divided by the mean of the adjacent hand-written blocks."""
     hand = [block[clock] for block in taken["hand"]]
     if over == "legato":
         blocks = [block[clock] for block in taken["legato"][1:]]
@@ -129,7 +129,7 @@ def ratios(taken: dict[str, list[list[float]]], clock: int, over: str) -> list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=64, help="64: 9,000 parameters, nearly all of a step is overhead")
+    parser.add_argument("--width", type=int, default=64, help="64: 9,000 parameters, a step is nearly all overhead")
     parser.add_argument("--blocks", type=int, default=120)
     parser.add_argument("--steps", type=int, default=20, help="steps of a block")
     options = parser.parse_args()
@@ -147,14 +147,14 @@ def main() -> None:
     blocks = len(ranks[0]["legato"])
     hand = [statistics.median(block[clock] for block in ranks[0]["hand"]) / options.steps * 1e6 for clock in (0, 1)]
     print(f"{blocks} blocks of {options.steps} steps; by hand {hand[0]:.0f} us a step, {hand[1]:.0f} us of CPU time\n")
-    print(f"{'of the loop by hand, in turn':<32}{'wall':>8}{'+-':>7}{'CPU':>8}{'+-':>7}")
+    print(f"{'relative to hand-written':<32}{'wall':>8}{'+-':>7}{'CPU':>8}{'+-':>7}")
     for over in ("legato", "hand again"):
         row = ""
         for clock in (0, 1):
-            found = sorted(ratio for taken in ranks for ratio in ratios(taken, clock, over))
-            # half the width of the middle half, as of the mean of as many
-            spread = (found[len(found) * 3 // 4] - found[len(found) // 4]) / 2 / len(found) ** 0.5
-            row += f"{statistics.median(found):>8.3f}{spread:>7.3f}"
+            values = sorted(ratio for taken in ranks for ratio in ratios(taken, clock, over))
+            # half the interquartile range, scaled as a standard error of the mean
+            spread = (values[len(values) * 3 // 4] - values[len(values) // 4]) / 2 / len(values) ** 0.5
+            row += f"{statistics.median(values):>8.3f}{spread:>7.3f}"
         print(f"{over:<32}{row}")
 
 

@@ -58,9 +58,9 @@ class Net(lg.Task):
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         self.folder = folder
 
-    def tell(self, what: str) -> None:
+    def record(self, event: str) -> None:
         if self.folder is not None:
-            line = f"{time.monotonic()} {what} {self.global_step} {self.trainer.world_size}\n"
+            line = f"{time.monotonic()} {event} {self.global_step} {self.trainer.world_size}\n"
             with (self.folder / str(os.getpid())).open("a") as file:
                 file.write(line)
 
@@ -69,19 +69,19 @@ class Net(lg.Task):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.metrics.step != self.global_step:  # the last batch of its step
-            self.tell("step")
+            self.record("step")
             if self.folder is not None and (self.folder / "hurry").exists():
                 self.trainer.should_stop = True
 
     def on_processes_changed(self) -> None:
-        self.tell("group")
+        self.record("group")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 class Killer(threading.Thread):
-    """Kills one process after the other."""
+    """Kills one process after another."""
 
     def __init__(self, folder: Path, processes: int, kills: int) -> None:
         super().__init__(daemon=True)
@@ -126,24 +126,24 @@ def train(processes: int, width: int, folder: Path | None, kills: int, steps: in
         **(many if folder is not None else {}),  # type: ignore[arg-type]
     )
     trainer.fit(task, DataLoader(Vectors(10**9, width), 8, shuffle=True))
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for value in task.state_dict().values():
-        whole.update(value.numpy().tobytes())
-    return trainer.global_step, whole.hexdigest()
+        digest.update(value.numpy().tobytes())
+    return trainer.global_step, digest.hexdigest()
 
 
 def read_events(folder: Path) -> dict[int, list[Event]]:
-    """Return the events that each process wrote."""
-    found = {}
+    """Return the events of each process."""
+    events = {}
     for path in folder.glob("[0-9]*"):
         lines = [line.split() for line in path.read_text().splitlines()]
-        found[int(path.name)] = [(float(when), what, int(step), int(world)) for when, what, step, world in lines]
-    return found
+        events[int(path.name)] = [(float(when), kind, int(step), int(world)) for when, kind, step, world in lines]
+    return events
 
 
 def measure(events: dict[int, list[Event]], deaths: list[tuple[float, int]]) -> tuple[list[float], list[float], int]:
     """Return seconds from each death to the next step, the pause for each replacement, and the number of lost steps."""
-    every = sorted(event for own in events.values() for event in own)
+    every = sorted(event for process in events.values() for event in process)
     healed, joined, lost = [], [], 0
     for when, _ in deaths:
         group = next(event for event in every if event[0] > when and event[1] == "group")
@@ -165,12 +165,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
-    if max(options.processes) > REPLICAS:  # one without a replica has no batch, and never says that it is there
-        parser.error(f"--processes: at most {REPLICAS}, a process for each replica")
+    if max(options.processes) > REPLICAS:  # a process without a replica has no batch and never records an event
+        parser.error(f"--processes: at most {REPLICAS}, one process per replica")
     torch.set_num_threads(1)
     logging.getLogger("legato").setLevel(logging.ERROR)  # each death is a warning
     warm_up()
-    print("seconds from death to the next finished step; seconds that a replacement stops the others")
+    print("seconds from a death to the next finished step; seconds that a replacement interrupts the others")
     print(f"{'processes':>9}{'kills':>7}{'median':>9}{'max':>8}{'joined: median':>16}{'max':>8}{'lost':>6}  same bits")
     for processes in options.processes:
         with tempfile.TemporaryDirectory() as name:

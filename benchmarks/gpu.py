@@ -1,8 +1,8 @@
-"""Legato on a GPU: tokens/s of GPT-2, the cost of a step, the stall of a background save, batches on their way.
+"""Legato on a GPU: tokens/s of GPT-2, the cost of a step, the stall of a background save, transfers of batches.
 
 Run: make gpu, or python -m benchmarks.gpu [--device cuda] [--small] [--out FILE]
-Everything is measured against the same loop written by hand and, where it is installed, against Lightning, in one
-process, in turn. Writes FILE.json and FILE.md. Takes about six minutes on one H100; `--small` seconds, on any device.
+Everything is measured relative to the same hand-written loop and, if installed, to Lightning, in turn in one
+process. Writes FILE.json and FILE.md. Takes about six minutes on one H100; `--small` seconds, on any device.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WARMUP = 5
 
 @dataclass(frozen=True)
 class Size:
-    """Size of everything that is measured."""
+    """Sizes of all measured models and data."""
 
     layers: int = 12
     heads: int = 12
@@ -56,7 +56,7 @@ SMALL = Size(1, 2, 32, 64, 16, 2, steps=8, tiny_steps=40, megabytes=24, image_ba
 
 
 class Clock:
-    """Seconds per step between the end of the warm-up and the last step, with the device waited for at both."""
+    """Seconds per step from the end of the warm-up to the last step, with the device synchronized at both."""
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self.device, self.last, self.done, self.began, self.seconds = device, WARMUP + steps, 0, 0.0, 0.0
@@ -74,7 +74,7 @@ class Clock:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
+    """Synchronize the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -123,7 +123,7 @@ class Shrunk(nn.Module):
 
 
 class Repeated(IterableDataset[Tensor]):
-    """The same batch again and again, from host memory."""
+    """One batch, repeated from host memory."""
 
     def __init__(self, batch: Tensor, steps: int) -> None:
         self.batch, self.steps = batch, steps
@@ -137,7 +137,7 @@ class Repeated(IterableDataset[Tensor]):
 
 @dataclass
 class Job:
-    """One training to be timed."""
+    """A training to time."""
 
     model: Callable[[Size], nn.Module]
     batch: Tensor
@@ -153,17 +153,17 @@ class Job:
         return DataLoader(Repeated(self.batch, steps), batch_size=None, pin_memory=pinned)
 
     def module(self) -> nn.Module:
-        """Return the model with the same first weights for all contestants."""
+        """Return the model, with the same initial weights for all contestants."""
         torch.manual_seed(0)
         return self.model(self.size)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW; fused, so that it is no difference between contestants."""
+        """Return AdamW, fused for all contestants."""
         return torch.optim.AdamW(module.parameters(), 3e-4, fused=self.device.type == "cuda" or None)
 
 
 def by_hand(job: Job) -> float:
-    """Return the seconds of a step of the loop written by hand."""
+    """Return the seconds of a step of the hand-written loop."""
     clock, module = Clock(job.device, job.steps), job.module().to(job.device)
     optimizer = job.optimizer(module)
     if job.compiled:
@@ -205,38 +205,38 @@ def framework(job: Job, library: Any, **options: Any) -> float:
 
 
 def contestants(job: Job) -> dict[str, Callable[[], float]]:
-    """Return who is timed, by name."""
+    """Return a function that times each contestant, by name."""
     compiled = {"compile": {"blocks": ["Block"]}} if job.compiled else {}
-    found: dict[str, Callable[[], float]] = {
+    timed: dict[str, Callable[[], float]] = {
         "by hand": lambda: by_hand(job),
         "legato": lambda: framework(job, lg, **compiled),
     }
     if job.model is Shrunk:
-        found["legato, no prefetch"] = lambda: framework(job, lg, prefetch_to_device=False)
+        timed["legato, no prefetch"] = lambda: framework(job, lg, prefetch_to_device=False)
     if job.model is GPT and not job.compiled:
-        found["legato, bitwise"] = lambda: framework(job, lg, reproducible="bitwise")
+        timed["legato, bitwise"] = lambda: framework(job, lg, reproducible="bitwise")
     if importlib.util.find_spec("lightning") and not job.compiled:
         import lightning
 
-        found["lightning"] = lambda: framework(job, lightning)
-    return found
+        timed["lightning"] = lambda: framework(job, lightning)
+    return timed
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
 def time_steps(job: Job, rounds: int = 2) -> dict[str, float]:
-    """Return the least seconds of a step by contestant, who run in turn."""
-    found: dict[str, float] = {}
+    """Run the contestants in turn and return the minimum seconds of a step for each."""
+    seconds: dict[str, float] = {}
     for _ in range(rounds):
         for name, run in contestants(job).items():
-            found[name] = min(found.get(name, float("inf")), run())
-    return found
+            seconds[name] = min(seconds.get(name, float("inf")), run())
+    return seconds
 
 
 def measure_gpt(size: Size, device: torch.device, compiled: bool = False) -> list[dict[str, Any]]:
     """Return a row for each contestant: tokens/s and the share of the device's peak (MFU, PaLM appendix B)."""
     tokens = torch.randint(size.vocabulary, (size.batch, size.block + 1))
     steps = time_steps(Job(GPT, tokens, size.steps, size, device, half=True, compiled=compiled))
-    parameters = sum(one.numel() for one in GPT(size).parameters()) - size.block * size.width
+    parameters = sum(weight.numel() for weight in GPT(size).parameters()) - size.block * size.width
     flops = (6 * parameters + 12 * size.layers * size.width * size.block) * size.batch * size.block
     peak = peak_of(device)
     return [
@@ -252,12 +252,12 @@ def measure_gpt(size: Size, device: torch.device, compiled: bool = False) -> lis
     ]
 
 
-def measure_steps(what: str, job: Job) -> list[dict[str, Any]]:
+def measure_steps(title: str, job: Job) -> list[dict[str, Any]]:
     """Return a row for each contestant: microseconds of a step."""
-    found = time_steps(job)
+    steps = time_steps(job)
     return [
-        {"what": what, "who": name, "value": one * 1e6, "unit": "us a step", "ratio": one / found["by hand"]}
-        for name, one in found.items()
+        {"what": title, "who": name, "value": seconds * 1e6, "unit": "us a step", "ratio": seconds / steps["by hand"]}
+        for name, seconds in steps.items()
     ]
 
 
@@ -273,14 +273,14 @@ def measure_save(size: Size, device: torch.device) -> list[dict[str, Any]]:
             stall = time.perf_counter() - began
             writer.wait()
             rows = [("stall of the step", stall), ("until it is on the disk", time.perf_counter() - began)]
-    what = f"background save of {size.megabytes} MB"
-    return [{"what": what, "who": who, "value": value, "unit": "s", "ratio": None} for who, value in rows]
+    title = f"background save of {size.megabytes} MB"
+    return [{"what": title, "who": who, "value": value, "unit": "s", "ratio": None} for who, value in rows]
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the device's dense bfloat16 FLOP/s; None where they are not known."""
+    """Return the device's dense bfloat16 FLOP/s, or None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for known, flops in PEAK.items() if known in name), None)
+    return next((flops for model, flops in PEAK.items() if model in name), None)
 
 
 def describe(rows: list[dict[str, Any]], machine: str) -> str:
@@ -299,10 +299,10 @@ def describe(rows: list[dict[str, Any]], machine: str) -> str:
 
 
 def main() -> None:
-    """Measure, and write the files after each measurement, so that a run that is cut short has some."""
+    """Measure, and write the files after each measurement, so an interrupted run leaves some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="takes seconds; its figures say little")
+    parser.add_argument("--small", action="store_true", help="takes seconds; its figures mean little")
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="FILE of FILE.json and FILE.md")
     options = parser.parse_args()
     device, size = torch.device(options.device), SMALL if options.small else Size()

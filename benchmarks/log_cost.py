@@ -37,7 +37,7 @@ class Logs(lg.Task):
         self.names = [f"value/{index}" for index in range(values)]
         self.store: dict[str, list[Any]] = defaultdict(list)
         self.began = 0.0
-        self.found: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss; log it under many names."""
@@ -45,14 +45,14 @@ class Logs(lg.Task):
         value: Any = 1.5 if self.kind == "number" else loss.detach() if self.kind == "tensor" else loss
         values = dict.fromkeys(self.names, value)
         if self.way == "by hand":
-            for name, one in values.items():
-                self.store[name].append(one.detach() if isinstance(one, torch.Tensor) else one)
+            for name, number in values.items():
+                self.store[name].append(number.detach() if isinstance(number, torch.Tensor) else number)
         elif self.way == "log":
-            for name, one in values.items():
-                self.log(name, one)
+            for name, number in values.items():
+                self.log(name, number)
         elif self.way != "none":
-            epoch, both = self.way.endswith("epoch"), self.way.endswith("both")
-            self.log_dict(values, on_step=not epoch, on_epoch=epoch or both)
+            per_epoch = self.way.endswith("epoch")
+            self.log_dict(values, on_step=not per_epoch, on_epoch=per_epoch or self.way.endswith("both"))
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -60,7 +60,7 @@ class Logs(lg.Task):
         if self.global_step % BLOCK == 0:
             now = time.process_time()
             if self.global_step:
-                self.found[self.way, self.kind].append((now - self.began) / BLOCK * 1e6)
+                self.times[self.way, self.kind].append((now - self.began) / BLOCK * 1e6)
                 self.way, self.kind = next(self.turns)
             self.names = [f"{self.way}/{self.kind}/{index}" for index in range(self.values)]
             self.store.clear()
@@ -82,7 +82,7 @@ def measure(values: int, blocks: int) -> dict[tuple[str, str], float]:
             max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=Path(folder), **quiet
         )
         trainer.fit(task, DataLoader(TensorDataset(torch.randn(steps * 4, 8)), 4))
-    return {turn: sorted(figures)[len(figures) // 10] for turn, figures in task.found.items()}
+    return {turn: sorted(figures)[len(figures) // 10] for turn, figures in task.times.items()}
 
 
 def main() -> None:
@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=600)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(options.values, options.blocks)
-    costs = {turn: (figure - found["none", turn[1]]) / options.values for turn, figure in found.items()}
+    times = measure(options.values, options.blocks)
+    costs = {turn: (figure - times["none", turn[1]]) / options.values for turn, figure in times.items()}
     print(f"{'us a value (ratio)':<20}" + "".join(f"{kind:>16}" for kind in KINDS))
     for way in WAYS[1:]:
         cells = (f"{costs[way, kind]:.2f} ({costs[way, kind] / costs['by hand', kind]:.1f})" for kind in KINDS)

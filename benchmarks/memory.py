@@ -34,9 +34,9 @@ LAYOUTS = {
 
 
 def local_bytes(tensors):
-    """Return how many bytes this rank holds of some tensors."""
-    parts = map(local_part, tensors)  # what a pipeline has elsewhere is one number, however large it looks
-    return sum(min(part.nbytes, part.untyped_storage().nbytes()) for part in parts)
+    """Return the bytes of the tensors that this rank holds."""
+    shards = map(local_part, tensors)  # a tensor of another pipeline stage is stored as one element
+    return sum(min(shard.nbytes, shard.untyped_storage().nbytes()) for shard in shards)
 
 
 class Counts(lg.Callback):

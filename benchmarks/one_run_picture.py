@@ -1,4 +1,4 @@
-"""Draws docs/one-run.svg: the loss of one run on 1, 2 and 4 processes, and of one that was killed and resized thrice.
+"""Draws docs/one-run.svg: the loss of a run on 1, 2 and 4 processes, and of one killed and resized three times.
 
 Run: python -m benchmarks.one_run_picture [--out docs/one-run.svg]
 
@@ -68,8 +68,8 @@ def run(root: Path, processes: int, reproducible: str, kill_at: int | None = Non
     )
     trainer.fit(task, DigitsData(batch_size=16), resume="auto")
     points = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
-    whole = hashlib.sha256(b"".join(value.numpy().tobytes() for value in task.state_dict().values()))
-    return Outcome([point["train/loss"] for point in points if "train/loss" in point], whole.hexdigest())
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in task.state_dict().values()))
+    return Outcome([point["train/loss"] for point in points if "train/loss" in point], digest.hexdigest())
 
 
 def run_broken(root: Path) -> Outcome:
@@ -182,17 +182,17 @@ def main() -> None:
         runs["killed and resized"] = run_broken(root / "broken")
         ordered = [run(root / f"o{count}", count, "order") for count in (1, 2, 4)]
     expected = runs["1 processes"]
-    for name, found in runs.items():
-        same = "the same bits" if found == expected else "OTHER BITS"
-        print(f"{name:20} {len(found.losses)} points, weights {found.weights[:16]}: {same}")
-        if found != expected:
+    for name, outcome in runs.items():
+        same = "the same bits" if outcome == expected else "OTHER BITS"
+        print(f"{name:20} {len(outcome.losses)} points, weights {outcome.weights[:16]}: {same}")
+        if outcome != expected:
             raise SystemExit(f"{name}: not the run of one process")
     drifts = [
-        [abs(ours - theirs) for ours, theirs in zip(found.losses, ordered[0].losses, strict=True)]
-        for found in ordered[1:]
+        [abs(ours - theirs) for ours, theirs in zip(outcome.losses, ordered[0].losses, strict=True)]
+        for outcome in ordered[1:]
     ]
     for count, drift in zip((2, 4), drifts, strict=True):
-        print(f"order, {count} processes: the last loss is {drift[-1]:.2g} away, at most {max(drift):.2g}")
+        print(f"order, {count} processes: the last loss differs by {drift[-1]:.2g}, the maximum is {max(drift):.2g}")
     options.out.write_text(picture(expected.losses, drifts), encoding="utf-8")
     print(f"wrote {options.out}")
 

@@ -68,13 +68,13 @@ def hub_stream() -> Any:
     return DataLoader(rows, batch_size=BATCH, collate_fn=lambda rows: torch.tensor([[row["number"]] for row in rows]))
 
 
-def write(folder: Path, part: str, rank: int, epoch: int, batch: torch.Tensor) -> None:
+def write(folder: Path, phase: str, rank: int, epoch: int, batch: torch.Tensor) -> None:
     """Append the samples of a batch to the record of a rank."""
-    with (folder / f"{part}-{rank}").open("a") as file:
+    with (folder / f"{phase}-{rank}").open("a") as file:
         file.writelines(f"{epoch} {int(number)}\n" for number in batch.flatten())
 
 
-def task_of(base: Any, folder: Path, part: str) -> Any:
+def task_of(base: Any, folder: Path, phase: str) -> Any:
     """Return a task that records its samples, of the library whose class of tasks is `base`."""
 
     class Reads(base):  # type: ignore[misc]
@@ -83,7 +83,7 @@ def task_of(base: Any, folder: Path, part: str) -> Any:
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            write(folder, part, self.global_rank, self.current_epoch, batch)
+            write(folder, phase, self.global_rank, self.current_epoch, batch)
             return self.layer(batch).mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -99,12 +99,12 @@ def with_legato(
     """Train for `epochs` epochs and `batches` batches, and finish the epoch in a new trainer."""
     import legato as lg
 
-    def fit(part: str, resume: Path | None, **limit: int) -> None:
+    def fit(phase: str, resume: Path | None, **limit: int) -> None:
         lg.seed_everything(SEED)
         keeps = lg.callbacks.Checkpoint(dirpath=folder / "kept")
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "default_root_dir": folder}
         trainer = lg.Trainer(accelerator="cpu", devices=devices, callbacks=[keeps], **quiet, **limit)
-        trainer.fit(task_of(lg.Task, folder, part), loader(), resume=resume)
+        trainer.fit(task_of(lg.Task, folder, phase), loader(), resume=resume)
 
     fit("before", None, max_steps=epochs * SAMPLES // BATCH // devices + batches)
     fit("after", folder / "kept", max_epochs=epochs + 1)
@@ -115,7 +115,7 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def fit(part: str, resume: Path | None, **limit: int) -> None:
+    def fit(phase: str, resume: Path | None, **limit: int) -> None:
         pl.seed_everything(SEED, verbose=False)
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         # saved within the step, as in a job that is killed later: after `fit` Lightning counts the epoch as done
@@ -123,7 +123,7 @@ def with_lightning(folder: Path, loader: Callable[[], Any], epochs: int = 0, bat
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, strategy="ddp", callbacks=[keeps], default_root_dir=folder, **quiet, **limit
         )
-        trainer.fit(task_of(pl.LightningModule, folder, part), loader(), ckpt_path=resume)
+        trainer.fit(task_of(pl.LightningModule, folder, phase), loader(), ckpt_path=resume)
 
     steps = epochs * SAMPLES // BATCH + batches
     fit("before", None, max_steps=steps)
@@ -135,18 +135,18 @@ def with_accelerate(folder: Path, loader: Callable[[], Any], epochs: int = 0, **
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, set_seed
 
-    for part in ("before", "after"):
+    for phase in ("before", "after"):
         set_seed(SEED)
         config = DataLoaderConfiguration(use_stateful_dataloader=True, **options)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         batches = accelerator.prepare(loader())
-        if part == "after":
+        if phase == "after":
             accelerator.load_state(str(folder / "kept"))
-        for epoch in range(epochs if part == "after" else 0, epochs + 1):
+        for epoch in range(epochs if phase == "after" else 0, epochs + 1):
             batches.set_epoch(epoch)
             for number, batch in enumerate(batches, start=1):
-                write(folder, part, accelerator.process_index, epoch, batch)
-                if part == "before" and (epoch, number) == (epochs, BREAK):
+                write(folder, phase, accelerator.process_index, epoch, batch)
+                if phase == "before" and (epoch, number) == (epochs, BREAK):
                     accelerator.save_state(str(folder / "kept"))
                     break
         accelerator.free_memory()
@@ -158,12 +158,12 @@ def with_transformers(folder: Path) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Reads(torch.nn.Module):
-        def __init__(self, part: str) -> None:
+        def __init__(self, phase: str) -> None:
             super().__init__()
-            self.layer, self.part = torch.nn.Linear(1, 1), part
+            self.layer, self.phase = torch.nn.Linear(1, 1), phase
 
         def forward(self, number: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            write(folder, self.part, 0, 0, number)
+            write(folder, self.phase, 0, 0, number)
             return {"loss": self.layer(number.unsqueeze(1)).mean()}
 
     class Stop(TrainerCallback):  # type: ignore[misc]
@@ -173,11 +173,11 @@ def with_transformers(folder: Path) -> None:
     rows = [{"number": float(number), "labels": 0.0} for number in range(SAMPLES)]
     options: dict[str, Any] = {"per_device_train_batch_size": BATCH, "num_train_epochs": 1, "save_steps": BREAK}
     quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": []}
-    for part in ("before", "after"):
+    for phase in ("before", "after"):
         arguments = TrainingArguments(str(folder), seed=SEED, **options, **quiet)
-        callbacks = [Stop()] if part == "before" else []
-        checkpoint = str(folder / f"checkpoint-{BREAK}") if part == "after" else None
-        trainer = Trainer(Reads(part), arguments, train_dataset=rows, callbacks=callbacks)
+        callbacks = [Stop()] if phase == "before" else []
+        checkpoint = str(folder / f"checkpoint-{BREAK}") if phase == "after" else None
+        trainer = Trainer(Reads(phase), arguments, train_dataset=rows, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=checkpoint)
 
 
@@ -234,10 +234,10 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None], Callable[[Path], None]]
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def samples_of(folder: Path, part: str) -> dict[int, list[int]]:
-    """Return the samples that a part of a run read, by epoch."""
+def samples_of(folder: Path, phase: str) -> dict[int, list[int]]:
+    """Return the samples that a phase of a run read, by epoch."""
     epochs: dict[int, list[int]] = {}
-    for path in sorted(folder.glob(f"{part}-*")):
+    for path in sorted(folder.glob(f"{phase}-*")):
         for line in path.read_text().splitlines():
             epoch, number = map(int, line.split())
             epochs.setdefault(epoch, []).append(number)

@@ -1,4 +1,4 @@
-"""Compares two versions of the code bit for bit: configs are trained, with a digest of each result.
+"""Compares two versions of the code bit for bit: trains configs and computes a digest of each result.
 
     python -m benchmarks.same_results before.json --keep FOLDER      train, write the digests, keep the checkpoints
     python -m benchmarks.same_results after.json --against before.json --take FOLDER
@@ -181,24 +181,24 @@ CONFIGS: dict[str, tuple[Callable[[], lg.Task], Callable[[], Any], dict[str, Any
 
 def digest(values: Any) -> str:
     """Return a digest of nested values and tensors, exact to the bit."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
-                found.update(str(key).encode())
+                hashed.update(str(key).encode())
                 add(value[key])
         elif isinstance(value, (list, tuple)):
             for item in value:
                 add(item)
         else:
-            found.update(repr(value).encode())
+            hashed.update(repr(value).encode())
 
     add(values)
-    return found.hexdigest()[:16]
+    return hashed.hexdigest()[:16]
 
 
 def logged_values(run_dir: Path) -> list[dict[str, Any]]:
@@ -237,13 +237,15 @@ def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:
     trainer.fit(task, data(), DataLoader(make_data(22), batch_size=4), resume=resume)
     run_dir = Path(trainer.run_dir or "")
     saved = sorted((run_dir / "checkpoints").glob("step-*"))
-    found = {"weights": digest(task.state_dict()), "checkpoint": digest(tensors_of(saved[-1]))}
+    digests = {"weights": digest(task.state_dict()), "checkpoint": digest(tensors_of(saved[-1]))}
     if resume is None:
         points = logged_values(run_dir)
         for series in sorted({series for point in points for series in point} - {"step"}):
-            found[f"logged {series}"] = digest([(point["step"], point[series]) for point in points if series in point])
-        found["names"] = digest([path.name for path in saved])
-    return found
+            digests[f"logged {series}"] = digest(
+                [(point["step"], point[series]) for point in points if series in point]
+            )
+        digests["names"] = digest([path.name for path in saved])
+    return digests
 
 
 def main() -> int:
@@ -251,39 +253,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--against", type=Path, help="the digests of another version")
-    parser.add_argument("--keep", type=Path, help="where to keep each run's checkpoint of its middle")
-    parser.add_argument("--take", type=Path, help="where another version kept them: each run is resumed from there too")
+    parser.add_argument("--keep", type=Path, help="folder for the middle checkpoint of each run")
+    parser.add_argument(
+        "--take", type=Path, help="folder with the checkpoints of another version, from which each run is also resumed"
+    )
     options = parser.parse_args()
     logging.getLogger("legato").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    found: dict[str, dict[str, str]] = {}
+    digests: dict[str, dict[str, str]] = {}
     for index, name in enumerate(CONFIGS):
         with tempfile.TemporaryDirectory() as root:
-            found[name] = train(name, Path(root))
+            digests[name] = train(name, Path(root))
             middle = next(Path(root).rglob(f"step-{STEPS:08d}"))
             if options.keep:
                 shutil.copytree(middle, options.keep / str(index), dirs_exist_ok=True)
-            found[name] |= {
+            digests[name] |= {
                 f"resumed {key}": value
                 for key, value in train(
                     name, Path(root) / "again", options.take / str(index) if options.take else middle
                 ).items()
             }
-        print(f"{name:<28}{found[name]}", flush=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
+        print(f"{name:<28}{digests[name]}", flush=True)
+    options.out.write_text(json.dumps(digests, indent=2) + "\n")
     if options.against is None:
         return 0
     before = json.loads(options.against.read_text())
-    odd = {
-        name: [key for key in before[name] | found[name] if before[name].get(key) != found[name].get(key)]
-        for name in found
+    differing = {
+        name: [key for key in before[name] | digests[name] if before[name].get(key) != digests[name].get(key)]
+        for name in digests
     }
-    odd = {name: keys for name, keys in odd.items() if keys}
+    differing = {name: keys for name, keys in differing.items() if keys}
     print(
-        f"{len(found) - len(odd)} of {len(found)} configs are the same to the bit"
-        + "".join(f"\n{name}: {keys}" for name, keys in odd.items())
+        f"{len(digests) - len(differing)} of {len(digests)} configs have equal bits"
+        + "".join(f"\n{name}: {keys}" for name, keys in differing.items())
     )
-    return len(odd)
+    return len(differing)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a run grows with its processes: seconds of its parts for 2 to 64 of them, and what each sends among 1,024.
+"""Costs that grow with the number of processes: seconds for 2 to 64, and what each process sends among 1,024.
 
 Run: python -m benchmarks.scale [--processes 2 4 8 16 32 64] [--kill] [--plot docs/images/scale.svg]
      python -m benchmarks.scale --simulate 1024 [--parameters 124000000] [--values 20]
@@ -8,8 +8,8 @@ the first step; a step, a log point, an agreement on stopping and a save are eac
 two barriers, medians. With --kill an elastic run follows, one of whose processes is killed.
 
 The second form runs the same code in one process, in a group whose other ranks answer as this one would (`Recorded`),
-and prints what the code hands to collectives: how often, and how many bytes. Messages follow from the algorithms of
-gloo: a ring for all_reduce and all_gather, a binomial tree for broadcast.
+and prints the number of collectives and their input bytes. The number of messages follows from gloo's
+algorithms: a ring for all_reduce and all_gather, a binomial tree for broadcast.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Vectors(Dataset[Tensor]):
 
 
 class Tiny(lg.Task):
-    """Twelve layers side by side; logs so many values in each step."""
+    """Twelve parallel layers; logs a number of values in each step."""
 
     def __init__(self, values: int = 1, parameters: int = 96) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Parts(lg.Callback):
 
 
 def measure(processes: int, rounds: int) -> list[float]:
-    """Return the seconds of `PARTS` in a run of so many processes."""
+    """Return the seconds of `PARTS` in a run on this number of processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trainer = make_trainer(
@@ -109,7 +109,7 @@ def measure(processes: int, rounds: int) -> list[float]:
 
 
 class KillOnce(lg.Callback):
-    """Saves after step 2 and kills the last process after step 3; notes how many there are in each step."""
+    """Saves after step 2, kills the last process after step 3, and records the number of processes in each step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -127,7 +127,7 @@ class KillOnce(lg.Callback):
 
 
 def kill_one(processes: int, folder: Path, rounds: int = 8) -> tuple[float, list[int]]:
-    """Kill a process of an elastic run; return seconds to the next step, and the sizes that the group had in turn."""
+    """Kill a process of an elastic run; return the seconds to the next step, and the sizes of the successive groups."""
     strategy = {"name": "ddp", "elastic": True}
     options: dict[str, Any] = {"replicas": processes, "max_restarts": 0, "callbacks": [KillOnce(folder)]}
     trainer = make_trainer(folder, rounds, devices=processes, strategy=strategy, log_every_n_steps=2, **options)
@@ -139,21 +139,21 @@ def kill_one(processes: int, folder: Path, rounds: int = 8) -> tuple[float, list
 
 
 def make_trainer(folder: Path, steps: int, **options: Any) -> lg.Trainer:
-    """Return a trainer that writes nothing but below `folder`."""
+    """Return a trainer that writes only below `folder`."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     options = {"log_every_n_steps": 10**9, **quiet, **options}
     return lg.Trainer(max_steps=steps, accelerator="cpu", default_root_dir=folder, **options)
 
 
-# --- one process among many that do as it does -----------------------------------------------------------------------
+# --- one process with simulated peers ---------------------------------------------------------------------------------
 class Recorded(dist.ProcessGroup):
-    """A group whose other ranks have what this one has; counts collectives and their bytes, by what is going on."""
+    """A group whose other ranks send the same as this one; counts collectives and their bytes by phase of the run."""
 
-    doing = "start"
+    phase = "start"
     counts: ClassVar[Counter[tuple[str, str]]] = Counter()
-    """Collectives by (part of the run, operation)."""
+    """Number of collectives by (phase of the run, operation)."""
     sizes: ClassVar[Counter[tuple[str, str]]] = Counter()
-    """Bytes that this rank gave to them."""
+    """Input bytes of these collectives on this rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -165,9 +165,9 @@ class Recorded(dist.ProcessGroup):
     def getGroupName(self) -> str:
         return f"recorded-{id(self)}"
 
-    def _done(self, name: str, given: list[Tensor], result: Any) -> Any:
-        Recorded.counts[Recorded.doing, name] += 1
-        Recorded.sizes[Recorded.doing, name] += sum(tensor.nbytes for tensor in given)
+    def _done(self, name: str, inputs: list[Tensor], result: Any) -> Any:
+        Recorded.counts[Recorded.phase, name] += 1
+        Recorded.sizes[Recorded.phase, name] += sum(tensor.nbytes for tensor in inputs)
         future: Any = torch.futures.Future()
         future.set_result(result)
         return _Done(future)
@@ -179,15 +179,15 @@ class Recorded(dist.ProcessGroup):
         return self._done("all_reduce", tensors, tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Any:
-        for parts, own in zip(outputs, inputs, strict=True):
-            for part in parts:
-                part.copy_(own)
+        for gathered, tensor in zip(outputs, inputs, strict=True):
+            for output in gathered:
+                output.copy_(tensor)
         return self._done("all_gather", inputs, outputs)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Any:
         """Gather into one tensor, as torch 2.15 does for objects."""
-        output.view(self.ranks, -1).copy_(given.reshape(1, -1).expand(self.ranks, -1))
-        return self._done("all_gather", [given], [output])
+        output.view(self.ranks, -1).copy_(input.reshape(1, -1).expand(self.ranks, -1))
+        return self._done("all_gather", [input], [output])
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:
         return self._done("broadcast", tensors, tensors)
@@ -197,7 +197,7 @@ class Recorded(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """A collective that is over."""
+    """A completed collective."""
 
     def __init__(self, future: Any) -> None:
         super().__init__()
@@ -210,14 +210,16 @@ class _Done(dist.Work):
         return self.future
 
 
-class Doing(lg.Callback):
-    """Sets what is going on, and makes a log point, an agreement and a save after the third step."""
+class Phases(lg.Callback):
+    """Sets the phase, and runs a log point, an agreement and a save after the third step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-        Recorded.doing = "step" if trainer.global_step == 2 else "first steps"  # DDP arranges its buckets in the second
+        Recorded.phase = (
+            "step" if trainer.global_step == 2 else "first steps"
+        )  # DDP rebuilds its buckets in the second step
 
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3:
@@ -227,22 +229,22 @@ class Doing(lg.Callback):
                 trainer.current_run.agree_on_stop()
             with during("save"):
                 trainer.save_checkpoint(self.folder / "saved")
-        Recorded.doing = "end"
+        Recorded.phase = "end"
 
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """Count collectives under this name."""
-    before, Recorded.doing = Recorded.doing, name
+    """Count collectives under the name of a phase."""
+    before, Recorded.phase = Recorded.phase, name
     try:
         yield
     finally:
-        Recorded.doing = before
+        Recorded.phase = before
 
 
 def simulate(processes: int, parameters: int, values: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the number of collectives and the bytes given to them, by part of the run and operation."""
-    Recorded.doing = "start"
+    """Return the number of collectives and their input bytes, by phase of the run and operation."""
+    Recorded.phase = "start"
     Recorded.counts.clear()
     Recorded.sizes.clear()
     if "recorded" not in dist.Backend.backend_list:
@@ -252,29 +254,29 @@ def simulate(processes: int, parameters: int, values: int) -> dict[str, dict[str
     dist.init_process_group("cpu:recorded", store=dist.HashStore(), rank=0, world_size=processes)
     try:
         with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # of groups that can wait
-            trainer = make_trainer(Path(name), 3, strategy="ddp", callbacks=[Doing(Path(name))])
+            warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # gloo groups support it
+            trainer = make_trainer(Path(name), 3, strategy="ddp", callbacks=[Phases(Path(name))])
             trainer.fit(Tiny(values, parameters), DataLoader(Vectors(), 4))
     finally:
         dist.destroy_process_group()
-    found: dict[str, dict[str, tuple[int, int]]] = {}
-    for (part, name), count in Recorded.counts.items():
-        found.setdefault(part, {})[name] = count, Recorded.sizes[part, name]
-    return found
+    totals: dict[str, dict[str, tuple[int, int]]] = {}
+    for (phase, name), count in Recorded.counts.items():
+        totals.setdefault(phase, {})[name] = count, Recorded.sizes[phase, name]
+    return totals
 
 
-def messages(operation: str, count: int, given: int, ranks: int) -> tuple[int, float]:
+def messages(operation: str, count: int, size: int, ranks: int) -> tuple[int, float]:
     """Return how many messages a rank sends for these collectives, and how many bytes.
 
     By gloo's algorithms: all_reduce is a ring's reduce-scatter and all-gather, all_gather a ring, broadcast a binomial
     tree, in which rank 0 sends the most (that is returned).
     """
     if operation == "all_reduce":
-        return 2 * (ranks - 1) * count, 2 * given * (ranks - 1) / ranks
+        return 2 * (ranks - 1) * count, 2 * size * (ranks - 1) / ranks
     if operation == "all_gather":
-        return (ranks - 1) * count, given * (ranks - 1)
+        return (ranks - 1) * count, size * (ranks - 1)
     rounds = math.ceil(math.log2(ranks))
-    return rounds * count, given * rounds
+    return rounds * count, size * rounds
 
 
 # --- output ----------------------------------------------------------------------------------------------------------
@@ -296,13 +298,13 @@ def draw(path: Path, rows: dict[int, list[float]]) -> None:
 
 
 def print_simulation(ranks: int, parameters: int, values: int) -> None:
-    """Print a row for each part of a run and operation."""
+    """Print a row for each phase of a run and operation."""
     print(f"{ranks} processes, {parameters:,} parameters, {values} logged values; per process")
-    print(f"{'part':12}{'operation':12}{'calls':>7}{'bytes given':>14}{'messages':>10}{'bytes sent':>14}")
-    for part, found in simulate(ranks, parameters, values).items():
-        for operation, (count, given) in sorted(found.items()):
-            number, sent = messages(operation, count, given, ranks)
-            print(f"{part:12}{operation:12}{count:7}{given:14,}{number:10,}{sent:14,.0f}")
+    print(f"{'part':12}{'operation':12}{'calls':>7}{'input bytes':>14}{'messages':>10}{'bytes sent':>14}")
+    for phase, operations in simulate(ranks, parameters, values).items():
+        for operation, (count, size) in sorted(operations.items()):
+            number, sent = messages(operation, count, size, ranks)
+            print(f"{phase:12}{operation:12}{count:7}{size:14,}{number:10,}{sent:14,.0f}")
 
 
 def main() -> None:

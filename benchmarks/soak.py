@@ -1,4 +1,4 @@
-"""Twenty thousand short steps on two processes, to find growth of memory, files, threads or step time.
+"""Twenty thousand short steps on two processes, to detect growth of memory, files, threads or step time.
 
 The run logs, validates, saves every 100 steps and restarts loader workers each epoch. Reported are values at the
 beginning and the end for each process, and the curve in between as JSON lines.

@@ -95,8 +95,8 @@ class OneStep(lg.Task):
         if self.global_rank == 0:
             server = os.getppid()
             caller = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
-            cpu = [sum(map(int, Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
-                   for one in (caller, server, os.getpid())]
+            cpu = [sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
+                   for process in (caller, server, os.getpid())]
             Path("done").write_text(f"{[time.perf_counter(), *cpu]}")
 """
 CONFIG = """

@@ -5,8 +5,8 @@ Run: python -m benchmarks.step_overhead [--modes bare,usual,map] [--steps 2000] 
 Every contestant trains the same small MLP on the same batches, in its own process. They take turns of 50 steps (A B C,
 A B C, ...), while the others wait, so that other load and the clock of the machine affect all alike. Measured is the
 CPU time of the process in a turn, without its first steps, which find cold caches. A turn is compared with the turns of
-the loop by hand right before and after it. Shown are the medians of a step's time and of these ratios, over all rounds
-without the first turns; "raw, again" is a second loop by hand: the noise.
+the hand-written loop right before and after it. Shown are the medians of a step's time and of these ratios, over all
+rounds without the first turns; "raw, again" is a second hand-written loop: the noise.
 
 bare: nothing attached, batches from a stream. map: the same from a map-style DataLoader, shuffled and collated. usual:
 one loss logged per step, a progress bar (into a file), TensorBoard every 50 steps, and a checkpoint at the end where
@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 BLOCK, COLD = 50, 10
-"""Steps of a turn, and how many of them are not measured."""
+"""Steps of a turn, and the number of its first steps that are not measured."""
 FIRST = 5
-"""Turns of each contestant that are left out."""
+"""First turns of each contestant, which are not measured."""
 BATCH, BATCHES = 32, 64
 MODES = ("bare", "usual", "map")
 
@@ -47,7 +47,7 @@ class Job:
     steps: int
     folder: Path
     answers: TextIO
-    """Where the seconds of each turn go."""
+    """Output for the seconds of each turn."""
     done: int = 0
     began: float = 0.0
 
@@ -93,7 +93,7 @@ class Job:
         return torch.optim.Adam(model.parameters(), 1e-3)
 
     def tick(self, *_: Any) -> None:
-        """Count a step; at the end of a turn tell its time, and wait for the next one."""
+        """Count a step; at the end of a turn, print its time and wait for the next turn."""
         self.done += 1
         if self.done % BLOCK == COLD:
             self.began = time.process_time()
@@ -303,9 +303,9 @@ def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     ratios: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        # whoever comes next finds the caches of the one before
-        others = names[1:] if number % 2 == 0 else names[:0:-1]
-        taken = measure([names[0], *others], mode, steps)
+        # reversed in every second round, since a contestant finds the caches of its predecessor
+        peers = names[1:] if number % 2 == 0 else names[:0:-1]
+        taken = measure([names[0], *peers], mode, steps)
         for name, turns in taken.items():
             seconds[name] += turns[FIRST:]
             around = list(itertools.pairwise(taken[names[0]]))[FIRST:]
@@ -316,7 +316,7 @@ def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
     for name in names:
         microseconds = statistics.median(seconds[name]) / (BLOCK - COLD) * 1e6
         ratio = 1.0 if name == "raw" else statistics.median(ratios[name])
-        # half the width of the middle half, as of the mean of as many
+        # half the interquartile range, scaled as a standard error of the mean
         lower, _, upper = statistics.quantiles(ratios[name], n=4)
         spread = (upper - lower) / 2 / len(ratios[name]) ** 0.5
         over = (ratio - 1) * base / (BLOCK - COLD) * 1e6
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        # what a framework prints must not be read as an answer
+        # output of a framework must not be read as an answer
         with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(1), "w") as answers:
             os.dup2(2, 1)
             job = Job(options.modes, options.steps // BLOCK * BLOCK, Path(folder), answers)

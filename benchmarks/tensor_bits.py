@@ -1,9 +1,9 @@
-"""Cost of `tensor_shards`: a step in logical shards, to one of the axis tensor as torch cuts it.
+"""Cost of `tensor_shards`: a step in logical shards relative to one sharded by torch over the axis tensor.
 
 Run: python -m benchmarks.tensor_bits [--processes 2] [--rounds 3] [--steps 6] [--clip]
 
-The same GPT of 25 million parameters trains on the same processes in turn: cut over the axis tensor in
-`reproducible: order`, and by `bitwise` with one, two and four shards in all, as far as the processes divide them.
+The same GPT of 25 million parameters trains on the same processes in turn: sharded over the axis tensor with
+`reproducible: order`, and with `bitwise` and one, two or four shards, if the number of processes divides them.
 With --clip gradients are clipped by their norm, for which `bitwise` gathers each of them. `wall` is the least time of a
 step; `CPU` is the median of the CPU time of all threads of process 0, which other load affects less.
 """
@@ -58,12 +58,12 @@ def compare(processes: int, rounds: int, steps: int, clip: bool) -> dict[int | N
     if place is not None and processes > 1:
         join_process_group(place, "gloo", timedelta(minutes=5))
     contestants = [None, *(shards for shards in SHARDS if shards % processes == 0)]
-    found: dict[int | None, Times] = {shards: [] for shards in contestants}
+    times: dict[int | None, Times] = {shards: [] for shards in contestants}
     for _ in range(rounds):
         for shards in contestants:
-            found[shards] += train(shards, processes, steps, clip)
+            times[shards] += train(shards, processes, steps, clip)
     leave_process_group()
-    return found
+    return times
 
 
 def main() -> None:
@@ -73,13 +73,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--clip", action="store_true")
     options = parser.parse_args()
-    found = run_workers(
+    times = run_workers(
         partial(compare, options.processes, options.rounds, options.steps, options.clip), options.processes, threads=1
     )
-    least = {shards: min(wall for wall, _ in times) for shards, times in found.items()}
-    middle = {shards: statistics.median(cpu for _, cpu in times) for shards, times in found.items()}
+    least = {shards: min(wall for wall, _ in figures) for shards, figures in times.items()}
+    middle = {shards: statistics.median(cpu for _, cpu in figures) for shards, figures in times.items()}
     print(f"{'':12}{'wall ms':>10}{'CPU ms':>10}{'wall/order':>12}{'CPU/order':>12}")
-    for shards in found:
+    for shards in times:
         name = "order" if shards is None else f"{shards} shard{'s' if shards > 1 else ''}"
         ratios = f"{least[shards] / least[None]:12.3f}{middle[shards] / middle[None]:12.3f}"
         print(f"{name:12}{least[shards] * 1e3:10.1f}{middle[shards] * 1e3:10.1f}{ratios}")
