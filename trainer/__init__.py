@@ -1,1 +1,1 @@
-"""The training loop and its parts. Read `trainer.py`, the loop, first; each other module is one thing that it uses."""
+"""The training loop and its parts. Read the loop, `trainer.py`, first; the other modules are the parts it uses."""

@@ -151,7 +151,7 @@ def autocasts(kind: str, dtype: torch.dtype) -> bool:
 
 
 def autocast_kinds() -> list[str]:
-    """Return the kinds of device whose autocast dtype is recorded: two on every machine, and this machine's."""
+    """Return the kinds of device whose autocast dtype is recorded: "cpu", "cuda", and this machine's accelerator."""
     module = torch.accelerator.current_accelerator()
     return [*dict.fromkeys(("cpu", "cuda", "cpu" if module is None else module.type))]
 

@@ -140,9 +140,9 @@ def versions() -> dict[str, str | None]:
 
 
 def processor() -> dict[str, str]:
-    """Return the instructions of the CPU, by which libraries choose kernels."""
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
+    """Return the CPU's instruction sets, by which libraries choose kernels."""
+    flags: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = [str(flags.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if flags.get(name))]
     return {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "cpu_features": " ".join(features)}
 
 

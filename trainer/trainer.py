@@ -222,7 +222,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         run.agree_on_stop()  # a callback may have set should_stop
 
     def log_step(self) -> None:
-        """Write the newest step's values. They stay on the device until here."""
+        """Write the newest step's values, which have stayed on their device until now."""
         run, state = self.current_run, self.state
         if state.logged_at == state.global_step:  # the last step may also be a multiple of log_every_n_steps
             return

@@ -64,7 +64,7 @@ def test_weights_add_up_on_any_number_of_processes_and_from_any_step():
         loader = DataLoader(torch.arange(length), 2, shuffle=True)
         alone = steps_of(loader, 4, 1, accumulate)[0]
         for step in alone:
-            assert step.whole
+            assert step.is_full
             assert step.samples == sum(item.samples for item in step.batches)
             assert all(item.samples == len(item.batch) for item in step.batches)
             assert all(item.indices == item.batch.tolist() for item in step.batches)

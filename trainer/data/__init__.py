@@ -1,1 +1,1 @@
-"""Data: the order of samples as a pure function, and how batches are dealt out to replicas."""
+"""Data: the order of samples as a pure function, and the distribution of batches over replicas."""

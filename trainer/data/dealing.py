@@ -79,7 +79,7 @@ class DealtData:
         if positions is None:
             return True
         deal = self._deal(positions)
-        return deal.is_whole(deal.steps - 1) and not self.dealing.left_out
+        return deal.is_full(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Return the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
@@ -143,15 +143,15 @@ class DealtData:
                 (masked if item.masked else unmasked).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             # only the last round may lack batches; with leave_out_samples, any round may
-            whole = (step < last and deal.count is None) or deal.is_whole(step)
+            is_full = (step < last and deal.count is None) or deal.is_full(step)
             samples = order.samples(*deal.step_positions(step))
-            if self.dealing.whole_rounds and samples and not whole:
+            if self.dealing.full_rounds and samples and not is_full:
                 raise DataError(
                     f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of an epoch, but "
                     f"manual optimization and sync_batchnorm need a batch on every replica. Use a larger batch size or "
                     f"one replica."
                 )
-            yield StepInput(unmasked, samples, rounds, whole, masked)
+            yield StepInput(unmasked, samples, rounds, is_full, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of a few samples of each dataset, by the name of its loader. Collective."""
@@ -180,7 +180,7 @@ class DealtData:
         deal = Deal(positions, size, replicas, dealing.accumulate, drop_last, padded=dealing.padded)
         rounds = deal.rounds
         # a collective in the step (SyncBatchNorm, manual optimization) would hang if a replica had no batch
-        if dealing.whole_rounds and not deal.is_whole(deal.steps - 1):
+        if dealing.full_rounds and not deal.is_full(deal.steps - 1):
             rounds -= 1
             self._warn_of_rest(len(range(rounds * replicas * size, positions)))
         return replace(deal, limit_rounds=apply_limit(self.limit, rounds))
@@ -228,14 +228,14 @@ class EvaluationData:
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
         # Indices of loaders that yield each process's own share, and of those that need no comparison
         self.shares, self.certain_shares = set[int](), set(shares)
-        self.dealing = replace(dealing, accumulate=1, whole_rounds=False, padded=False, left_out=frozenset())
+        self.dealing = replace(dealing, accumulate=1, full_rounds=False, padded=False, left_out=frozenset())
         # without a limit here: `limit` counts batches over all replicas, while a source's limit counts rounds
         self.sources = [training_data(loader, self.dealing, 1.0, False, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
         # Whether each replica had a batch in the newest round
-        self.whole = True
+        self.is_full = True
         # Batches of each loader and batches to evaluate, over all replicas; None if unknown
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
@@ -255,12 +255,12 @@ class EvaluationData:
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
             # a stream may end beyond its length
-            is_whole = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
-            limits = limit, None if is_whole else self.counts[index]
+            is_unlimited = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
+            limits = limit, None if is_unlimited else self.counts[index]
             most = min((count for count in limits if count is not None), default=None)
             first_replica = self.dealing.replicas.start if index in self.shares else 0
             for step in source.epoch(epoch, batches_at_most=most):
-                self.whole = step.whole
+                self.is_full = step.is_full
                 for item in (*step.batches, *step.masked):
                     item.dataloader_idx = index
                     item.replica += first_replica

@@ -237,7 +237,7 @@ class Deal:
             spans += most[: max(0, len(most) - len(spans))]
         return spans
 
-    def is_whole(self, step: int) -> bool:
+    def is_full(self, step: int) -> bool:
         """Return whether every replica has a batch in each round of a step."""
         if self.rounds == 0:
             return True

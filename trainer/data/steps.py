@@ -50,7 +50,7 @@ class StepInput:
     """Samples of the step over all replicas of the run; 0 if all are left out, so that nothing is computed."""
     rounds: int
     """Batches per replica in the step."""
-    whole: bool = True
+    is_full: bool = True
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
     """Masked batches that bring this process up to the largest number of any process; see `Dealing.lockstep`."""
@@ -64,7 +64,7 @@ class Dealing:
     process: int
     accumulate: int = 1
     seed: int = 0
-    whole_rounds: bool = False
+    full_rounds: bool = False
     """Whether to drop a round in which some replica has no batch."""
     keyed: bool = True
     """Whether to key the random numbers of each batch's loading; False with `reproducible: off`."""

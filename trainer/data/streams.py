@@ -94,7 +94,7 @@ class StreamData:
         batches = self._read(epoch, start_step, batches_at_most)
         while items := list(islice(batches, in_step)):
             rounds, rest = divmod(len(items), replicas)
-            if rest and self.dealing.whole_rounds:
+            if rest and self.dealing.full_rounds:
                 return
             unmasked, masked, samples = list[ReplicaBatch](), list[ReplicaBatch](), 0
             for item in items:  # one loop without generators, since it runs in every step
@@ -320,7 +320,7 @@ class OwnShares(StreamData):
             samples, present, full, batches_of_all = self.sharers.all_reduce(torch.tensor(numbers), "sum").tolist()
             if present == 0:
                 return
-            if self.run_dealing.whole_rounds and present < processes:
+            if self.run_dealing.full_rounds and present < processes:
                 raise DataError(
                     f"Manual optimization and sync_batchnorm need a batch on every process, but in step {number + 1} "
                     f"of epoch {epoch} only {present} of {processes} processes had one left. Give all processes the "
@@ -328,7 +328,7 @@ class OwnShares(StreamData):
                 )
             rest = accumulate if self.longest is None else self.longest - number * accumulate
             rounds = accumulate if full else min(rest, accumulate)
-            yield StepInput(batches, samples, rounds, whole=batches_of_all == processes * len(batches))
+            yield StepInput(batches, samples, rounds, is_full=batches_of_all == processes * len(batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all processes' loaders. Collective."""

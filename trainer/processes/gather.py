@@ -93,10 +93,10 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
 def _all_take_part(run: Any) -> bool:
     """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
     if run.loop.doing == "train":
-        return run.training_data.is_even and run.loop.step is not None and run.loop.step.whole
+        return run.training_data.is_even and run.loop.step is not None and run.loop.step.is_full
     data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
     evenly = run.state.replicas % run.strategy.data_ranks.size == 0
-    return evenly and bool(data.is_even and data.whole)
+    return evenly and bool(data.is_even and data.is_full)
 
 
 def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:

@@ -130,12 +130,12 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     # a process that joins an elastic run has no other rank to compare with during set-up
     ranks = SINGLE if call.members_change else call.strategy.collectives
     data = distribute(loader, dealing(call), trainer, call.task, ranks)
-    whole_rounds, even = data.dealing.whole_rounds, data.dealing.padded
+    full_rounds, even = data.dealing.full_rounds, data.dealing.padded
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
         # samples that a DistributedSampler repeats would count twice
-        if not (whole_rounds or even):
+        if not (full_rounds or even):
             call.undo.enter_context(unpadded(loader))
         data = own_shares(data, call.strategy.collectives, counter_of(call.task))
     elif even and isinstance(data, StreamData) and call.state.replicas > 1:
@@ -165,10 +165,10 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
 def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
     """Return a training loader's data, distributed by the trainer's settings; `ranks` check that they read the same."""
     # both have collectives within the step, which need a batch on each replica
-    whole_rounds = not task.automatic_optimization or trainer.sync_batchnorm
+    full_rounds = not task.automatic_optimization or trainer.sync_batchnorm
     left_out = samples_left_out(trainer.leave_out_samples, loader)
     even = trainer.use_distributed_sampler == "even"
-    dealing = replace(dealing, whole_rounds=whole_rounds, padded=even, left_out=left_out)
+    dealing = replace(dealing, full_rounds=full_rounds, padded=even, left_out=left_out)
     limit = trainer.overfit_batches or trainer.limit_train_batches
     return training_data(loader, dealing, limit, bool(trainer.overfit_batches), ranks, counter_of(task))
 
@@ -296,8 +296,8 @@ def require_shares_fit(call: Call, origin: str) -> None:
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(
-            f"Each process's loader is its own share of the training data ({origin}), {reason}; or give each process "
-            f"all of the data, which Legato then distributes."
+            f"Each process's loader is its own share of the training data ({origin}), {reason}. To let Legato "
+            f"distribute the data, give each process all of it."
         )
 
 
