@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
-# Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
+# Tests start hundreds of interpreters. Container images that forbid .pyc files would make each compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: exact gpu demo test quick coverage others lint size bench matrix versions cluster docs docs-serve dist clean
 
-demo: $(DEMO)  ## train a small CNN on real images with 2 DDP processes
+demo: $(DEMO)  ## train a small CNN on handwritten digits with two DDP processes
 	$(BIN)/legato fit configs/digits.yaml
 
 test: $(STAMP)  ## run all tests
@@ -18,21 +18,21 @@ test: $(STAMP)  ## run all tests
 quick: $(STAMP)  ## run the tests that take less than half a second each
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
 
-coverage: $(STAMP)  ## run all tests, and print by room which share of the lines they run
+coverage: $(STAMP)  ## run all tests, and print the share of lines that they cover, by room
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt coverage
 	$(BIN)/python .ci/coverage
 
-others: $(VENV)/.others  ## run the tests on models, loaders and optimizers that others wrote, and install those
+others: $(VENV)/.others  ## install models, loaders and optimizers of other packages, and run the tests on them
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/with_others
 
-lint: $(STAMP)  ## format, imports, layers, types, entries of the changelog
+lint: $(STAMP)  ## check formatting, imports, layers, types and changelog entries
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	.ci/types $(BIN)/python
 	$(BIN)/python .ci/changes
 
-size:  ## lines of code by room, comments, imports of a module
+size:  ## count lines of code by room, comments, and imports of a module
 	$(PYTHON) .ci/size --rooms
 
 bench: $(STAMP)  ## run the benchmarks in their quick form
@@ -41,7 +41,7 @@ bench: $(STAMP)  ## run the benchmarks in their quick form
 exact: $(STAMP)  ## compare each strategy, precision, model, option and break with one process, and write docs/exactness.md
 	$(BIN)/python -m benchmarks.exact
 
-gpu:  ## on a machine with torch and a GPU, without a network: the tests marked gpu, then benchmarks/gpu.py
+gpu:  ## on a machine with torch and a GPU (no network needed): run the tests marked gpu, then benchmarks/gpu.py
 	PYTHON=$(PYTHON) .ci/gpu $(GPU)
 
 TORCH ?= 2.10 2.12 2.13 2.15
@@ -53,13 +53,13 @@ VERSIONS ?= lowest newest
 versions:  ## run the quick tests with the lowest and the newest dependencies: make versions VERSIONS="lowest@python3.10 newest@python3.13"
 	PYTHON=$(PYTHON) .ci/matrix $(VERSIONS) -- --numprocesses 2 --dist loadfile -m "not slow" $(TESTS)
 
-docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
+docs: $(VENV)/.docs  ## build the documentation site: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-serve: $(VENV)/.docs  ## show it at http://127.0.0.1:8000, built anew at each change
+docs-serve: $(VENV)/.docs  ## serve the site at http://127.0.0.1:8000 and rebuild it at each change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-cluster: $(STAMP)  ## run the launchers' tests on real programs: installs SLURM (Debian's, as root) and Ray, starts both on this machine
+cluster: $(STAMP)  ## install SLURM (Debian's, as root) and Ray on this machine, and run the launchers' tests on them
 	PYTHON=$(BIN)/python .ci/cluster
 
 TAG ?=
@@ -69,7 +69,8 @@ dist: $(STAMP)  ## build the source distribution and the wheel; TAG=v0.1.0 check
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# constraints.txt pins what is tested: a plain `torch` would take the newest build, with gigabytes of CUDA packages.
+# constraints.txt pins the tested versions. On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu selects
+# the CPU build of torch, 754 MB instead of about 5 GB.
 $(DEMO): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel

@@ -1,8 +1,8 @@
 """The build backend: setuptools', but with an editable install that type checkers see.
 
-The repository root is the package `legato`, whatever its folder is called. setuptools makes such a package importable
-by a hook, which mypy and pyright do not run. Here the hook stays, so that modules and tracebacks have their real paths,
-and beside it a folder with the link `legato -> repository` is put on the path: that is what type checkers read.
+The repository root is the package `legato`, whatever the name of its folder. setuptools makes such a package importable
+through a hook, which mypy and pyright do not run. This backend keeps the hook, so that modules and tracebacks have
+their real paths, and adds a folder with the link `legato -> repository` to the path, which type checkers read.
 """
 
 import base64
@@ -36,9 +36,9 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name != "legato":
             return None
-        found = PathFinder.find_spec(name, path)  # PYTHONPATH may name another one
-        linked = found is None or (found.origin or "").startswith({str(LINKS)!r})
-        return spec_from_file_location(name, {str(ROOT / "__init__.py")!r}) if linked else found
+        spec = PathFinder.find_spec(name, path)  # PYTHONPATH may name another Legato
+        linked = spec is None or (spec.origin or "").startswith({str(LINKS)!r})
+        return spec_from_file_location(name, {str(ROOT / "__init__.py")!r}) if linked else spec
 
 
 sys.meta_path.insert(0, Finder)
@@ -62,7 +62,7 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
     with zipfile.ZipFile(Path(wheel_directory, wheel), "w") as archive:
         for path, content in files.items():
             archive.writestr(path, content)
-        archive.writestr(record, "".join(record_of(*one) for one in files.items()) + f"{record},,\n")
+        archive.writestr(record, "".join(record_of(*file) for file in files.items()) + f"{record},,\n")
     return wheel
 
 

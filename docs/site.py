@@ -108,9 +108,9 @@ def config_page() -> str:
     lines += ["## Sections", "", "| key | |", "| --- | --- |"]
     lines += [f"| `{name}` | {escaped(doc)} |" for name, doc in SECTIONS.items()]
     types, texts = argument_types(), argument_texts()
-    own = {name: (types[name], text) for name, text in texts.items() if name not in MOVED and name not in SECTION_OF}
+    keys = {name: text for name, text in texts.items() if name not in MOVED and name not in SECTION_OF}
     lines += ["", "## trainer", "", "| key | type | |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | <code>{shown_type(kind)}</code> | {escaped(text)} |" for name, (kind, text) in own.items()]
+    lines += [f"| `{name}` | <code>{shown_type(types[name])}</code> | {escaped(text)} |" for name, text in keys.items()]
     for name in LAUNCHERS:
         launcher = load(class_path("launcher", name))
         described = documented_arguments(launcher.__doc__) | documented_arguments(launcher.__init__.__doc__)

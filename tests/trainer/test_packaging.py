@@ -38,16 +38,16 @@ def unpacked(tmp_path_factory):
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder / "unpacked", filter="data")
-    (found,) = (folder / "unpacked").iterdir()
-    return found
+    (sources,) = (folder / "unpacked").iterdir()
+    return sources
 
 
 @pytest.fixture(scope="module")
 def wheel(unpacked):
     """The wheel built from the source distribution."""
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", unpacked.parent, unpacked)
-    (found,) = unpacked.parent.glob("*.whl")
-    return found
+    (wheel,) = unpacked.parent.glob("*.whl")
+    return wheel
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a repository")
@@ -177,14 +177,14 @@ def test_importing_opens_no_socket_and_training_no_connection(tmp_path):
 def test_the_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"legato-[^/]*/METADATA", name))
-        found = email.message_from_bytes(archive.read(name))
-    assert found["Version"] == lg.__version__
-    assert found["Author"] == "Legato developers"
-    assert found["Requires-Python"] == ">=3.10"
-    assert "Typing :: Typed" in found.get_all("Classifier")
-    assert found["Keywords"]
-    assert not found.get_all("Project-URL")  # there is no public host: nothing is made up
-    assert "# Legato" in found.get_payload()
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == lg.__version__
+    assert metadata["Author"] == "Legato developers"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Keywords"]
+    assert not metadata.get_all("Project-URL")  # there is no public host: nothing is made up
+    assert "# Legato" in metadata.get_payload()
 
 
 def test_the_version_is_written_down_once():
