@@ -78,7 +78,7 @@ def test_a_rank_that_fails_before_the_rendezvous_ends_the_others(ended, who, whe
     codes, said = ended(who, when)
     assert codes == [code, code], said
     assert words in said[who]
-    assert f"legato: Rank {who} of 2 failed before it met the others: " in said[1 - who]
+    assert f"legato: Rank {who} of 2 failed before the rendezvous: " in said[1 - who]
     assert words in said[1 - who]
 
 
@@ -98,7 +98,9 @@ def test_a_rank_that_exits_is_named_by_the_others(ended):
     assert "legato: Rank 1 of 2 failed first: SystemExit: 3 (" in said[0]
 
 
-@pytest.mark.parametrize(("who", "words"), [(0, "has ended without a word"), (1, "none has told of an error")])
+@pytest.mark.parametrize(
+    ("who", "words"), [(0, "has ended without an error message"), (1, "no rank has reported an error")]
+)
 def test_a_rank_that_was_killed_is_suspected(ended, who, words):
     codes, said = ended(who, "kill")
     assert codes[who] == -signal.SIGKILL

@@ -157,11 +157,11 @@ def test_uneven_shares_come_as_a_list(two):
     [
         (
             "dtype",
-            r"\[torch.float32 rows on cpu.*\] on rank 0, and \[torch.int64 rows on cpu.*\] on rank 1",
+            r"\[torch.float32 rows on cpu.*\] on rank 0, but \[torch.int64 rows on cpu.*\] on rank 1",
         ),
-        ("columns", r"rows x 4 on cpu\] on rank 0, and \[.*rows x 5 on cpu\] on rank 1"),
-        ("dimensions", r"rows on cpu\] on rank 0, and \[torch.float32 rows x 2 on cpu\] on rank 1"),
-        ("numbers of tensors", r"\[torch.float32 rows on cpu, .*\] on rank 0, and \[.*, .*, .*\] on rank 1"),
+        ("columns", r"rows x 4 on cpu\] on rank 0, but \[.*rows x 5 on cpu\] on rank 1"),
+        ("dimensions", r"rows on cpu\] on rank 0, but \[torch.float32 rows x 2 on cpu\] on rank 1"),
+        ("numbers of tensors", r"\[torch.float32 rows on cpu, .*\] on rank 0, but \[.*, .*, .*\] on rank 1"),
     ],
 )
 def test_what_differs_is_named_on_every_rank(two, name, words):
@@ -298,10 +298,10 @@ def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
     [
         (
             {"strategy": "single", "devices": 1, "replicas": 2},
-            r"over 2 replicas, which run on 1 processes, one after",
+            r"over 2 replicas, which take turns on 1 process:",
         ),
-        ({"strategy": "data_parallel", "devices": 2}, r"strategy 'data_parallel' cuts batches"),
-        ({"rows": 18, "replicas": 2}, r"do not go evenly into 2 replicas on 2 processes.*drop_last"),
+        ({"strategy": "data_parallel", "devices": 2}, r"strategy 'data_parallel' splits batches"),
+        ({"rows": 18, "replicas": 2}, r"do not divide evenly among 2 replicas on 2 processes.*drop_last"),
         ({"strategy": {"name": "ddp", "elastic": True}}, "2 processes that may die"),
     ],
 )
@@ -349,6 +349,6 @@ def test_a_stream_cannot_be_made_even():
 
 @pytest.mark.slow
 def test_ranks_must_agree_on_whether_there_is_a_gradient():
-    words = r"with a gradient\] on rank 0, and \[torch.float32 rows x 4 on cpu\] on rank 1"
+    words = r"with a gradient\] on rank 0, but \[torch.float32 rows x 4 on cpu\] on rank 1"
     with pytest.raises(DisagreementError, match=words):
         train(Frozen())

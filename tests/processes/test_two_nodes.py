@@ -146,7 +146,7 @@ def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
     out, _, other = on_two_nodes("bash", "-c", script, "bash", *PYTHON, "script.py", "own")
     for text in (out, other):
         assert re.search(r"WorkerError: Rank \d of 4 cannot connect to the others", text)
-        assert "set that variable and NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to" in text
+        assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to" in text
         assert "code 1" in text
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, li
     assert "rank 1 does not answer: it is stopped, has ended, has no network" in out
     assert "code 1" in other
     assert head in other
-    assert "The other ranks' positions are not known: The ranks' store has not answered for 10 s." in other
+    assert "The positions of the other ranks are unknown: The ranks' store has not answered for 10 s." in other
     assert "rank 1 waits in backward, for the other ranks' gradients" in other
     cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", other)))
     assert ended - cut < 60  # as long as it takes, it is not until the network is there again

@@ -212,7 +212,7 @@ def work(): return 1
     import broken_module  # type: ignore[import-not-found]
 
     monkeypatch.setenv("BROKEN", "1")
-    expected = r"cannot import what the task needs: ModuleNotFoundError: .*, because of RuntimeError: operator torchvi"
+    expected = r"cannot import a module that the task needs: .*, because of RuntimeError: operator torchvi"
     with pytest.raises(ConfigError, match=expected):
         run_workers(broken_module.work, 1)
 
@@ -314,7 +314,7 @@ def test_an_error_that_does_not_unpickle_comes_as_text() -> None:
     ("end", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "Rank 1 of 2 was killed by SIGKILL"),
-        (lambda: sys.exit(0), r"(?s)Rank 1 of 2 left by sys.exit\(0\) before its work was done.*SystemExit: 0$"),
+        (lambda: sys.exit(0), r"(?s)Rank 1 of 2 called sys.exit\(0\) before its work was done.*SystemExit: 0$"),
         (lambda: os._exit(0), "Rank 1 of 2 ended with exit code 0 before its work was done"),
     ],
 )

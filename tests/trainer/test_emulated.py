@@ -137,7 +137,7 @@ def test_two_processes_share_a_device(tmp_path, two_replicas):
     assert process.returncode == 0, said
     together = json.loads(result.read_text())
     assert "ranks 0-1 on emul:0 Emulated accelerator" in said
-    assert said.count("Ranks on the same device share its memory and its time.") == 1
+    assert said.count("Ranks on the same device share its memory and compute.") == 1
     assert together["metrics"] == pytest.approx(two_replicas["metrics"], abs=1e-4)
     assert together["weights"] == pytest.approx(two_replicas["weights"], abs=1e-3)
 
@@ -181,7 +181,10 @@ def test_it_trains_in_half_precision(tmp_path, precision):
 
 REFUSED = [
     ({"precision": "16-mixed"}, "torch has no autocast to torch.float16 for emul. Use 32-true."),
-    ({"accelerator": "emul:0", "devices": 1}, "names a device, and trainer.devices=1 others: say accelerator=emul"),
+    (
+        {"accelerator": "emul:0", "devices": 1},
+        "names a device, but trainer.devices=1 asks for others. Set accelerator=emul",
+    ),
     ({"devices": [1]}, "expected indices of emul devices, below 1"),
     ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
     (

@@ -86,7 +86,7 @@ def newest_complete(root: Location, check: Check = verify) -> Location | None:
 
 def first_complete(paths: Iterable[Location], check: Check) -> Location | None:
     """Return the first checkpoint that passes `check`; warn about each one before it and its problem."""
-    # stop at the first: verification reads a whole checkpoint
+    # stop at the first: verification reads a complete checkpoint
     for path in paths:
         try:
             if check(path) is False:
@@ -114,7 +114,7 @@ def checkpoint_step(checkpoint: Location) -> int:
 
 
 def resolve(place: Location, check: Check = verify) -> Location:
-    """Return the checkpoint at a place, or the newest that passes `check` in the folder or run directory there.
+    """Return the checkpoint at a location, or the newest that passes `check` in the folder or run directory there.
 
     Raises CheckpointError with what was expected there.
     """

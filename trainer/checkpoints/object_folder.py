@@ -63,7 +63,7 @@ class ObjectFolder:
         return sorted(path[0] for path in paths if path[1:] == [manifest.MANIFEST] and path[0][:1] != ".")
 
     def candidates(self) -> list[str]:
-        """Return the names of committed checkpoints: a process that dies leaves nothing with a manifest."""
+        """Return the names of committed checkpoints: only these have a manifest."""
         return self.names()
 
     def committed(self, name: str) -> str | None:
@@ -251,7 +251,7 @@ class ObjectFolder:
 
 
 def is_object(place: Address) -> bool:
-    """Return whether there is an object at a place. Raises CheckpointError if the store does not answer."""
+    """Return whether an object exists at an address. Raises CheckpointError if the store does not answer."""
     try:
         return bool(_reading(place, retried, place, connect(place).info, place)["type"] == "file")
     except FileNotFoundError:

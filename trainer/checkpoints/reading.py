@@ -29,7 +29,7 @@ KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_state
 
 
 def read(source: Location) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a place, or another program's file, whose names stay unchanged."""
+    """Read the checkpoint that `resolve` finds at a location, or another program's file with unchanged names."""
     if not is_file(source):
         return read_checkpoint(resolve(source))
     with local_file(source) as path:

@@ -320,13 +320,13 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether there is a file at a place: not a Legato checkpoint, but maybe weights of another program."""
+    """Return whether a location is a file: not a Legato checkpoint, but maybe weights of another program."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
 @contextmanager
 def local_file(location: Location) -> Iterator[Path]:
-    """Yield a local path of the file at a place: the file itself, or a copy that exists within this context."""
+    """Yield a local path of the file at a location: the file itself, or a copy that exists within this context."""
     if isinstance(location, Path):
         yield location
         return

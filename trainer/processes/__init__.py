@@ -1,1 +1,1 @@
-"""Processes: ranks and places, rendezvous, workers, agreement between ranks, signals, hangs."""
+"""Processes of a run: ranks, rendezvous, workers, agreement between ranks, signals and hang reports."""

@@ -1,7 +1,7 @@
-"""Connections of the process groups: the TCP sockets that were opened while the groups were made.
+"""Connections of the process groups: the TCP sockets that are opened while the groups are made.
 
-gloo closes a group's sockets one after the other, 10 ms each, and a rank that waits learns of a death only when the
-neighbour that waits for the dead rank has closed its own. Over n ranks that would take 5 n² ms (20 s for 64).
+gloo closes a group's sockets one by one, 10 ms each, and a waiting rank learns of a death only when the neighbour that
+waits for the dead rank has closed its sockets. Over n ranks that would take 5 n² ms (20 s for 64).
 """
 
 import os
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
-"""The addresses of both ends of a connection: host and port."""
+"""Host and port of both ends of a connection."""
 
 _noted: dict[int, Ends] = {}
 
 
 @contextmanager
 def noting(*, more: bool = False) -> Iterator[None]:
-    """Note which connections are opened in this context; none where the system does not list a process's files.
+    """Note the connections that are opened in this context; none if the system does not list a process's files.
 
-    `more`: beside those noted before, for a group made within the default one; else those are forgotten.
+    `more`: keep the connections noted before, for a group made within the default group; otherwise forget them.
     """
     before = _connected()
     yield
@@ -29,13 +29,13 @@ def noting(*, more: bool = False) -> Iterator[None]:
 
 
 def shut_down(*, keep_port: int | None = None) -> None:
-    """Tell all peers at once that this process has left; the groups are of no use from then on.
+    """Shut down all noted connections, so that all peers learn at once that this process has left its groups.
 
-    `keep_port`: port of a store, whose connections stay: a peer may have opened one while a group was made.
+    `keep_port`: port of a store, whose connections stay open: a peer may have opened one while a group was made.
     """
     now = _connected()
     for number, ends in _noted.items():
-        # else it is closed, and its number may be another's by now
+        # otherwise the connection is closed, and another file may have its number
         if now.get(number) == ends and keep_port not in (ends[0][1], ends[1][1]):
             with suppress(OSError), _borrowed(number) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -50,7 +50,7 @@ def _connected() -> dict[int, Ends]:
     except OSError:  # not Linux
         return connections
     for number in numbers:
-        # closed by now, or not a socket, or not connected
+        # the file may be closed by now, not a socket, or not connected
         with suppress(OSError), _borrowed(number) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connections[number] = connection.getsockname()[:2], connection.getpeername()[:2]
@@ -59,9 +59,9 @@ def _connected() -> dict[int, Ends]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Look at an open socket of someone else, which stays open. Raises OSError if there is none."""
+    """Yield an open socket without taking ownership: it stays open. Raises OSError if the file is not a socket."""
     limit = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(None)  # under one of the script's the socket would become non-blocking, for its owner, too
+    socket.setdefaulttimeout(None)  # the script's timeout would make the socket non-blocking, for its owner too
     try:
         connection = socket.socket(fileno=number)
     finally:

@@ -1,4 +1,4 @@
-"""Exits of a worker: its failure report, and how another thread ends a process whose main thread hangs."""
+"""Ends a worker: writes its report, and kills a process whose main thread hangs."""
 
 import multiprocessing
 import os
@@ -12,13 +12,13 @@ _report: Path | None = None
 
 
 def set_report_file(path: Path) -> None:
-    """Set the file to which this worker writes how it ended."""
+    """Set the file to which this worker reports its end."""
     global _report
     _report = path
 
 
 def touch_alive_file() -> None:
-    """Touch this worker's alive file: a thread of it still runs."""
+    """Touch this worker's alive file to show that a thread still runs."""
     if _report is not None:
         alive_file(_report).touch()
 
@@ -29,42 +29,42 @@ def alive_file(report: Path) -> Path:
 
 
 def write_atomically(path: Path, *contents: bytes) -> None:
-    """Write `contents`, one after the other, so that the file is complete or does not exist."""
+    """Write `contents` in sequence; the file is complete or does not exist."""
     partial = path.with_suffix(".part")
     try:
         with partial.open("wb") as file:
             file.writelines(contents)
     except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk a smaller file may have room, such as a failure report
+        partial.unlink(missing_ok=True)  # on a full disk there may be room for a smaller file, such as a failure report
         raise
     partial.replace(path)  # the launcher may read it at any moment
 
 
 def leave(code: int, end: "int | Failure") -> NoReturn:
-    """Kill this process and its children, with its end in the report.
+    """Write the report and kill this process and its children.
 
-    Nothing is flushed: a thread that hangs may hold the lock of a stream.
+    Streams are not flushed, because a thread that hangs may hold the lock of a stream.
     """
     try:
         if _report is not None:
             write_atomically(_report, pack(end))
-    except OSError as error:  # a full disk: the launcher sees the exit code alone
+    except OSError as error:  # a full disk: the launcher sees only the exit code
         text = end.text or end.summary if isinstance(end, Failure) else ""
-        os.write(2, f"{text}\nThe report for the caller cannot be written: {error}\n".encode())
+        os.write(2, f"{text}\nThe report for the launcher cannot be written: {error}\n".encode())
     for child in multiprocessing.active_children():
         child.kill()
-    # not sys.exit, which raises in this thread only, and joins threads that may never end
+    # not sys.exit, which raises only in this thread and joins threads that may never end
     os._exit(code)
 
 
 def end_process(error: BaseException, tell: bool = True) -> NoReturn:
-    """Kill this process and its children, with `error` in the report, or printed if there is no launcher and `tell`."""
+    """Report `error` and kill this process and its children; without a launcher print the error if `tell`."""
     if _report is None and tell:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     leave(1, Failure.of_exception(error))
 
 
-def end_by_force(number: int, why: str) -> NoReturn:
+def end_by_force(number: int, reason: str) -> NoReturn:
     """Kill this process and its children because it did not answer signal `number`."""
-    what = f"was ended by {signal.Signals(number).name} in the middle of its work, because {why}"
-    leave(128 + number, Failure(what, signal=number, is_forced=True))
+    event = f"was ended by {signal.Signals(number).name} in the middle of its work, because {reason}"
+    leave(128 + number, Failure(event, signal=number, is_forced=True))

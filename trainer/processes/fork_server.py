@@ -1,8 +1,8 @@
-"""Signal mask of multiprocessing's fork server and of workers that are not ready yet; imported only by that server.
+"""Blocks end signals in multiprocessing's fork server and in new workers; only that server imports this module.
 
-A scheduler signals every process of a job. That would end the server while it forks a worker, which then has no exit
-code, or be lost on a worker that is just being forked. So the end signals are blocked in both: the server never gets
-them (it ends with the process that started it), a worker unblocks them once its handlers are installed.
+A scheduler signals every process of a job. A signal would end the server while it forks a worker, which then has no
+exit code, or would be lost on a worker that is being forked. So both block the end signals: the server never receives
+them (it ends with the process that started it), and a worker unblocks them after the fork.
 """
 
 import os
@@ -11,12 +11,12 @@ import signal
 from .signals import END_SIGNALS
 
 _blocked = set(END_SIGNALS) - signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-# Read now, since multiprocessing's server ignores SIGINT from its start on.
+# read now, because multiprocessing's server later ignores SIGINT
 _handles_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _let_through() -> None:
-    """Unblock the signals in a forked worker, but not in its children, with their default handlers."""
+    """Unblock the signals, with their default handlers, in a forked worker but not in its children."""
     if _blocked:
         if _handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

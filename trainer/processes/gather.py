@@ -1,8 +1,7 @@
-"""`Task.all_gather`: gather tensors of every rank, after a check of their shapes: gloo aborts the process where they
-differ.
+"""Gathers tensors of every rank for `Task.all_gather`, after a check of their shapes.
 
-Only the first dimension may differ: evaluation counts every sample once, so shares may be uneven. Any other difference
-raises on every rank.
+Without the check, gloo would abort the process if shapes differ. Only the first dimension may differ, because
+evaluation counts every sample once and shares may be uneven. Any other difference raises an error on every rank.
 """
 
 from typing import Any
@@ -28,7 +27,7 @@ def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> 
         return tensor
 
     data = map_tensors(data, note, number=lambda value: note(torch.as_tensor(value, device=strategy.device)))
-    if ranks.size == 1:  # a dimension of one rank, so that a task reads alike on any number of processes
+    if ranks.size == 1:  # add a dimension for the rank, so that a task's code works on any number of processes
         results = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
         return map_tensors(data, lambda _: next(results))
     with_gradient = [sync_grads and tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
@@ -37,15 +36,15 @@ def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> 
         _exchange(tensor.detach(), [row[index] for row in shapes], ranks) for index, tensor in enumerate(tensors)
     ]
     if any(with_gradient):
-        # made on every rank, before any backward: a new group is collective, too
+        # every rank makes the channel before any backward: a new group is a collective call
         channel = _channel(strategy, group)
         for index, tensor in enumerate(tensors):
             if with_gradient[index]:
-                parts: Any = _WithGradient.apply(tensor, channel, gathered[index])  # type: ignore[no-untyped-call]
-                gathered[index] = list(parts)
-    # shares with unlike numbers of rows cannot be stacked
-    joined = iter([torch.stack(parts) if len({part.shape for part in parts}) == 1 else parts for parts in gathered])
-    return map_tensors(data, lambda _: next(joined))
+                shares: Any = _WithGradient.apply(tensor, channel, gathered[index])  # type: ignore[no-untyped-call]
+                gathered[index] = list(shares)
+    # shares with different numbers of rows cannot be stacked
+    stacked = iter([torch.stack(rows) if len({row.shape for row in rows}) == 1 else rows for rows in gathered])
+    return map_tensors(data, lambda _: next(stacked))
 
 
 def _ranks_of(strategy: Any, group: Any) -> Ranks:
@@ -55,43 +54,43 @@ def _ranks_of(strategy: Any, group: Any) -> Ranks:
     size = dist.get_world_size(group)
     if size < 1:
         raise TaskError(
-            f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group: call it on "
-            f"the ranks that torch.distributed.new_group was given."
+            f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group. Call it only "
+            f"on the ranks that you passed to torch.distributed.new_group."
         )
     return Ranks(dist.get_rank(group), size, group)
 
 
 def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
-    """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
+    """Raise TaskError for a gather over `size` ranks in a step that they do not all run at the same time."""
     if not run.loop.open or not (run.metrics.in_step and run.metrics.in_batch):
         return
-    doing, strategy, how = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
-    replicas, processes = run.state.replicas, f"{strategy.data_ranks.size} processes"
+    doing, strategy, option = run.loop.doing, run.strategy, "with sync_grads=True " if sync_grads else ""
+    replicas, count = run.state.replicas, strategy.data_ranks.size
+    processes = f"{count} process{'es' * (count > 1)}"
     if doing == "train" and strategy.cuts_batches:
         raise TaskError(
-            f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. "
-            f"Use strategy ddp, whose processes have whole batches."
+            f"training_step calls all_gather {option}on a part of its batch, because strategy {strategy.name!r} splits "
+            f"batches. Use strategy ddp, whose processes get complete batches."
         )
     if doing == "train" and (run.local_replicas > 1 or run.members_change):
         raise TaskError(
-            f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
-            f"{' that may die' if run.members_change else ''}, one after the other: what a later one computes is "
-            f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
-            f"number."
+            f"training_step calls all_gather {option}over {replicas} replicas, which take turns on {processes}"
+            f"{' that may die' if run.members_change else ''}: results of later replicas do not exist yet. Start "
+            f"{replicas} processes (strategy ddp, not elastic), or set trainer.replicas to the number of processes."
         )
     if size > 1 and not _all_take_part(run):
         stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
-        instead = f"gathering in on_{stage}_epoch_end"
+        remedy = f"Gather in on_{stage}_epoch_end"
         if doing == "train":
-            instead = "trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
+            remedy = "Set trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
         raise TaskError(
-            f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
-            f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
+            f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not divide "
+            f"evenly among {replicas} replicas on {processes}: some rank has fewer. {remedy}."
         )
 
 
 def _all_take_part(run: Any) -> bool:
-    """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
+    """Return whether all ranks have a batch in this step and, as far as lengths are known, in all later steps."""
     if run.loop.doing == "train":
         return run.training_data.is_even and run.loop.step is not None and run.loop.step.is_full
     data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
@@ -100,52 +99,53 @@ def _all_take_part(run: Any) -> bool:
 
 
 def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Ranks) -> list[list[tuple[int, ...]]]:
-    """Return the shapes of every rank's tensors, by rank.
+    """Return the shapes of every rank's tensors, in rank order.
 
-    Raises DisagreementError, on every rank, if the tensors differ by more than their rows.
+    Raises DisagreementError, on every rank, if the tensors differ in more than their rows.
     """
     kinds = list(map(_describe, tensors, with_gradient))
-    every: list[tuple[list[str], list[tuple[int, ...]]]] = ranks.gather_objects(
+    by_rank: list[tuple[list[str], list[tuple[int, ...]]]] = ranks.gather_objects(
         (kinds, [tuple(tensor.shape) for tensor in tensors])
     )
-    other = next((rank for rank, (kinds_there, _) in enumerate(every) if kinds_there != every[0][0]), None)
-    if other is not None:
-        words = [f"[{', '.join(every[rank][0])}]" for rank in (0, other)]
+    differing = next((rank for rank, (rank_kinds, _) in enumerate(by_rank) if rank_kinds != by_rank[0][0]), None)
+    if differing is not None:
+        first, second = (f"[{', '.join(by_rank[rank][0])}]" for rank in (0, differing))
         raise DisagreementError(
-            f"all_gather takes {words[0]} on rank 0, and {words[1]} on rank {other}. All ranks must give the same "
-            f"tensors, of one dtype and one kind of device, that differ in their first dimension only; with "
-            f"sync_grads=True all or none need a gradient. Join what each rank has collected by torch.cat(outputs)."
+            f"all_gather gets {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
+            f"tensors, with equal dtypes and kinds of devices; only their first dimension may differ. With "
+            f"sync_grads=True all of them or none need a gradient. Concatenate each rank's tensors first: "
+            f"torch.cat(outputs)."
         )
-    return [shapes for _, shapes in every]
+    return [shapes for _, shapes in by_rank]
 
 
 def _describe(tensor: Tensor, with_gradient: bool) -> str:
-    """Return what must be the same on all ranks: not the number of rows."""
+    """Describe the properties that must be equal on all ranks: everything but the number of rows."""
     shape = " x ".join(["rows", *map(str, tensor.shape[1:])]) if tensor.dim() else "scalar"
     return f"{tensor.dtype} {shape} on {tensor.device.type}{' with a gradient' * with_gradient}"
 
 
-# --- how they travel --------------------------------------------------------------------------------------------------
+# --- exchange ---------------------------------------------------------------------------------------------------------
 def _exchange(tensor: Tensor, shapes: list[tuple[int, ...]], ranks: Ranks) -> list[Tensor]:
-    """Return the tensor of every rank, given their shapes."""
+    """Return the tensors of all ranks; `shapes`: their shapes."""
     sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
-    # as bytes, since gloo lacks some dtypes, and padded to the longest: it aborts the process where sizes differ
+    # as bytes, because gloo lacks some dtypes, and padded to the longest, because gloo aborts if sizes differ
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
     row[: sizes[ranks.rank]] = tensor.contiguous().reshape(-1).view(torch.uint8)
     received = zip(ranks.all_gather(row), sizes, shapes, strict=True)
-    # copies: an empty row of the whole lies at an offset at which torch refuses other dtypes
-    return [part[:size].clone().view(tensor.dtype).view(shape) for part, size, shape in received]
+    # copies, because an empty row may have an offset at which torch refuses other dtypes
+    return [data[:size].clone().view(tensor.dtype).view(shape) for data, size, shape in received]
 
 
 _channels: dict[Any, Any] = {}
-"""Process groups for gradients of gathers, so that they do not mix with the collectives of DDP's backward."""
+"""Process groups for gradients of gathers, which must not mix with the collectives of DDP's backward."""
 
 
 def _channel(strategy: Any, group: Any) -> Any:
-    """Return the process group for gradients of gathers; every rank calls it."""
+    """Return the process group for gradients of gathers; every rank calls this."""
     if group is not None:
         return group
-    if strategy.data_ranks is not strategy.collectives:  # of a mesh, whose data axis is a part of the world
+    if strategy.data_ranks is not strategy.collectives:  # a mesh, whose data axis is a subgroup of the world
         return strategy.data_ranks.group
     world = dist.group.WORLD
     if world not in _channels:
@@ -155,12 +155,12 @@ def _channel(strategy: Any, group: Any) -> Any:
 
 
 class _WithGradient(torch.autograd.Function):
-    """All-gather with a backward pass: the gradients of all ranks are summed in the order of ranks."""
+    """All-gather with a backward pass, which sums the gradients of all ranks in rank order."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, channel: Any, parts: list[Tensor]) -> tuple[Tensor, ...]:
-        context.channel, context.shape, context.sizes = channel, tensor.shape, [part.numel() for part in parts]
-        return tuple(parts)
+    def forward(context: Any, tensor: Tensor, channel: Any, shares: list[Tensor]) -> tuple[Tensor, ...]:
+        context.channel, context.shape, context.sizes = channel, tensor.shape, [share.numel() for share in shares]
+        return tuple(shares)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -168,8 +168,8 @@ class _WithGradient(torch.autograd.Function):
         size, world = context.shape.numel(), len(gradients)
         received = sent.new_empty(world * size)
         dist.all_to_all_single(received, sent, [size] * world, context.sizes, group=context.channel)
-        total, *others = received.view(world, size).unbind()
-        # one after the other, not by sum(0), whose order torch chooses: each rank has the same bits
-        for other in others:
-            total = total + other
+        total, *terms = received.view(world, size).unbind()
+        # added one by one, so that each rank gets the same bits: torch chooses the order of sum(0)
+        for term in terms:
+            total = total + term
         return total.view(context.shape), None, None

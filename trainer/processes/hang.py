@@ -1,7 +1,7 @@
-"""Hangs: what each rank does when nothing moves, and which rank failed first; both told through the ranks' store.
+"""Reports hangs with each rank's position, and names the rank that failed first; both through the ranks' store.
 
-A rank that makes no progress writes its position on a board in the store, about once a second. Whoever has to say
-something reads the board: nobody has to be asked, and nobody waits for an answer of a rank that has none.
+A rank that makes no progress writes its position to a board in the store, about once a second. A rank that reports
+reads the board, so it need not ask other ranks or wait for a rank that cannot answer.
 """
 
 import atexit
@@ -39,34 +39,34 @@ log = logging.getLogger("legato")
 T = TypeVar("T")
 
 ANSWER_SECONDS = 3.0
-"""Seconds that ranks have to write on the board, and that rank 0, which has the store, stays after a failure."""
+"""Seconds for ranks to write to the board, and seconds that rank 0 keeps the store open after a failure."""
 STORE_SECONDS = 10.0
-"""Seconds in which the store must answer."""
+"""Seconds within which the store must answer."""
 REPORT_SECONDS = 120.0
-"""Seconds without progress after which a report is due, if no step takes long."""
+"""Minimum seconds without progress before a report."""
 LONGEST_STEPS = 20
-"""Multiple of the longest step so far after which a report is due."""
+"""Minimum time without progress before a report, as a multiple of the longest step so far."""
 STALLED = 1.0
 """Seconds without progress after which a rank writes its position."""
 DEADLOCKED = 30.0
-"""Seconds after which a report is due where all ranks wait, one of them in a collective of the script."""
+"""Seconds before a report if all ranks wait and one of them waits in a collective of the script."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
-SAVED = "What the run has saved is whole: resume=auto continues."
+SAVED = "The run's checkpoints are complete: resume=auto continues the run."
 KILLED = "it may have been killed (out of memory: see `dmesg`)"
 
 Position = dict[str, Any]
-"""Where a rank is; whether it waits for others; for how many seconds it has been there; at which step."""
+"""A rank's position: what it does and where, whether it waits for other ranks, for how many seconds, at which step."""
 
 
 class Board:
-    """Notes of the ranks in their store. All methods raise RuntimeError where the store is gone or does not answer."""
+    """Notes of the ranks in their store. All methods raise RuntimeError if the store is gone or does not answer."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._idle = threading.Lock()
 
     def write(self, topic: str, note: Any) -> None:
-        """Write this rank's note on a topic; None wipes it."""
+        """Write this rank's note on a topic; None deletes it."""
         self._ask("set", f"{topic}/{self.rank}", json.dumps(note))
 
     def read(self, topic: str) -> dict[int, Any]:
@@ -76,7 +76,7 @@ class Board:
         return {rank: note for rank, note in notes.items() if note is not None}
 
     def read_all(self, *topics: str) -> dict[int, Any]:
-        """Return the notes of all ranks, each on one of the topics; after ANSWER_SECONDS those that there are."""
+        """Wait up to ANSWER_SECONDS for a note of each rank on any of the topics; return the notes by rank."""
         notes: dict[int, Any] = {}
 
         def is_complete() -> bool:
@@ -87,16 +87,16 @@ class Board:
         return notes
 
     def is_first(self, alarm: str) -> bool:
-        """Give an alarm; return whether no rank has given it before."""
+        """Raise an alarm; return whether this rank is the first to raise it."""
         return bool(self._ask("add", alarm, 1) == 1)
 
     def has(self, alarm: str) -> bool:
-        """Return whether an alarm was given."""
+        """Return whether any rank has raised an alarm."""
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # torch waits for the answer without a limit, as long as a network is gone, so this has to happen in a thread
-        # that may be left behind
+        # While the network is down torch waits for the answer without a limit, so a thread asks, which can be left
+        # behind.
         answer = Future[Any]()
 
         def call() -> None:
@@ -115,7 +115,7 @@ class Board:
 
 
 def _await(read: Callable[[], T]) -> T:
-    """Return what `read` returns once that is true; after ANSWER_SECONDS what it returned last."""
+    """Call `read` until its result is true, or for ANSWER_SECONDS; return the last result."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while not (value := read()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -123,29 +123,29 @@ def _await(read: Callable[[], T]) -> T:
 
 
 class Watchdog:
-    """Watches this process's progress through a run in a thread, from before the rendezvous."""
+    """Watches this process's progress through a run from a thread, which starts before the rendezvous."""
 
     def __init__(self, trainer: "Trainer", loop: Any, metrics: Any) -> None:
-        """`loop`: has the stage (`doing`) and the newest step of this process; `metrics`: the batches of each stage."""
+        """`loop`: has this process's stage (`doing`) and newest step; `metrics`: has the batches of each stage."""
         self.trainer, self.loop, self.metrics = trainer, loop, metrics
         self.place = Place()
-        """Place of this process, set before the rendezvous, and again for each process group."""
+        """Place of this process, set before the rendezvous and again for each process group."""
         self.end_after: float | None = trainer.hang_timeout
         """Seconds without progress after which the run ends, once start-up is over; None: never."""
         self.report_after = REPORT_SECONDS
         self.begun = False
-        """Whether start-up is over."""
+        """True once start-up is over."""
         self.longest = 0.0
         """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
         self.reports = 0
         self.token = ""
-        """Word that the ranks of this run share, and no other run at the same store."""
-        self.shows_position = self.told_of_failure = False
-        """Whether this rank's position is on the board; whether it has told where it was when another rank failed."""
+        """Token of this run, which separates its ranks from other runs at the same store."""
+        self.shows_position = self.reported_failure = False
+        """True while this rank's position is on the board; true once it has reported its position at a failure."""
         self.failed_stack: list[Frame] | None = None
-        """Stack of the main thread when its collective failed; by now it reads the board for the message."""
+        """Stack of the main thread when its collective failed; the thread now reads the board for the message."""
         self.succeeded = False
-        """Whether the run was closed without an error."""
+        """True if the run was closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
         self.watched = threading.get_ident()
         self.done, self.connecting = threading.Event(), threading.Lock()
@@ -166,7 +166,7 @@ class Watchdog:
     ) -> None:
         self.done.set()
         self.thread.join()
-        with suppress(RuntimeError):  # no new connection: rank 0, which has the store, may have ended
+        with suppress(RuntimeError):  # no new connection, because rank 0, which serves the store, may have ended
             if self.succeeded and self.board is not None:
                 position = {"where": "has done its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}
                 self.board.write("done", position)
@@ -174,9 +174,9 @@ class Watchdog:
         self.stacks.close()
 
     def begin(self) -> None:
-        """Mark the end of start-up: from now on `hang_timeout` counts, on all ranks."""
+        """Mark the end of start-up, after which `hang_timeout` counts on all ranks."""
         self.begun = True
-        with suppress(RuntimeError):  # while all ranks are there: in a short run the thread may not come to it
+        with suppress(RuntimeError):  # connect while all ranks exist: in a short run the thread may be too late
             self._connect()
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -187,36 +187,36 @@ class Watchdog:
             now, moment = self._progress(), time.monotonic()
             if now != place:
                 changes += self.begun
-                # without start-up and the first step, which compiles and fills loaders
+                # leave out start-up and the first step, which compiles and fills loaders
                 self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
             stalled, reports = moment - since, self.reports
-            # before the store is asked, which may not answer
+            # before any request to the store, which may not answer
             if self.begun and self.end_after is not None and stalled >= self.end_after:
                 self._end(stalled)
             if stalled >= report_at:
                 self._report(stalled)
-            with suppress(RuntimeError):  # the store is gone, and with it the run: another rank says why
+            with suppress(RuntimeError):  # the store is gone, so the run has ended; another rank reports why
                 self._look(stalled)
             if self.reports > reports:
                 report_at = 2 * max(stalled, report_at)
 
     def _look(self, stalled: float) -> None:
-        """Show this rank's position while it makes no progress, and do what alarms of other ranks ask for."""
+        """Show this rank's position while it makes no progress, and respond to alarms of other ranks."""
         board = self._connect()
         if board is None:
             return
-        stands = stalled >= min(STALLED, (self.end_after or STALLED) / 2)
-        if stands or self.shows_position:
-            board.write("at", self._position(stalled) if stands else None)
-            self.shows_position = stands
-        if not stands:
+        is_stalled = stalled >= min(STALLED, (self.end_after or STALLED) / 2)
+        if is_stalled or self.shows_position:
+            board.write("at", self._position(stalled) if is_stalled else None)
+            self.shows_position = is_stalled
+        if not is_stalled:
             return
         if board.has("end"):
             self._end(stalled)
-        if board.has("failed") and not self.told_of_failure:
-            self.told_of_failure = True
+        if board.has("failed") and not self.reported_failure:
+            self.reported_failure = True
             board.write("failed", self._position(stalled, writes_stacks=True))
         if board.has(f"report {self.reports}") or (self.reports == 0 and self._is_deadlocked(stalled, board)):
             self._report(stalled)
@@ -225,22 +225,22 @@ class Watchdog:
         if stalled < max(DEADLOCKED, LONGEST_STEPS * self.longest) or board.size == 1 or not self.begun:
             return False
         positions = board.read("at").values()
-        waits = len(positions) == board.size and all(position["waits"] for position in positions)
-        # in their own backward all may compute, which looks alike
-        return waits and any("called in" in position["where"] for position in positions)
+        all_wait = len(positions) == board.size and all(position["waits"] for position in positions)
+        # without the user's call: ranks that compute their own backward look the same
+        return all_wait and any("called in" in position["where"] for position in positions)
 
     def _end(self, stalled: float) -> None:
-        """Write the stacks, and end the process with the positions of all ranks."""
+        """Write the stacks and end the process with an error that has the positions of all ranks."""
         position = self._position(stalled, writes_stacks=True)
         head = f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
         message, is_first = self._message_of_all("end", position, head)
         end_process(HangError(message), tell=is_first)
 
     def _report(self, stalled: float) -> None:
-        """Write the stacks; log the positions of all ranks on the first one to report. The run goes on."""
+        """Write the stacks; the first rank to report also logs the positions of all ranks. The run continues."""
         alarm, position = f"report {self.reports}", self._position(stalled, writes_stacks=True)
         self.reports += 1
-        head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
+        head = f"No progress for {stalled:.0f} s. The run continues; set trainer.hang_timeout to end such a run."
         message, is_first = self._message_of_all(alarm, position, head)
         if is_first:
             log.warning("%s", message)
@@ -251,13 +251,13 @@ class Watchdog:
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> Board | None:
-        """Return the board, on a connection of its own: the main thread may hang on the other one."""
+        """Return the board, which has its own connection because the main thread may hang on the other one."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.group:
                 try:
                     store = None if group is None else default_store()
-                except ValueError:  # an elastic run has left its group since the line above
+                except ValueError:  # an elastic run left its group after `is_initialized`
                     return None
                 self.board, self.group, self.reports = None, group, 0
                 if store is not None:
@@ -267,60 +267,60 @@ class Watchdog:
                     self.board = Board(prefix, self.place.rank, self.place.world_size)
             return self.board
 
-    # --- what the main thread asks ----------------------------------------------------------------------------------
+    # --- calls of the main thread -----------------------------------------------------------------------------------
     def require_all_leave(self, batch_idx: int) -> None:
-        """Wait until every rank leaves the epoch at this step; raise DisagreementError if one stays in it.
+        """Wait until every rank leaves the epoch at this step; raise DisagreementError if a rank stays.
 
-        That one waits for the others in its backward, and its own watchdog says so on the board.
+        A rank that stays waits for the others in its backward, and its watchdog writes that to the board.
         """
-        told, stays = self._wait_for_all("leave", "left")
-        if stays:
-            others = [rank for rank, said in enumerate(told) if said is None]
+        notes, waiting = self._wait_for_all("leave", "left")
+        if waiting:
+            staying = [rank for rank, note in enumerate(notes) if note is None]
             raise DisagreementError(
                 f"on_train_batch_start returned -1 on rank {self.place.rank} at step "
-                f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(others)} went on: "
-                f"{stays}. All ranks must leave an epoch together; decide by something that is the same on all of them."
+                f"{self.trainer.state.global_step + 1} (batch_idx {batch_idx}), but {name_ranks(staying)} continued: "
+                f"{waiting}. All ranks must leave an epoch together; decide by a value that is equal on all of them."
             )
 
     def require_same_end(self, length: str) -> None:
-        """Wait until every rank is at the end of its stream; raise DisagreementError if one is not.
+        """Wait until every rank is at the end of its stream; raise DisagreementError if a rank is not.
 
-        `length`: that of this rank's stream, which must be the same on all.
+        `length`: length of this rank's stream, which must be equal on all ranks.
         """
-        told, stays = self._wait_for_all("end of stream", length)
-        if stays or any(said != length for said in told):
-            every = [f"rank {rank}: {said or f'more ({stays})'}" for rank, said in enumerate(told)]
+        lengths, waiting = self._wait_for_all("end of stream", length)
+        if waiting or any(rank_length != length for rank_length in lengths):
+            by_rank = [f"rank {rank}: {amount or f'more ({waiting})'}" for rank, amount in enumerate(lengths)]
             raise DisagreementError(
                 f"The training stream has different lengths on different ranks in epoch {self.trainer.state.epoch}: "
-                f"{'; '.join(every)}. Each rank must read all of it, of which its own batches are kept; where each "
-                f"brings its own share, set trainer.use_distributed_sampler=false."
+                f"{'; '.join(by_rank)}. Each rank must read the complete stream, from which Legato keeps the rank's "
+                f"batches. If each rank reads its own share, set trainer.use_distributed_sampler=false."
             )
 
-    def _wait_for_all(self, event: str, said: str) -> tuple[list[str | None], str]:
-        """Wait for every rank in this step; return each one's `said`, and the position of one that does not come."""
+    def _wait_for_all(self, event: str, note: str) -> tuple[list[str | None], str]:
+        """Wait for every rank at this step; return their notes, and the position of a rank that waits elsewhere."""
         state, board = self.trainer.state, self._connect()
         if board is None or board.size == 1 or self.trainer.strategy.elastic:
-            return [said], ""
+            return [note], ""
         topic = f"{event} {state.epoch} {state.global_step} {self.token}"
-        board.write(topic, said)
-        before = {rank: position["seconds"] for rank, position in board.read("at").items()}
+        board.write(topic, note)
+        seconds_before = {rank: position["seconds"] for rank, position in board.read("at").items()}
         while True:
-            told, positions = board.read(topic), board.read("at")
-            # a position that was not written anew may be that of a rank which has gone on since
-            stay = [
+            notes, positions = board.read(topic), board.read("at")
+            # ignore a position that was not rewritten since: its rank may have moved on
+            waiting = [
                 f"rank {rank} {position['where']}"
                 for rank, position in positions.items()
-                if rank not in told
+                if rank not in notes
                 and position["waits"]
                 and position["step"] == state.global_step
-                and position["seconds"] > before.get(rank, 0.0)
+                and position["seconds"] > seconds_before.get(rank, 0.0)
             ]
-            if stay or len(told) == board.size:
-                return [told.get(rank) for rank in range(board.size)], stay[0] if stay else ""
+            if waiting or len(notes) == board.size:
+                return [notes.get(rank) for rank in range(board.size)], waiting[0] if waiting else ""
             time.sleep(0.01)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise for one on this rank: it names each rank's position, or who failed first."""
+        """Return the error to raise in place of `error`: it adds each rank's position or the first failure."""
         if self.place.world_size == 1:
             return error
         with suppress(RuntimeError):  # the store is gone
@@ -328,12 +328,12 @@ class Watchdog:
         if self.board is None or self.board.size == 1:
             return error
         error = self._explain_collective(error, self.board)
-        # launchers of Legato collect the failures of their workers, those of a script's own group are the script's
-        is_told = self.place.origin in ("alone", "legato", "script")
-        return error if is_told else first_failure(error, self.board)
+        # Legato's launchers collect their workers' failures, and the script handles those of its own group
+        is_collected = self.place.origin in ("alone", "legato", "script")
+        return error if is_collected else first_failure(error, self.board)
 
     def _explain_collective(self, error: BaseException, board: Board) -> BaseException:
-        """Return the error to raise for a failed collective: one that names each rank's position, if known."""
+        """Return the error to raise for a failed collective, with each rank's position if known."""
         if not isinstance(error, RuntimeError) or isinstance(error, LegatoError):
             return error
         is_late, has_left = "Timed out waiting" in str(error) or "Wait timeout" in str(error), False
@@ -342,18 +342,18 @@ class Watchdog:
         if is_late:
             timeouts = self.trainer.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
-            head = f"Rank {self.place.rank} has waited {limit} in a collective for others, which is the limit."
+            head = f"Rank {self.place.rank} has waited {limit}, the timeout, for other ranks in a collective."
         elif has_left and is_communication(error):
-            head = "The ranks called different collectives: each must call the same ones in the same order."
+            head = "The ranks called different collectives. All ranks must call the same collectives in the same order."
         else:
             return error
         self.failed_stack = stack_of_error(error)
         kind = HangError if is_late else DisagreementError
         return kind(self._message_of_all("failed", self._position(0.0), head)[0])
 
-    # --- words ------------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------------------------
     def _position(self, stalled: float, writes_stacks: bool = False) -> Position:
-        """Return where this rank is. `writes_stacks`: those of this process and its loader workers, to a file."""
+        """Return this rank's position; `writes_stacks`: also write its stacks, with its loader workers', to a file."""
         stack = self.failed_stack or stack_of(self.watched)
         where, waits = describe_stack(stack, alone=self.place.world_size == 1)
         at = self._describe_progress(stack)
@@ -361,14 +361,14 @@ class Watchdog:
             workers = worker_stacks(self.stacks)
             if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
                 where = f"waits for a loader's worker, which is in {frame}"
-            self._write_stacks(f"Rank {self.place.rank} {where} since {stalled:.1f} s, at {at}.\n\n", workers)
+            self._write_stacks(f"Rank {self.place.rank} {where} for {stalled:.1f} s, at {at}.\n\n", workers)
         step = self.loop.step if self.loop.doing == "train" else None
         position = {"where": where, "waits": waits, "seconds": stalled, "at": at}
-        # whether this rank has no batch in the step that it takes part in
+        # "idle": this rank has no batch in the step
         return position | {"idle": step is not None and not step.batches, "step": self.trainer.state.global_step}
 
     def _describe_progress(self, stack: list[Frame]) -> str:
-        """Describe the step or batch of this process, given its stack."""
+        """Describe the step or batch in which this process is; `stack`: its stack."""
         state, doing = self.trainer.state, self.loop.doing
         if not self.begun:
             return "start-up"
@@ -396,9 +396,9 @@ class Watchdog:
         return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
     def _message_of_all(self, alarm: str, position: Position, head: str) -> tuple[str, bool]:
-        """Give an alarm with this rank's position; return a message of all positions, and whether it is the first.
+        """Raise an alarm with this rank's position; return a message of all positions, and whether this rank is first.
 
-        Without a store that answers the message has this rank's position alone.
+        If the store does not answer, the message has only this rank's position.
         """
         board, is_first = self.board, True
         if board is None:
@@ -408,31 +408,31 @@ class Watchdog:
             board.write(alarm, position)
             positions = board.read_all(alarm, "done")
             message = self._message({rank: positions.get(rank) for rank in range(board.size)}, head)
-            # the store goes with rank 0, which therefore ends after the one that tells
+            # the store ends with rank 0, which therefore waits until the first rank has read the positions
             if is_first:
                 board.is_first(f"{alarm} read")
             _await(lambda: board.has(f"{alarm} read"))
         except RuntimeError as error:
-            lost = f"The other ranks' positions are not known: {error}"
+            lost = f"The positions of the other ranks are unknown: {error}"
             network = "The network to the machine of rank 0, or that machine, may be down."
             message = self._message({self.place.rank: position}, f"{head}\n{lost} {network}")
         return message, is_first
 
     def _message(self, positions: Mapping[int, Position | None], head: str) -> str:
-        """Return a message: the position of each rank, the ranks waited for, and the file of the stacks."""
-        alike: dict[str, list[int]] = {}
+        """Return a message with each rank's position, the ranks to blame, and the file of the stacks."""
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, position in positions.items():
-            words = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
+            text = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
             if position is not None:
-                seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
-                words = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
-            alike.setdefault(words, []).append(rank)
+                seconds = f" for {position['seconds']:.0f} s" if position["seconds"] else ""
+                text = position["where"] + (f"{seconds}, at {position['at']}" if position["at"] else "")
+            ranks_by_text.setdefault(text, []).append(rank)
         process = "The process" if self.place.world_size == 1 else ""
-        lines = [head, *(f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items())]
+        lines = [head, *(f"  {process or name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items())]
         to_blame = [rank for rank, position in positions.items() if position is None or not position["waits"]]
         if len(positions) > 1 and not to_blame:
-            lines.append("All wait, for each other: they must call the same collectives in the same order.")
-            lines.append(_why_unlike({rank: position for rank, position in positions.items() if position is not None}))
+            lines.append("All ranks wait for each other. They must call the same collectives in the same order.")
+            lines.append(_remedy({rank: position for rank, position in positions.items() if position is not None}))
         elif len(to_blame) < len(positions) > 1:
             lines.append(f"The others wait for {name_ranks(to_blame)}.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
@@ -440,58 +440,58 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def _why_unlike(positions: Mapping[int, Position]) -> str:
-    """Return what helps ranks that wait for each other."""
+def _remedy(positions: Mapping[int, Position]) -> str:
+    """Return advice for ranks that wait for each other."""
     idle = sorted(rank for rank, position in positions.items() if position["idle"])
     if idle:
         return (
-            f"The data do not go evenly into the batches of all ranks: this step has none for {name_ranks(idle)}, "
-            f"where training_step is not called. What helps: drop_last=True, or gathering when the epoch ends."
+            f"The data do not divide evenly among the ranks: this step has no batch for {name_ranks(idle)}, so "
+            f"training_step is not called there. Set drop_last=True, or gather at the end of the epoch."
         )
     if len({position["at"] for position in positions.values()}) > 1:
         return "They are at different steps: their loaders may have different lengths."
-    return "To have each collective compared between ranks, start with TORCH_DISTRIBUTED_DEBUG=DETAIL."
+    return "To compare each collective between ranks, set TORCH_DISTRIBUTED_DEBUG=DETAIL."
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2, 3"."""
+    """Return "rank 1" or "ranks 0, 2, 3"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # --- the first failure ------------------------------------------------------------------------------------------------
 def first_failure(error: BaseException, board: Board) -> BaseException:
-    """Return the error to raise on this rank, where no launcher of Legato collects failures.
+    """Return the error to raise on this rank if no launcher of Legato collects failures.
 
-    It is the rank's own, of which the others are told, or one that names the first rank to fail.
+    It is the rank's own error, which is written to the board, or a WorkerError that names the first rank to fail.
     """
     is_end = isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED)
     if is_end or not isinstance(error, (Exception, SystemExit)):
         return error
-    told: dict[int, str] = {}
-    suspect = f"and none has told of an error: {KILLED}, or its machine"
+    failures: dict[int, str] = {}
+    cause = f"and no rank has reported an error: {KILLED}, or its machine went down"
     try:
         if board.rank == 0:
-            atexit.register(_stay, board)  # runs before what was registered earlier closes the store
+            atexit.register(_stay, board)  # runs before handlers registered earlier, which close the store
         if is_communication(error):
-            told = _await(lambda: board.read("first failure"))
+            failures = _await(lambda: board.read("first failure"))
         elif board.is_first("failure"):
             board.write("first failure", _sentence(error))
         board.write("knows", True)
     except RuntimeError:
-        suspect = f"and rank 0, which has the ranks' store, has ended without a word: {KILLED}"
+        cause = f"and rank 0, which serves the ranks' store, has ended without an error message: {KILLED}"
     if not is_communication(error):
         return error
-    for first, text in told.items():  # of one rank, at most
+    for first, text in failures.items():  # of at most one rank
         return WorkerError(
             f"Rank {first} of {board.size} failed first: {text} Its traceback is in its own output; rank {board.rank} "
             f"only lost the connection to it.",
             board.rank,
         )
-    return WorkerError(f"Rank {board.rank} of {board.size} lost its connection to another rank, {suspect}.", board.rank)
+    return WorkerError(f"Rank {board.rank} of {board.size} lost its connection to another rank, {cause}.", board.rank)
 
 
 def _sentence(error: BaseException) -> str:
-    """Return an error in one line, with the place that raised it."""
+    """Return an error as a single line, with the file and line that raised it."""
     frame = next(iter(stack_of_error(error)), None)
     where = "" if frame is None else f" ({frame.file}:{frame.line})"
     text = " ".join(str(error).split())[:300]
@@ -499,11 +499,11 @@ def _sentence(error: BaseException) -> str:
 
 
 def _stay(board: Board) -> None:
-    """Leave the group, by which the others notice, and keep the store until they know why, or for ANSWER_SECONDS."""
+    """Leave the group, which the other ranks notice, and keep the store until they know why, or for ANSWER_SECONDS."""
     store = board.store
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    # leaving closes them only where nothing refers to a group any more; a store of files has no port
+    # leaving alone closes them only if nothing refers to a group; a file store has no port
     connections.shut_down(keep_port=getattr(store, "port", None))
     leave_process_group()
     with suppress(RuntimeError):

@@ -1,8 +1,8 @@
-"""Local worker processes: started, watched and ended together; the first failure is raised in the caller.
+"""Starts, watches and ends local worker processes together, and raises the first failure in the caller.
 
-The function travels by cloudpickle through a file in a private folder, and its result or exception comes back the same
-way, so lambdas, notebooks and classes of the caller's script work, and the script itself runs once. Ranks of a process
-group and environment variables are set last, by `set_worker_environment`.
+The caller sends the function through a file in a private folder, pickled by cloudpickle, and gets its result or
+exception back in the same way. So lambdas, notebooks and classes of the caller's script work, and the script runs once.
+`set_worker_environment` sets a worker's environment variables, which include its rank.
 """
 
 import faulthandler
@@ -39,23 +39,23 @@ from .transport import Failure, Settings, pack, pickled_by_value, unpack
 log = logging.getLogger("legato")
 T = TypeVar("T")
 
-# Imports that every worker needs, made once in the server that forks them. Legato's own last: 0.2 s for each worker, of
-# which there may be many for a core.
+# Modules that every worker needs; the fork server imports them once. Legato's modules come last; without them here each
+# worker would need 0.2 s, and there may be many workers per core.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", __name__]
 PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
-PRELOAD.insert(0, f"{__package__}.fork_server")  # first, before slow imports: it blocks signals in the server
-_CAUSE_WAIT = 2.0  # seconds in which the rank that caused a broken connection may still report why
-_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle the first
-_ALIVE_TIMEOUT = 3.0  # seconds without a touched alive file after which a worker that should end is killed
-_DUMPING = 0.5  # seconds to write its stacks before that
-_INTERRUPT_GRACE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
-_RESUME_GRACE = 15.0  # seconds that workers have once one has exited to be resumed, which it does after the save
-# Outside Linux a process that has loaded torch (Metal, Accelerate) must not be forked, not even by a server.
+PRELOAD.insert(0, f"{__package__}.fork_server")  # before the slow imports, because it blocks signals in the server
+_CAUSE_WAIT = 2.0  # seconds for the rank that caused a broken connection to report the cause
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle SIGTERM
+_ALIVE_TIMEOUT = 3.0  # seconds without a touch of its alive file after which a worker that should end is killed
+_DUMPING = 0.5  # seconds for that worker to write its stacks first
+_INTERRUPT_GRACE = 60.0  # seconds for workers after Ctrl-C: they may be writing a checkpoint
+_RESUME_GRACE = 15.0  # seconds for workers after one has saved and exited to be resumed
+# on other systems a process that has loaded torch (Metal, Accelerate) must not fork, and neither must a server
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def warm_up(more: Sequence[str] = ()) -> None:
-    """Start the fork server and return at once; it imports torch, and `more` modules, while the caller works."""
+    """Start the fork server and return at once; it imports torch and `more` modules while the caller works."""
     if START_METHOD == "forkserver":
         forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
@@ -63,13 +63,13 @@ def warm_up(more: Sequence[str] = ()) -> None:
 
 
 def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
-    """Start the fork server for a run of this strategy with these arguments of the Trainer.
+    """Start the fork server for a run with this strategy and these arguments of the Trainer.
 
-    It imports torch's compiler, too, if otherwise every worker would, which takes as long as torch's own import.
+    It also imports torch's compiler if every worker would do so, which takes as long as the import of torch.
     """
     compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
-    spared = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
-    warm_up([] if spared else ["torch._dynamo"])
+    is_eager = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
+    warm_up([] if is_eager else ["torch._dynamo"])
 
 
 def launch_workers(
@@ -81,15 +81,15 @@ def launch_workers(
     max_restarts: int = 0,
     make_group: "Callable[[Path, range, int, SignalRelay], WorkerGroup] | None" = None,
 ) -> Any:
-    """Call `function` in one process for each of `ranks`, and return what the first of them returned.
+    """Call `function` in a process for each of `ranks`, and return the first rank's result.
 
-    A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that does not end
-    when one worker fails. A worker that does not answer SIGTERM or SIGHUP within `signals.GRACE` seconds ends itself or
-    is killed; a second Ctrl-C ends all at once.
+    A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that survives the
+    failure of a worker. A worker that does not answer SIGTERM or SIGHUP within `signals.GRACE` seconds ends itself or
+    is killed; a second Ctrl-C ends all workers at once. All workers have ended on return.
 
-    Raises what the first failing worker raised, caused by a WorkerError with its traceback; that WorkerError if it does
-    not unpickle; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on
-    return.
+    Raises the exception of the first worker that failed, caused by a WorkerError with its traceback, or only that
+    WorkerError if the exception does not unpickle. Raises SystemExit(75) if the workers asked to be resumed, and
+    KeyboardInterrupt.
     """
     warm_up()
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
@@ -108,12 +108,14 @@ def launch_workers(
                 failure = group.find_failure()
                 if failure is None:
                     return group.value()
-                # a mistake in config or task would fail again in the same way; wrong hardware must not train on
-                final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError, CorruptionError))
-                if group.restarts_left <= 0 or final or relay.received:
+                # a mistake in config or task would fail again, and faulty hardware must not continue the training
+                is_final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError, CorruptionError))
+                if group.restarts_left <= 0 or is_final or relay.received:
                     raise failure
                 attempt = max_restarts - group.restarts_left + 1
-                log.warning("%s Starting again: restart %d of %d.", group.failure_summary, attempt, max_restarts)
+                log.warning(
+                    "%s Restarting all workers: restart %d of %d.", group.failure_summary, attempt, max_restarts
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,27 +127,27 @@ def _write_payload(path: Path, function: Callable[[], Any]) -> None:
             file.write(pack(function, placed=modules))
         except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
             raise ConfigError(
-                f"The task cannot be sent to worker processes: {type(error).__name__}: {error}. Make open files, "
-                "locks, connections and generators inside the workers, in setup() or when first used, instead of "
-                "keeping them on the task, the data or a callback; or start the script with torchrun."
+                f"The task cannot be sent to worker processes: {type(error).__name__}: {error}. Do not store open "
+                "files, locks, connections or generators on the task, the data or a callback: make them in the "
+                "workers, in setup() or on first use; or start the script with torchrun."
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"The task and its data cannot be written to {path.parent}, from where worker processes read them: "
-                f"{error.strerror or error}. Set TMPDIR to a folder that has room."
+                f"The task and its data cannot be written to {path.parent}, from which worker processes read them: "
+                f"{error.strerror or error}. Set TMPDIR to a folder with enough space."
             ) from error
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process, and the file in which it reports its end."""
+    """A worker process and the file in which it reports its end."""
 
     rank: int
     process: Any
     report: Path
     has_ended: bool = False
     unanswered: int = 0
-    """Signal for which it is killed, as it did not answer it."""
+    """Signal that the worker did not answer, for which it is killed; 0: none."""
 
     def send(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -154,13 +156,13 @@ class Worker:
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process and those that it has started, such as loader workers, which would go on."""
+        """Kill the process and the processes that it has started, such as loader workers, which would continue."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.send(signal.SIGKILL)
 
     def is_responsive(self) -> bool:
-        """Return whether the process has touched its alive file lately."""
+        """Return whether the process has touched its alive file within _ALIVE_TIMEOUT seconds."""
         try:
             return time.time() < alive_file(self.report).stat().st_mtime + _ALIVE_TIMEOUT
         except FileNotFoundError:
@@ -174,30 +176,28 @@ class Worker:
             return end
         if self.unanswered:
             name = signal.Signals(self.unanswered).name
-            what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
-            return Failure(what, signal=self.unanswered, is_forced=True)
+            event = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
+            return Failure(event, signal=self.unanswered, is_forced=True)
         if self.process.exitcode == 255:
-            # multiprocessing reports 255 where the fork server, which waits for the worker, has died before it
+            # multiprocessing reports 255 if the fork server, which waits for the worker, has died first
             with suppress(OSError):
                 os.kill(self.process.pid, 0)
-                return Failure(
-                    "lost the server that workers are forked from, which something killed: start the run again"
-                )
+                return Failure("lost its fork server, which another process has killed: start the run again")
         return Failure.of_exit(self.process.exitcode)
 
 
 class SignalRelay:
-    """Forwards signals that ask this process to end to the workers; the caller itself is not interrupted meanwhile."""
+    """Forwards end signals to the workers, so that they do not interrupt the caller."""
 
     def __init__(self) -> None:
         self.due_at, self.due_by = float("inf"), 0
-        """Time by which every worker must have ended or touched its alive file, and the signal that set it."""
+        """Time by which every worker must have ended or touched its alive file, and the signal that set this time."""
         self.received: list[int] = []
         self.interrupted_at = float("inf")
         self.workers: list[Worker] = []
 
     def forward(self, number: int) -> None:
-        """Send a signal to all workers, the same one again only if it is Ctrl-C."""
+        """Send a signal to all workers; only Ctrl-C is sent more than once."""
         now, is_first = time.monotonic(), number not in self.received
         if is_first:
             self.received.append(number)
@@ -206,7 +206,7 @@ class SignalRelay:
         due_at = float("inf")
         if number == signal.SIGINT:
             self.interrupted_at = min(self.interrupted_at, now)
-            # workers finish a checkpoint before a second one ends them, and tell one press that comes twice from two
+            # workers finish a checkpoint before a second Ctrl-C ends them, and detect a press that arrives twice
             due_at = due_at if is_first else now
         elif number != signal.SIGUSR1:
             due_at = now + signals.GRACE
@@ -217,7 +217,7 @@ class SignalRelay:
 
 
 class WorkerGroup:
-    """Worker processes of one attempt."""
+    """Worker processes of one attempt to run the function."""
 
     def __init__(self, folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> None:
         self.failure_summary = ""
@@ -238,7 +238,7 @@ class WorkerGroup:
         return [worker for worker in self.workers if not worker.has_ended]
 
     def start(self, enter: Callable[..., Callable[[], None]]) -> None:
-        """Start one process for each rank, which first calls what `enter(rank)` returns."""
+        """Start a process for each rank, which first calls the result of `enter(rank)`."""
         for rank in self._ranks:
             self._start_one(rank, enter(rank))
 
@@ -254,19 +254,19 @@ class WorkerGroup:
             if self._relay.received:
                 raise_for_signal(max(self._relay.received))
             raise WorkerError(
-                f"Rank {rank} of {self._world_size} could not be started: the server that workers are forked from has "
-                f"ended ({type(error).__name__}: {error}). If something killed it, start the run again."
+                f"Rank {rank} of {self._world_size} could not be started: the fork server has ended "
+                f"({type(error).__name__}: {error}). If another process killed it, start the run again."
             ) from error
         worker = Worker(rank, process, report)
         self.workers.append(worker)
-        for number in self._relay.received:  # before it had started
+        for number in self._relay.received:  # signals received before the worker started
             worker.send(number)
 
     def watch(self) -> None:
-        """Wait until all have ended; end the others when one fails, or some time after Ctrl-C."""
-        killed = False
+        """Wait until all workers have ended; end the others when one fails, or some time after Ctrl-C."""
+        is_killed = False
         while self._is_running():
-            # woken in the moment in which a process ends, whatever its exit
+            # returns as soon as a process ends
             ended = connection.wait([worker.process.sentinel for worker in self.running], timeout=self._pause())
             for worker in self.running:
                 if worker.process.sentinel in ended:
@@ -278,8 +278,8 @@ class WorkerGroup:
             if self._stopped_at is None and now > self._due_at():
                 self._stopped_at = now
                 self._send(signal.SIGTERM)
-            elif self._stopped_at is not None and not killed and now > self._stopped_at + _GRACE:
-                killed = True
+            elif self._stopped_at is not None and not is_killed and now > self._stopped_at + _GRACE:
+                is_killed = True
                 self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
@@ -293,10 +293,10 @@ class WorkerGroup:
         return 0.1 if self._failures else 1.0
 
     def _poll(self) -> None:
-        """Do what a subclass does at each pause."""
+        """Run at each pause; subclasses override this."""
 
     def _due_at(self) -> float:
-        """Return the time at which to stop the workers that still run."""
+        """Return the time at which to stop the workers that are still running."""
         due_at = self._relay.interrupted_at + _INTERRUPT_GRACE
         if self._preempted_at is not None:
             due_at = min(due_at, self._preempted_at + _RESUME_GRACE)
@@ -304,7 +304,7 @@ class WorkerGroup:
             return due_at
         if any(not (failure.communication or failure.interrupted) for failure in self._failures):
             return 0.0
-        # a rank that lost a connection knows no cause: the one that has it gets _CAUSE_WAIT seconds to report it
+        # a rank that lost a connection does not know the cause: the failed rank gets _CAUSE_WAIT seconds to report it
         first = self._failures[0]
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
@@ -321,32 +321,32 @@ class WorkerGroup:
 
     def _record_end(self, worker: Worker, end: "int | Failure") -> None:
         if isinstance(end, Failure):
-            # where no signal came from outside, a worker that ended itself for not answering one was sent it from here
-            sent_here = end.signal in (signal.SIGTERM, signal.SIGKILL) and not (end.is_forced and self._relay.received)
-            if self._stopped_at is None or not sent_here:
+            # if no signal came from outside, this process sent the signal that the worker did not answer
+            is_stopped = end.signal in (signal.SIGTERM, signal.SIGKILL) and not (end.is_forced and self._relay.received)
+            if self._stopped_at is None or not is_stopped:
                 end.rank, end.world_size = worker.rank, self._world_size
                 self._failures.append(end)
         elif end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
 
     def value(self) -> Any:
-        """Return what the first worker returned."""
+        """Return the first worker's result."""
         return unpack(self.workers[0].report, 1)
 
     def end(self) -> None:
-        """Kill processes that still run, and children of failed ones."""
-        orderly = not self._failures and all(worker.process.exitcode is not None for worker in self.workers)
+        """Kill workers that are still running, and children of failed workers."""
+        all_done = not self._failures and all(worker.process.exitcode is not None for worker in self.workers)
         for worker in self.workers:
-            if not orderly:
+            if not all_done:
                 worker.kill_group()
             worker.process.join()
 
     def find_failure(self) -> BaseException | None:
         """Return the exception to raise for this attempt; None if every worker succeeded."""
-        # A failure after the request to stop is a consequence.
+        # a failure after the request to stop is a consequence
         stopped_at = self._stopped_at or float("inf")
-        # Errors of their own before broken connections: the rank that failed is often not the first to report, as the
-        # others notice within 0.01 s that it is gone.
+        # Other errors come before broken connections: the rank that failed is often not the first to report, because
+        # the others notice within 0.01 s that it is gone.
         if not self._failures:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
         first = min(
@@ -357,33 +357,33 @@ class WorkerGroup:
             if forced.is_forced:
                 log.warning("%s", forced.summary)
                 return KeyboardInterrupt() if forced.signal == signal.SIGINT else SystemExit(128 + forced.signal)
-        consequence = first.communication or first.signal in (signal.SIGTERM, signal.SIGKILL)
-        if first.signal == signal.SIGINT or (signal.SIGINT in self._relay.received and consequence):
+        is_consequence = first.communication or first.signal in (signal.SIGTERM, signal.SIGKILL)
+        if first.signal == signal.SIGINT or (signal.SIGINT in self._relay.received and is_consequence):
             return KeyboardInterrupt()
         if self._preempted_at is not None and first.communication:
             return SystemExit(RESUME_ME)
         if first.signal in END_SIGNALS:
-            log.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
+            log.warning("%s Only the steps after the newest checkpoint are lost.", first.summary)
             return SystemExit(RESUME_ME)
         return first.to_raise()
 
 
 class _Streams:
-    """Standard output and error of the caller; the fork server may have been started with others."""
+    """Standard output and error of the caller, from which those of the fork server may differ."""
 
     def __getstate__(self) -> dict[str, Any]:
         copies = {}
         for number in (1, 2):
-            with suppress(OSError):  # it is closed
+            with suppress(OSError):  # the stream is closed
                 os.fstat(number)
                 copies[str(number)] = reduction.DupFd(number)
         return copies
 
     def adopt(self) -> None:
-        """Make them this process's own."""
+        """Use these streams in this process."""
         for number, copy in self.__dict__.items():
             descriptor = copy.detach()
-            if descriptor != int(number):  # a spawned process inherits them as they are
+            if descriptor != int(number):  # a spawned process inherits the same numbers
                 os.dup2(descriptor, int(number))
                 os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
@@ -395,7 +395,7 @@ class _Streams:
 def _without_main() -> Iterator[None]:
     """Keep multiprocessing from running the caller's script again in a new process.
 
-    What the worker needs of `__main__` travels by value.
+    Objects of `__main__` that the worker needs are pickled by value.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -407,26 +407,26 @@ def _without_main() -> Iterator[None]:
 
 def _serve(report: Path, streams: _Streams, enter: Callable[[], None]) -> None:
     """Main function of a worker: set it up, call the function, write the report."""
-    # An own process group: Ctrl-C of the terminal reaches only the caller, which forwards it once (it would kill loader
-    # workers in the middle of the step that is to be saved), and children of this process can be killed with it.
+    # With a process group of its own, the worker gets Ctrl-C only from the caller, once (the terminal would also kill
+    # loader workers in the middle of the step to be saved), and its children can be killed with it.
     os.setpgid(0, 0)
     threading.Thread(target=_exit_with_caller, args=(report.parent,), daemon=True).start()
     set_report_file(report)
     try:
         end = _work(report, streams, enter)
-    except RuntimeError as error:  # torch raises from a signal handler, at any moment, when a loader worker died
+    except RuntimeError as error:  # torch raises from a signal handler, at any moment, when a loader worker dies
         end = Failure.of_exception(error)
     if end != 0:
         with suppress(OSError, ValueError):
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
                     stream.flush()
-        # Not through the exit handlers of threading and multiprocessing, which join threads that may never end.
+        # skips the exit handlers of threading and multiprocessing, which join threads that may never end
         leave(RESUME_ME if end == RESUME_ME else 1, end)
 
 
 def _work(report: Path, streams: _Streams, enter: Callable[[], None]) -> "int | Failure":
-    """Call the function and report its value; return how that ended: 0, RESUME_ME or a Failure."""
+    """Call the function and report its value; return 0, RESUME_ME or a Failure."""
     named: frozenset[str] = frozenset()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -438,7 +438,7 @@ def _work(report: Path, streams: _Streams, enter: Callable[[], None]) -> "int | 
         named, function = _read_payload(report.with_name("function"))
         value = function()
         for number in END_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the work is done; only the report is missing
+            signal.signal(number, signal.SIG_IGN)  # the work is done, and only the report is left
         _answer(report, pack(value, named))
         return 0
     except SystemExit as error:
@@ -453,8 +453,8 @@ def _answer(report: Path, value: bytes) -> None:
     except OSError as error:
         raise WorkerError(
             f"The work is done, but its result of {len(value):,} bytes cannot be written to {report.parent}, from "
-            f"where the caller reads it: {error.strerror or error}. What the run saved is complete. Set TMPDIR to a "
-            f"folder that has room."
+            f"which the caller reads it: {error.strerror or error}. The run's checkpoints are complete. Set TMPDIR to "
+            f"a folder with enough space."
         ) from error
 
 
@@ -465,15 +465,15 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
             settings.apply()
             function = pickle.load(file)
     except ImportError as error:
-        told = describe_import(error)
-        if not isinstance(error, ModuleNotFoundError) or "because of" in told:
+        text = describe_import(error)
+        if not isinstance(error, ModuleNotFoundError) or "because of" in text:
             raise ConfigError(
-                f"A worker process cannot import what the task needs: {told}. A package is broken, or does not fit the "
-                f"versions of others: the same import in a fresh Python shows where."
+                f"A worker process cannot import a module that the task needs: {text}. A package is broken or "
+                f"incompatible with another one; run the same import in a new Python process to see where."
             ) from error
         raise ConfigError(
-            f"A worker process cannot import {error.name!r}, which the task needs ({error}). Install it, or put its "
-            f"folder on PYTHONPATH, so that a fresh Python finds it."
+            f"A worker process cannot import {error.name!r}, which the task needs ({error}). Install it, or add its "
+            f"folder to PYTHONPATH, so that a new Python process can import it."
         ) from error
     return named, function
 
@@ -487,7 +487,7 @@ def _exit_with_caller(folder: Path) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-# --- a run's own workers ----------------------------------------------------------------------------------------------
+# --- workers of a run -------------------------------------------------------------------------------------------------
 def run_workers(
     function: Callable[[], T],
     processes: int,
@@ -496,22 +496,24 @@ def run_workers(
     max_restarts: int = 0,
     nodes: int = 1,
 ) -> T:
-    """Call `function` in `processes` new processes of this machine and return what the first of them returned.
+    """Call `function` in `processes` new processes of this machine and return the first rank's result.
 
-    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores; at most the caller's).
+    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, or its share of the cores; at most the caller's number).
     After a failure all are stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes
     the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
     if nodes > 1 and max_restarts:
-        raise ConfigError("max_restarts restarts one node's workers only; with num_nodes > 1 use torchrun's.")
+        raise ConfigError(
+            "max_restarts restarts the workers of a single node. With num_nodes > 1 use torchrun --max-restarts."
+        )
     warm_up()
     node_rank, host, port = find_node(nodes)
     store: Any = None
     if node_rank == 0:
-        # Here and not in rank 0, which may die: the workers of a restart meet at the same store. No worker is forked
-        # from this process, since a child of the process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
+        # Not in rank 0, which may die: after a restart the workers meet at the same store. No worker is forked from
+        # this process, because a child of a process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
         store = host_store(host, port, nodes == 1)
         port = store.port
     environment = all_variables()
@@ -527,9 +529,9 @@ def run_workers(
 
 
 def find_node(nodes: int) -> tuple[int, str, int]:
-    """Return the rank of this machine among `nodes`, and host and port of their store (0: any).
+    """Return the rank of this machine among `nodes`, and host and port of their store (0: any port).
 
-    Raises ConfigError where no variables have them.
+    Raises ConfigError if the environment variables are missing.
     """
     if nodes == 1:
         return 0, "127.0.0.1", 0
@@ -538,7 +540,7 @@ def find_node(nodes: int) -> tuple[int, str, int]:
     if node_rank is None or not host or not port:
         raise ConfigError(
             f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
-            "and MASTER_PORT (a free port of it) in its environment; or start the processes with torchrun or srun."
+            "and MASTER_PORT (a free port of node 0) in its environment; or start the processes with torchrun or srun."
         )
     if node_rank >= nodes:
         raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")
@@ -546,7 +548,7 @@ def find_node(nodes: int) -> tuple[int, str, int]:
 
 
 def threads_of_worker(processes: int) -> int:
-    """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
+    """Return the number of intra-op threads of each worker: at most the caller's number."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -556,8 +558,7 @@ def threads_of_worker(processes: int) -> int:
 def set_worker_environment(
     place: Place, environment: dict[str, str], host: str, port: int, attempt: int, threads: int
 ) -> None:
-    """Set the environment of a worker: the caller's current one (the fork server's is older), with the variables of
-    `place`."""
+    """Set a worker's environment: the caller's current variables (the fork server's are older) and those of `place`."""
     import torch
 
     variables = {
@@ -567,5 +568,5 @@ def set_worker_environment(
         "LEGATO_WORKER": f"{os.getpid()}:{attempt}",
     }
     replace_variables(environment | variables_of(place) | variables)
-    # OpenMP has read its variable already, in the fork server, when torch was imported
+    # OpenMP read its variable when the fork server imported torch
     torch.set_num_threads(threads)

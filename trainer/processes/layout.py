@@ -1,4 +1,4 @@
-"""Layout of a run's processes over nodes and devices: checked against the config, and printed once."""
+"""Checks the layout of a run's processes over nodes and devices against the config, and prints it."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -19,10 +19,9 @@ ProcessEntry = tuple[int, int, str, str]
 
 
 def located(place: Place) -> Place:
-    """Return a place in the script's own group with node and local rank, from all ranks' host names; every rank calls
-    it.
+    """Add node and local rank, from all ranks' host names, to a place in the script's group; every rank calls this.
 
-    A local rank from LOCAL_RANK, 0 or more, is kept. Any other kind of place is returned as it is.
+    A local rank from LOCAL_RANK, 0 or more, is kept. A place of any other origin is returned unchanged.
     """
     if place.origin != "script":
         return place
@@ -39,31 +38,32 @@ def located(place: Place) -> Place:
 
 
 def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Place) -> None:
-    """Raise ConfigError, on every rank, if a launcher started other processes than num_nodes and devices ask for.
+    """Raise ConfigError, on every rank, if the launcher's processes do not match `num_nodes` and `devices`.
 
-    count: returns the processes of a node that `devices` asks for. The defaults `devices=auto` and `num_nodes=1` accept
-    any layout.
+    `count` returns the number of processes on a node that `devices` asks for. The defaults `devices=auto` and
+    `num_nodes=1` accept any layout.
     """
     if place.origin in ("alone", "legato"):
         return
-    # num_nodes=1 is the default, which nobody may have meant
+    # num_nodes=1 is the default, so the user may not have chosen it
     nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
     local = place.world_size // nodes if trainer.devices in ("auto", -1, "-1") else count()
-    # of ranks set by hand, without LOCAL_WORLD_SIZE, or of a script's group only the number of processes is certain
-    says = {"environment": "WORLD_SIZE says", "script": "the script's process group has"}.get(place.origin)
-    if place.world_size == local * nodes and (says or place.nodes == nodes):
+    # for ranks set by hand, without LOCAL_WORLD_SIZE, and for a script's group only the world size is certain
+    source = {"environment": "WORLD_SIZE says", "script": "the script's process group has"}.get(place.origin)
+    if place.world_size == local * nodes and (source or place.nodes == nodes):
         return
     raise ConfigError(
         f"trainer.devices={trainer.devices} and num_nodes={trainer.num_nodes} ask for {local} processes on each of "
-        f"{nodes} nodes, but {says or f'{place.origin} started'} {place.world_size} processes, on {place.nodes} nodes. "
-        f"Make them agree, or leave devices and num_nodes out; trainer.cluster=off trains without the other processes."
+        f"{nodes} nodes, but {source or f'{place.origin} started'} {place.world_size} processes on {place.nodes} "
+        f"nodes. Make them agree, or leave devices and num_nodes out; trainer.cluster=off ignores the other processes."
     )
 
 
 def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str) -> None:
-    """Print on rank 0, once, the layout of the ranks and the address of their meeting; every rank calls it.
+    """Print the layout of the ranks and the address of their rendezvous on rank 0; every rank calls this.
 
-    meeting: empty for a group that existed before, one process, or an elastic run, which logs its generations.
+    `meeting`: the address; empty for an existing group, a single process, or an elastic run, which logs its
+    generations.
     """
     if not meeting:
         return
@@ -73,35 +73,35 @@ def report_layout(place: Place, device: torch.device, ranks: Ranks, meeting: str
 
 
 def entry_of(place: Place, device: torch.device) -> ProcessEntry:
-    """Return what the layout tells of this process."""
+    """Return this process's entry in the layout."""
     name = name_of(device)
-    where = str(device) if name == device.type else f"{device} {name}"
+    text = str(device) if name == device.type else f"{device} {name}"
     if place.local_world_size > 1 and device.type != "cpu" and (assigned := assigned_device(device)):
-        where += f" ({assigned})"  # else the devices of all ranks would have the same name
-    return place.rank, place.node_rank, socket.gethostname(), where
+        text += f" ({assigned})"  # otherwise the devices of all ranks would have the same name
+    return place.rank, place.node_rank, socket.gethostname(), text
 
 
 def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:
-    """Return the layout as text: a line for the run, and one for each node.
+    """Return the layout as text: a line for the run and a line for each node.
 
-    `origin`: see Place. What started a single process is said only of a launcher: `legato check` starts one for its
-    trials, which the run has no need of.
+    `origin`: see Place. It is left out for a single process without a launcher, because `legato check` starts a process
+    that the run does not need.
     """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
-    where = f", met at {meeting}" if meeting else ""
+    address = f", met at {meeting}" if meeting else ""
     count = f"{len(entries)} process{'es' * (len(entries) != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}"
-    by = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"
-    lines = [f"{count}{by}{where}"]
+    starter = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"
+    lines = [f"{count}{starter}{address}"]
     for (index, host), members in nodes.items():
-        runs = []
-        # ranks in a row on the same device have the same difference to their index
-        for (device, _), run in groupby(enumerate(members), lambda pair: (pair[1][3], pair[1][0] - pair[0])):
-            ranks = [entry[0] for _, entry in run]
-            runs.append(f"ranks {ranks[0]}-{ranks[-1]} on {device}" if ranks[1:] else f"rank {ranks[0]} on {device}")
-        lines.append(f"  node {index} {host}: {'; '.join(runs)}")
+        spans = []
+        # consecutive ranks on the same device have the same difference to their index
+        for (device, _), span in groupby(enumerate(members), lambda pair: (pair[1][3], pair[1][0] - pair[0])):
+            ranks = [entry[0] for _, entry in span]
+            spans.append(f"ranks {ranks[0]}-{ranks[-1]} on {device}" if ranks[1:] else f"rank {ranks[0]} on {device}")
+        lines.append(f"  node {index} {host}: {'; '.join(spans)}")
     places = [(host, device) for _, _, host, device in entries if device != "cpu"]
     if len(set(places)) < len(places):
-        lines.append("  Ranks on the same device share its memory and its time.")
+        lines.append("  Ranks on the same device share its memory and compute.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Membership of a process in a run; `elastic/` has that of a run whose processes may die and be replaced."""
+"""Membership of a process in a run; `elastic/` has the membership in a run whose processes may die and be replaced."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -8,24 +8,24 @@ from ...base.place import Place
 
 
 class RunFinished(Exception):
-    """Raised in a process that waited to join a run which has ended."""
+    """Raised in a process that waits to join a run after the run has ended."""
 
 
 class Membership:
     """Membership in a run whose processes stay the same; ElasticMembership overrides it."""
 
     open_outputs: Callable[[Any], None] | None = None
-    """Opens the loggers of a Run; set-up gives it, for a process that becomes rank 0 when the one before is gone."""
+    """Opens the loggers of a Run; set-up sets it for a process that becomes rank 0 after the previous one is gone."""
 
     def connect(self, place: Place) -> Place:
         """Form the process group; return this process's place in it."""
         return place
 
     def adopt_settings(self) -> None:
-        """Take the settings of the run to join, before anything is set up."""
+        """Take over the settings of the run to join, before set-up."""
 
     def check_members(self) -> None:
-        """Leave the loop if the ranks have agreed on a newer generation."""
+        """Leave the loop if the ranks have agreed on a new generation."""
 
     def returns_result(self, rank: int) -> bool:
         """Return whether this process returns the run's result to the launcher."""

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a group, and the collectives that all of them call in the same order; their timeouts."""
+"""Ranks: the processes of a group, their collectives, which all ranks call in the same order, and the timeouts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,23 +19,23 @@ from . import connections
 T = TypeVar("T")
 
 PIECE = 25 << 20
-"""Bytes of the tensors that are broadcast together, as in torch's DDP: their copy is all that is needed beside them."""
+"""Bytes of tensors that are broadcast together, as in torch's DDP. Their copy is the only additional memory."""
 
 
 class Ranks:
-    """The ranks of a group; without arguments one process, in which nothing is sent."""
+    """The ranks of a group; without arguments, a single process that sends nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: None is the default process group; with one rank it need not exist."""
+        """`group`: None means the default process group, which need not exist for a single rank."""
         self.rank, self.size, self.group = rank, size, group
 
     def move(self, rank: int, size: int) -> None:
-        """Go on with another default group, in which this process has another rank."""
+        """Continue with another default group, in which this process has another rank."""
         self.rank, self.size = rank, size
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        # not dist.barrier, which takes a device of its own choice under NCCL
+        # not dist.barrier, which chooses a device by itself under NCCL
         self.all_reduce(torch.zeros(1), "sum")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -43,13 +43,13 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
-        # named, as torch would choose by the backends of the group, of which one may be for an accelerator
+        # explicit, because torch would choose the device by the group's backends, which may include an accelerator's
         dist.broadcast_object_list(values, group_src=source, device=torch.device("cpu"), group=self.group)
         return values[0]
 
     def from_first(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0 and return its result on every rank, or raise its LegatoError there."""
-        # an exception that rank 0 alone raised would leave the others waiting in the next collective
+        """Call `action` on rank 0; return its result, or raise its LegatoError, on every rank."""
+        # an exception on rank 0 alone would leave the other ranks waiting in the next collective
         result: tuple[Any, LegatoError | None] = None, None
         if self.rank == 0:
             try:
@@ -66,34 +66,34 @@ class Ranks:
         if self.size == 1:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
-        plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+        plain = [inner for tensor in tensors for inner in plain_tensors(tensor)]
         for tensor in sorted(plain, key=torch.Tensor.element_size, reverse=True):  # widest first keeps all aligned
             by_device.setdefault(tensor.device, []).append(tensor.detach())
-        for some in by_device.values():
-            ends = list(accumulate((tensor.nbytes for tensor in some), initial=0))
-            # by the pieces in which a tensor begins and ends: a large one is by itself, and goes without a copy
+        for device_tensors in by_device.values():
+            ends = list(accumulate((tensor.nbytes for tensor in device_tensors), initial=0))
+            # group by the pieces of a tensor's start and end: a large tensor is alone and is sent without a copy
             numbers = [(start // PIECE, end // PIECE) for start, end in pairwise(ends)]
-            for _, piece in groupby(zip(numbers, some, strict=True), key=itemgetter(0)):
+            for _, piece in groupby(zip(numbers, device_tensors, strict=True), key=itemgetter(0)):
                 self._broadcast_piece([tensor for _, tensor in piece], source)
 
     def _broadcast_piece(self, tensors: Sequence[Tensor], source: int) -> None:
-        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # every backend knows bytes
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        rows = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]  # every backend takes bytes
+        flat = torch.cat(rows) if len(rows) > 1 else rows[0]
         if flat.nbytes:
             dist.broadcast(flat, group_src=source, group=self.group)
-        for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
-            tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+        for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):
+            tensor.copy_(row.view(tensor.dtype).view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor`, stacked: (size, *shape). Shapes must be equal."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.stack(parts)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return torch.stack(gathered)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank; anything that pickles."""
+        """Return every rank's `value`, in rank order; anything that pickles."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -112,7 +112,7 @@ class Ranks:
 
 
 SINGLE = Ranks()
-"""One process by itself."""
+"""A single process."""
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -121,14 +121,14 @@ _groups: dict[Any, Any] = {}
 
 
 def legatos_group(limit: timedelta | None = None) -> Any:
-    """Return the process group of Legato's own collectives, with all ranks; every rank calls it.
+    """Return the process group of Legato's collectives, with all ranks; every rank calls this.
 
-    The script has the default group to itself, so that a collective which one rank calls too often there is never
-    matched with one of Legato's. The group serves host tensors too, unlike one of `init_process_group("nccl")`.
+    Only the script uses the default group, so that a collective which one rank calls too often there never pairs with a
+    collective of Legato. The group also serves host tensors, unlike a group of `init_process_group("nccl")`.
     `limit`: timeout of its collectives.
     """
     world = dist.group.WORLD
-    # a new default group has new ranks: those of an earlier run are closed with the last reference
+    # a new default group has new ranks; the groups of an earlier run are closed with their last reference
     if world not in _groups:
         _groups.clear()
         backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())
@@ -152,25 +152,25 @@ def devices_of_group() -> dict[str, str]:
 
 
 def require_backend(device: torch.device, wanted: str | None) -> None:
-    """Raise ConfigError if the default group has no backend for `device`, or another one than `wanted`."""
+    """Raise ConfigError if the default group has no backend for `device`, or a backend other than `wanted`."""
     backends = devices_of_group()
     backend = backends.get(device.type)
     if dist.get_backend() != "mpi" and (backend is None or wanted not in (None, backend)):
         described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
         raise ConfigError(
-            f"The process group that exists already has {described}, but this run is on {device.type}"
-            f"{f' with process_group_backend={wanted!r}' if wanted else ''}. Make the group by init_process_group() "
-            f"without a backend, or set trainer.accelerator and process_group_backend to what it has."
+            f"The existing process group has {described}, but this run is on {device.type}"
+            f"{f' with process_group_backend={wanted!r}' if wanted else ''}. Call init_process_group() without a "
+            f"backend, or set trainer.accelerator and process_group_backend to match the group."
         )
 
 
 # --- timeouts --------------------------------------------------------------------------------------------------------
 Phase = Literal["startup", "step", "checkpoint"]
 Timeout = float | Mapping[Phase, float]
-"""Seconds, for all phases or for each."""
+"""Seconds for all phases, or for each phase."""
 PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
 DEFAULT = 1800.0
-"""Seconds for a phase without a setting; torch's own default."""
+"""Default seconds for a phase, as in torch."""
 
 
 class Timeouts:
@@ -181,15 +181,15 @@ class Timeouts:
     """
 
     def __init__(self, wanted: Timeout) -> None:
-        """Raises ConfigError for an unknown phase, and for anything but positive numbers."""
+        """Raises ConfigError for an unknown phase, and for values other than positive numbers."""
         limits: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
         for phase, seconds in limits.items():
             if phase not in PHASES:
                 raise ConfigError(
-                    f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
+                    f"timeout has no phase {phase!r}: expected seconds, or a mapping with {', '.join(PHASES)}."
                     f"{did_you_mean(str(phase), PHASES)}"
                 )
-            # "not >", which refuses NaN too
+            # `not >` also refuses NaN
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
                 place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
                 raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")
@@ -197,23 +197,23 @@ class Timeouts:
         self.phase: Phase = "startup"
 
     def enter(self, phase: Phase) -> None:
-        """Set the timeout of `phase` on every process group, from the next collective on."""
-        # set on each process group, so only where it changes
+        """Set the timeout of `phase` on every process group, starting with the next collective."""
+        # only if it changes, because it is set on each process group
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
         if changes and dist.is_initialized():
             set_group_timeouts(self.limits[phase])
 
     def end_startup(self) -> None:
-        """Enter `step` if the phase is `startup`; a save keeps its own."""
+        """Enter `step` if the phase is `startup`; during a save the phase stays `checkpoint`."""
         if self.phase == "startup":
             self.enter("step")
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Enter `phase` for the duration of this context."""
-        before = self.phase
+        previous = self.phase
         self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(previous)

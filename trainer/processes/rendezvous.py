@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks: a store on one address, which names ranks that are missing or there twice."""
+"""Rendezvous of the ranks at a store, with errors that name missing and duplicate ranks."""
 
 import atexit
 import errno
@@ -36,7 +36,7 @@ class Rendezvous:
     host: str = ""
     port: int = 0
     hosted_elsewhere: bool = False
-    """Whether a launcher serves the store, rather than rank 0."""
+    """True if a launcher serves the store, False if rank 0 does."""
     one_node: bool = False
     attempt: int = 0
 
@@ -45,45 +45,45 @@ class Rendezvous:
 
 
 # Kept until exit: other ranks may still use a store when this rank is done, and the next group (of a second `fit`)
-# finds them at the same address, under its own number.
+# meets at the same address, under a new number.
 _open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
 _met = False
-"""Whether this process has been at a rendezvous."""
+"""True once this process has been at a rendezvous."""
 
 LEAVE_SECONDS = 20.0
-"""Seconds in which rank 0, which has the store, waits for the others to hear that a rank failed before it came."""
+"""Seconds that rank 0, which serves the store, waits until the others know that a rank failed before the rendezvous."""
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
     """Return the address of the rendezvous, and an empty store there that all ranks of `place` have joined.
 
-    Raises ConfigError if the address is taken or unknown, if nothing answers within `timeout`, or if ranks are missing
-    (named) or there twice.
+    Raises ConfigError if the address is in use or unknown, if nothing answers within `timeout`, or if ranks are missing
+    or duplicate, with their numbers.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     global _met
-    _met, where = True, _find_rendezvous(place, init_method)
-    if where.one_node:
+    _met, address = True, _find_rendezvous(place, init_method)
+    if address.one_node:
         keep_to_loopback()
-    if where not in _open:
-        _open[where] = (_open_store(where, place.rank, place.world_size, timeout), itertools.count())
-    store, meetings = _open[where]
+    if address not in _open:
+        _open[address] = (_open_store(address, place.rank, place.world_size, timeout), itertools.count())
+    store, meetings = _open[address]
     store.set_timeout(timeout)
-    store = PrefixStore(f"legato/{where.attempt}/{next(meetings)}", store)
-    # Agents of several nodes each count their own restarts, so that keys of an earlier attempt may be in their store.
-    if where.one_node or not where.hosted_elsewhere:
+    store = PrefixStore(f"legato/{address.attempt}/{next(meetings)}", store)
+    # The agents of several nodes count their own restarts, so their store may hold keys of an earlier attempt.
+    if address.one_node or not address.hosted_elsewhere:
         try:
-            _await_all_ranks(store, place.rank, place.world_size, where, timeout)
+            _await_all_ranks(store, place.rank, place.world_size, address, timeout)
         except (ConfigError, WorkerError):
-            del _open[where]  # closes the port on rank 0
+            del _open[address]  # closes the port on rank 0
             raise
-    return str(where), store
+    return str(address), store
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, by its name alone."""
+    """Return whether `host` is a loopback address, judged by its text."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -91,9 +91,9 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_to_loopback() -> None:
-    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another.
+    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another interface.
 
-    They would take the interface of this machine's name, on which others could connect to them.
+    By default they use the interface of this machine's name, to which other machines can connect.
     """
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
     for library in ("GLOO", "NCCL", "TP") if name else ():
@@ -102,26 +102,26 @@ def keep_to_loopback() -> None:
 
 # --- failures before the ranks have met -------------------------------------------------------------------------------
 def tell_failure(text: str, by_user: bool) -> None:
-    """Tell the other ranks of a launcher that this process failed before it met them; they would wait for minutes.
+    """Tell a launcher's other ranks that this process failed before the rendezvous, where they would wait for minutes.
 
-    `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself. Does nothing
-    once this process has been at a rendezvous. Raises ConfigError where there is no store within LEAVE_SECONDS.
+    `by_user`: the ranks raise ConfigError, otherwise WorkerError. Does nothing under torchrun, which ends the ranks, or
+    after a rendezvous. Raises ConfigError if there is no store within LEAVE_SECONDS.
     """
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
-    # not before: a misspelt key is to be told without the seconds that torch takes
+    # not earlier: a misspelt key must be reported without the seconds that torch needs
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    where = _find_rendezvous(place, None)
-    store = _open_store(where, place.rank, place.world_size, timedelta(seconds=LEAVE_SECONDS))
-    prefixed = PrefixStore(f"legato/{where.attempt}/0", store)
+    address = _find_rendezvous(place, None)
+    store = _open_store(address, place.rank, place.world_size, timedelta(seconds=LEAVE_SECONDS))
+    prefixed = PrefixStore(f"legato/{address.attempt}/0", store)
     prefixed.set("failed", json.dumps([place.rank, text, by_user]))
     _leave_failed(prefixed, place.rank, place.world_size)
 
 
 def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
-    """Count this rank as one that knows of the failure; on rank 0 wait for the others, who ask its store."""
+    """Count this rank as informed of the failure; rank 0, which serves the store, waits for the other ranks."""
     store.add("know", 1)
     deadline = time.monotonic() + LEAVE_SECONDS
     while rank == 0 and store.add("know", 0) < world_size and time.monotonic() < deadline:
@@ -130,9 +130,9 @@ def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
 
 @contextmanager
 def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
-    """Tell the other ranks where this one fails to connect to them, and end this process where another one has.
+    """Tell the other ranks if this one cannot connect to them, and end this process if another rank could not.
 
-    They would wait for the limit of start-up. Raises WorkerError with gloo's error and what to do.
+    Otherwise ranks would wait for the start-up timeout. Raises WorkerError with gloo's error and advice.
     """
     connected = threading.Event()
     connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
@@ -153,7 +153,7 @@ def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None
 
 
 def _end_with_others(store: "Store", connected: threading.Event, rank: int, world_size: int) -> None:
-    """End this process once a rank has told that it cannot connect, or has ended with the store."""
+    """End this process once a rank reports that it cannot connect, or rank 0 has ended with the store."""
     while not connected.wait(0.5):
         try:
             if not store.check(["failed"]):
@@ -161,55 +161,56 @@ def _end_with_others(store: "Store", connected: threading.Event, rank: int, worl
             store.add("know", 1)
             failure = WorkerError(json.loads(store.get("failed"))[1])
         except RuntimeError:
-            failure = _unconnected(rank, world_size, "the store, where the ranks met, has gone")
+            failure = _unconnected(rank, world_size, "the store where the ranks met is gone")
         if not connected.is_set():
             end_process(failure)
 
 
 def _unconnected(rank: int, world_size: int, reason: str) -> WorkerError:
     return WorkerError(
-        f"Rank {rank} of {world_size} cannot connect to the others ({' '.join(reason.split())}). Ranks reach each "
-        f"other at the address of the interface in GLOO_SOCKET_IFNAME, or else of the machine's name: set that "
-        f"variable and NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to the others. See to "
-        f"firewalls, too.",
+        f"Rank {rank} of {world_size} cannot connect to the others ({' '.join(reason.split())}). Ranks connect through "
+        f"the interface in GLOO_SOCKET_IFNAME, or through that of the machine's name. On each machine, set "
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other machines, and check the "
+        f"firewalls.",
         rank,
     )
 
 
-def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
+def _open_store(address: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-    if rank == 0 and not where.hosted_elsewhere:
-        return host_store(where.host, where.port, where.one_node)
+    if rank == 0 and not address.hosted_elsewhere:
+        return host_store(address.host, address.port, address.one_node)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            # a plain connection first: TCPStore tries again by itself, long beyond its limit (13 s for 5 s, torch 2.13)
-            socket.create_connection((where.host, where.port), timeout=5).close()
-            return TCPStore(where.host, where.port, world_size, False, timeout, wait_for_workers=False)
+            # a plain connection first, because TCPStore's retries exceed its timeout (13 s for 5 s in torch 2.13)
+            socket.create_connection((address.host, address.port), timeout=5).close()
+            return TCPStore(address.host, address.port, world_size, False, timeout, wait_for_workers=False)
         except (OSError, DistError) as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"Rank {rank} of {world_size} found no store at {where} within {timeout.total_seconds():g} s "
+                    f"Rank {rank} of {world_size} found no store at {address} within {timeout.total_seconds():g} s "
                     f"({error}). Rank 0 must run there, and the address must be the same on all ranks."
                 ) from error
             time.sleep(0.05)
 
 
 def host_store(host: str, port: int, one_node: bool) -> "Store":
-    """Serve a store on `port` (0: a free one) of `host` only, or of all interfaces if `host` is not an address of this
-    machine."""
+    """Serve a store on `port` (0: any free port) of `host`, or of all interfaces if `host` is not this machine's."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"The address {host!r}, where ranks are to meet, is unknown: {error.strerror}.") from error
+        raise ConfigError(
+            f"The rendezvous address {host!r} is unknown: {error.strerror}. Set MASTER_ADDR to the address of rank 0."
+        ) from error
     bind_to = str(address[0])
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
-        bind_to = ""  # Debian resolves a machine's own name to a loopback address, which other nodes cannot reach
+        bind_to = ""  # Debian resolves a machine's name to a loopback address, which other nodes cannot reach
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # a restart must get the port again while connections of the run before it are in TIME_WAIT
+    # a restart needs the port again while connections of the previous run are in TIME_WAIT
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         try:
@@ -223,48 +224,48 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(
-            f"Port {port} of {host}, where the ranks are to meet, {reason}. Set MASTER_PORT, or the port in "
-            f"init_method, to a free one, the same on all ranks."
+            f"The rendezvous port {port} of {host} {reason}. Set MASTER_PORT, or the port in init_method, to a free "
+            f"port, the same on all ranks."
         ) from error
     port = listener.getsockname()[1]
-    # on a socket that is bound here: TCPStore itself would listen on all interfaces
+    # on a socket bound here, because TCPStore would listen on all interfaces
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvous, timeout: timedelta) -> None:
+def _await_all_ranks(store: "Store", rank: int, world_size: int, address: Rendezvous, timeout: timedelta) -> None:
     """Wait until every rank has joined; raise ConfigError that names missing and duplicate ranks."""
     seconds, pause = timeout.total_seconds(), 0.01
     deadline, failure = time.monotonic() + seconds, b""
     try:
-        # counted, not set: two processes of one rank would otherwise meet, and gloo hangs while it connects them
+        # counted, not set: otherwise two processes with the same rank would meet, and gloo hangs when it connects them
         if store.add(f"rank {rank}", 1) > 1:
             raise ConfigError(
-                f"Rank {rank} of {world_size} is at {where} already. Another run may use this address, or RANK is the "
-                f"same in two processes."
+                f"Rank {rank} of {world_size} has already joined at {address}. Another run may use this address, or "
+                f"two processes have the same RANK."
             )
         arrived = store.add("arrived", 1)
         while arrived < world_size and not failure:
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(pause)
-            pause = min(0.5, 1.2 * pause)  # many ranks may ask, for minutes
+            pause = min(0.5, 1.2 * pause)  # many ranks may poll for minutes
             failure = store.get("failed") if store.check(["failed"]) else b""
             arrived = store.add("arrived", 0)
     except (TimeoutError, RuntimeError) as error:
         try:
             missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
-        except RuntimeError:  # the store was served by rank 0, which has exited
+        except RuntimeError:  # rank 0, which served the store, has exited
             missing = ["0"]
         raise ConfigError(
-            f"Rank {rank} waited {seconds:g} s at {where} for {world_size} ranks; missing: "
-            f"{', '.join(missing) or 'none any more'}. See that every rank starts with the same address and world size "
-            "(under SLURM by srun, not by the batch script itself)."
+            f"Rank {rank} waited {seconds:g} s at {address} for {world_size} ranks; missing: "
+            f"{', '.join(missing) or 'none now'}. Start every rank with the same address and world size (under "
+            "SLURM with srun, not from the batch script itself)."
         ) from error
     if failure:
         failed, text, by_user = json.loads(failure)
         _leave_failed(store, rank, world_size)
         kind = ConfigError if by_user else WorkerError
-        raise kind(f"Rank {failed} of {world_size} failed before it met the others: {text}")
+        raise kind(f"Rank {failed} of {world_size} failed before the rendezvous: {text}")
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -275,16 +276,14 @@ def join_process_group(
     init_method: str | None = None,
     device: "torch.device | None" = None,
 ) -> str:
-    """Create the default process group of `place`, unless it exists.
-
-    Returns the address of the rendezvous, "" if the group existed.
+    """Create the default process group of `place` unless it exists; return the address of the rendezvous, or "".
 
     `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI) or "tcp://host:port". By
-    default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
-    the address is taken or cannot be reached, or if ranks are missing after `timeout`.
+    default Legato's workers use their launcher's store, all other processes "env://". `device`: the only device of this
+    process, if it has a single one; NCCL then connects at once, so that a rank without its device fails here and not in
+    the first step.
 
-    device: the only device of this process, if there is one; NCCL then connects at once, and a rank without its
-    device fails here and not in the first step.
+    Raises ConfigError if the address is in use or cannot be reached, or if ranks are missing after `timeout`.
     """
     from torch import distributed
 
@@ -293,12 +292,15 @@ def join_process_group(
         return ""
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
-            raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
+            raise ConfigError(
+                f"This build of torch has no process group backend {name.split(':')[-1]!r}; set "
+                f"process_group_backend=gloo."
+            )
     if "gloo" in backend:
         allow_connections(place.world_size)
-    where, store = find_store(place, timeout, init_method)
-    bound = device if ":" in backend else None  # of gloo only the host takes part
-    # torchrun's agents end each other's ranks
+    address, store = find_store(place, timeout, init_method)
+    bound = device if ":" in backend else None  # gloo alone uses only the host
+    # not under torchrun, whose agents end each other's ranks
     several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
     telling = telling_failure(store, place.rank, place.world_size) if several else nullcontext()
     with connections.noting(), telling:
@@ -308,15 +310,15 @@ def join_process_group(
     note_made_here(distributed.group.WORLD)
     fork_safety.install()
     atexit.register(leave_process_group)
-    return where
+    return address
 
 
 GROUPS = 4
-"""Process groups of a run: the script's and Legato's, and besides them those of sharded saves and batch norm."""
+"""Number of process groups of a run: the script's, Legato's, and those of sharded saves and batch norm."""
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group."""
+    """Raise this process's limit of open files for gloo, which connects every pair of ranks in each group."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 256 + GROUPS * ranks
     if resource.RLIM_INFINITY != soft < wanted:
@@ -326,7 +328,7 @@ def allow_connections(ranks: int) -> None:
 
 
 def leave_process_group() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group if it exists."""
     from torch import distributed
 
     atexit.unregister(leave_process_group)
@@ -341,15 +343,14 @@ def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
         if address is None or int(address[3]) > 65535:
             raise ConfigError(
                 f"init_method must be 'env://' or 'tcp://HOST:PORT', got {init_method!r}. Rank and "
-                "world size come from the launcher or from RANK and WORLD_SIZE."
+                "world size come from the launcher, or from RANK and WORLD_SIZE."
             )
         host = address[1] or address[2]
         return Rendezvous(host, int(address[3]), one_node=is_local or is_loopback(host), attempt=restart_count())
     host, port = _rendezvous_address(place)
     agent = place.origin == "torchrun" and get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
     one_node = is_local or is_loopback(host)
-    # Each of several agents counts only its own restarts, so that the count is the same on all ranks only with one
-    # agent.
+    # each agent counts only its own restarts, so the count is equal on all ranks only with a single agent
     return Rendezvous(host, port, agent or place.origin == "legato", one_node, restart_count() if one_node else 0)
 
 
@@ -359,8 +360,8 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
         host = host or first_host(get_variable("SLURM_STEP_NODELIST") or (get_variable("SLURM_JOB_NODELIST") or ""))
-        # Jobs of one node often have ids in a row, and steps of a job always: a job's next step must not meet at the
-        # port of the next job. Below the ephemeral ports.
+        # Jobs on a node often have consecutive ids, and a job's steps always do: a job's next step must not use the
+        # port of the next job. The ports are below the ephemeral ones.
         number, step = read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
         port = port or 15000 + (number + 7919 * step) % 16000
     if place.origin == "mpi":
@@ -368,9 +369,9 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
     if not host or not port or port > 65535:
         raise ConfigError(
-            "Ranks meet by env:// at MASTER_ADDR and MASTER_PORT, "
+            "The rendezvous env:// needs MASTER_ADDR and MASTER_PORT, "
             f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both, the same on all ranks "
-            "(127.0.0.1 and a free port on one machine), or set init_method to tcp://HOST:PORT."
+            "(127.0.0.1 and a free port on a single machine), or set init_method to tcp://HOST:PORT."
         )
     return host, port
 
@@ -378,4 +379,4 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
 def first_host(nodes: str) -> str:
     """Return the first host of SLURM's node list: "gpu003" for "gpu[003-005,7],cpu1"."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    return "".join(text or "" for text in match.groups()) if match else ""

@@ -1,4 +1,4 @@
-"""Requeueing of SLURM jobs: for signals that announce an end, and not for those of a job that was cancelled."""
+"""Requeues SLURM jobs after a signal that announces preemption or a time limit, but not after a cancellation."""
 
 import logging
 import signal
@@ -10,45 +10,45 @@ from ...base.place import current_rank
 log = logging.getLogger("legato")
 
 SLURM_ANSWERS = 60.0
-"""Seconds in which squeue and scontrol must answer."""
+"""Seconds within which squeue and scontrol must answer."""
 
 
 def requeue_job(number: int) -> None:
-    """Requeue this SLURM job after signal `number`; say so where that fails, or where the job was cancelled.
+    """Requeue this SLURM job after signal `number`; log if that fails, or if the job is ending for another reason.
 
-    SIGUSR1 is a warning. SIGTERM comes to a job that is to make room (it still runs), but also to one that was
-    cancelled or has used up its time: that one is ending already, and SLURM would bring it back.
+    SIGUSR1 is an early warning. SLURM sends SIGTERM to a job that is preempted (its state is RUNNING), but also to a
+    job that was cancelled or has reached its time limit, which must not be requeued.
     """
     job = slurm_job()
     if job is None:
-        log.warning("requeue=true: this is not a SLURM job (there is no SLURM_JOB_ID), so nothing is requeued.")
+        log.warning("requeue=true: this is not a SLURM job (SLURM_JOB_ID is not set), so nothing is requeued.")
         return
     if number == signal.SIGTERM:
-        # RUNNING: the job is to make room. CANCELLED, TIMEOUT and COMPLETING are ends that somebody has decided on
+        # RUNNING: the job is preempted. CANCELLED, TIMEOUT and COMPLETING are final.
         state, problem = _call("squeue", "--noheader", "--format=%T", f"--jobs={job}")
         if problem or state.strip() != "RUNNING":
             log.warning(
-                "requeue=true: SLURM is ending job %s (%s), so it is not requeued. To go on past a time limit, submit "
-                "it with --signal=USR1@120.",
+                "requeue=true: SLURM is ending job %s (%s), so it is not requeued. To continue past a time limit, "
+                "submit the job with --signal=USR1@120.",
                 job,
                 problem or state.strip().lower() or "it is no longer listed",
             )
             return
     _, problem = _call("scontrol", "requeue", job)
     if problem:
-        log.warning("scontrol requeue %s failed: %s. Start the job again by hand.", job, problem)
+        log.warning("scontrol requeue %s failed: %s. Submit the job again by hand.", job, problem)
     else:
         log.warning("scontrol requeue %s: the job is in the queue again.", job)
 
 
 def requeue_early(number: int, wanted: bool) -> None:
-    """Requeue the job, on rank 0 and if `wanted`, for a signal that comes before there is anything to save."""
+    """Requeue the job on rank 0, if `wanted`, after a signal that arrives before there is anything to save."""
     if wanted and number != signal.SIGINT and current_rank() == 0:
         requeue_job(number)
 
 
 def _call(*command: str) -> tuple[str, str]:
-    """Run a command of SLURM; return its output, and what is wrong or ""."""
+    """Run a SLURM command; return its output, and its error or ""."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SLURM_ANSWERS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Progress of this process's saves, by which the signal watch tells a slow save from a stuck one."""
+"""Progress of this process's saves, which lets the signal watch distinguish a slow save from a stuck one."""
 
 import threading
 import time
@@ -7,17 +7,18 @@ from contextlib import contextmanager
 
 
 class SaveProgress:
-    """Number of saves under way in this process, and when one of them last made progress."""
+    """Number of saves in progress in this process, and the time of their newest progress."""
 
     def __init__(self) -> None:
         self.under_way = 0
+        """Number of saves in progress."""
         self.progressed_at = float("-inf")
-        """`time.monotonic` of the newest progress: the beginning of a save, a written block, or its end."""
+        """`time.monotonic` of the newest progress: the start of a save, a written block, or the end of a save."""
         self._lock = threading.Lock()
 
     @contextmanager
     def save(self) -> Iterator[None]:
-        """Count the save that is done in this context."""
+        """Count a save that runs in this context."""
         self._change(1)
         try:
             yield
@@ -25,7 +26,7 @@ class SaveProgress:
             self._change(-1)
 
     def _change(self, count: int) -> None:
-        # a save in the background and one of the main thread may begin at once
+        # a background save and a save in the main thread may start at the same time
         with self._lock:
             self.under_way += count
         self.record()
@@ -35,7 +36,7 @@ class SaveProgress:
         self.progressed_at = time.monotonic()
 
     def has_progressed(self, seconds: float) -> bool:
-        """Return whether a save is under way that made progress within `seconds`."""
+        """Return whether a save in progress has made progress within the last `seconds`."""
         return self.under_way > 0 and time.monotonic() < self.progressed_at + seconds
 
 

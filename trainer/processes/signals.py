@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: their handlers, their deadline, and the exit codes."""
+"""Handles signals that ask a process to end: handlers, deadlines and exit codes."""
 
 import faulthandler
 import os
@@ -15,28 +15,28 @@ from .save_progress import SAVES
 from .stacks import describe_stack, stack_of
 
 RESUME_ME = 75
-"""Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL in sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-"""Signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, a closed terminal."""
+"""Signals that ask a run to end: Ctrl-C, a scheduler's request, SLURM's early warning, a closed terminal."""
 
 
 @contextmanager
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
-    """Call `handler` for signals that ask this process to end, in the main thread; elsewhere do nothing.
+    """Call `handler` for signals that ask this process to end; does nothing outside of the main thread.
 
-    `watch` ends the process if it does not answer them; without it nothing does meanwhile.
+    `watch` ends the process if it does not answer a signal. Without it, a watch of an outer context is suspended.
 
-    Ignored signals stay ignored, as SIGINT is in a background job of a shell. In a forked child the default handlers
-    act: the process that forked it ends it by signals.
+    Ignored signals stay ignored, such as SIGINT in a shell's background job. Forked children use the default handlers,
+    because their parent ends them with signals.
     """
-    before = {}
+    previous = {}
     process = os.getpid()
 
     def attend(number: int, _: object) -> None:
         if os.getpid() == process:
-            if watch is not None:  # its thread may not get to run while the main thread holds the interpreter lock
+            if watch is not None:  # its thread may not run while the main thread holds the interpreter lock
                 watch.record(number)
                 watch.end_if_due()
             handler(number)
@@ -48,36 +48,36 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
         if threading.current_thread() is threading.main_thread():
             if watch is not None:
                 stack.enter_context(watch)
-            else:  # the watch of a context around this one would end the process while workers still save
+            else:  # a watch of an outer context would end this process while its workers still save
                 stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
             for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, attend)
+                    previous[number] = signal.signal(number, attend)
         try:
             yield
         finally:
-            for number, old in before.items():
+            for number, old in previous.items():
                 signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
 def raise_for_signal(number: int) -> None:
-    """Raise KeyboardInterrupt after Ctrl-C, else SystemExit(75): the run has nothing to save."""
+    """Raise KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75), in a run that has nothing to save."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
 def exit_at_once(number: int) -> None:
-    """Exit without cleanup: nothing is to be saved, and exceptions may be swallowed, for instance during imports."""
+    """Exit without cleanup when there is nothing to save and exceptions may be swallowed, as during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
-        os.write(2, f"{name}: nothing was being trained. Exit code {RESUME_ME} asks for a new start.\n".encode())
-    # not sys.exit: an import that is under way may take SystemExit for a missing module
+        os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} asks for a new start.\n".encode())
+    # not sys.exit: code that imports a module may treat SystemExit as a missing module
     os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
 
 GRACE, NOTHING_TO_SAVE = 30.0, 5.0
-"""Seconds to answer SIGTERM or SIGHUP, before the process is ended by force; those while nothing is to be saved."""
+"""Seconds to answer SIGTERM or SIGHUP before the process is ended by force; seconds while there is nothing to save."""
 ONE_PRESS = 0.5
-"""Seconds within which two SIGINT count as one Ctrl-C: launchers forward what the terminal has sent already."""
+"""Seconds within which two SIGINT count as a single Ctrl-C: launchers forward a signal that the terminal also sends."""
 _TICK = 0.1
 _STOP = 0
 
@@ -85,7 +85,7 @@ _entered: "list[SignalWatch]" = []
 
 
 def _forget() -> None:
-    """Reset the wakeup pipe in a forked child, which would send its signals to the parent."""
+    """Reset the wakeup pipe in a forked child, which would otherwise send its signals to the parent."""
     if _entered:
         _entered.clear()
         with suppress(ValueError):
@@ -98,12 +98,12 @@ os.register_at_fork(after_in_child=_forget)
 class SignalWatch:
     """Ends this process at a second Ctrl-C, or GRACE seconds after SIGTERM or SIGHUP.
 
-    A save under way is finished first, as long as it makes progress. Used as a context manager in the main thread;
-    elsewhere it does nothing.
+    A save in progress is finished first, as long as it makes progress. Use it as a context manager in the main thread;
+    in other threads it does nothing.
     """
 
     def __init__(self, attends: bool = True) -> None:
-        """`attends`: whether this process handles SIGTERM and SIGHUP; if not, they end it anyway."""
+        """`attends`: True if this process handles SIGTERM and SIGHUP; otherwise they end it anyway."""
         self.attends = attends
         self.nothing_to_save = True
         self.presses: list[float] = []
@@ -118,9 +118,9 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
-            # Python runs handlers in the main thread between two bytecodes; one that waits in gloo, in a C library, or
-            # in a loop that swallows exceptions is deaf to signals. The C level writes each number to this pipe at
-            # once.
+            # Python runs handlers in the main thread between two bytecodes, so a thread that waits in gloo or a C
+            # library, or in a loop that swallows exceptions, does not react to signals. The C level writes each
+            # number to this pipe at once.
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -143,11 +143,11 @@ class SignalWatch:
         os.close(self._writer)
 
     def answer(self) -> None:
-        """Restart the grace time: the run has begun to do what the signal asked for."""
+        """Restart the grace time, because the run has started to act on the signal."""
         self.answered_at = time.monotonic()
 
     def record(self, number: int) -> None:
-        """Record a signal; called by the thread and by handlers, as either may be the only one that gets to run."""
+        """Record a signal; both the thread and the handlers call this, because only one of them may be able to run."""
         now = time.monotonic()
         if number == signal.SIGINT:
             if not self.presses or now > self.presses[-1] + ONE_PRESS:
@@ -166,29 +166,29 @@ class SignalWatch:
     def _watch(self) -> None:
         while True:
             has_signal = bool(self.signal_to_answer or self.presses)
-            # not select.select, which takes file numbers below 1024 only
+            # not select.select, which takes only file numbers below 1024
             if connection.wait([self._reader], _TICK if has_signal else None):
                 numbers = os.read(self._reader, 4096)
                 arrived = numbers.replace(bytes([_STOP]), b"")  # a signal may come just before the end
-                if arrived and self._before >= 0:  # forwarded to an event loop's wakeup pipe
+                if arrived and self._before >= 0:  # forward to an event loop's wakeup pipe
                     with suppress(OSError):
                         os.write(self._before, arrived)
                 if _STOP in numbers:
                     return
                 for number in arrived:
                     self.record(number)
-            if has_signal:  # else a launcher kills this process, as none of its threads would run
+            if has_signal:  # a launcher kills a process that does not touch its file
                 touch_alive_file()
             self.end_if_due()
 
     def _due(self) -> int:
-        """Return the signal by which to end this process now; 0: none."""
-        # what is being written is worth more than an early end; a save that makes no progress is not waited for
+        """Return the signal for which to end this process now; 0: none."""
+        # finish a save rather than end early, but do not wait for a save without progress
         if SAVES.has_progressed(GRACE) or (SAVES.under_way and self._waits_for_ranks()):
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
-        # a save that has just ended leaves as long again for what follows it
+        # after a save, the run gets the full grace time again for the work that follows
         since = max(self.received_at, self.answered_at, SAVES.progressed_at)
         return (
             self.signal_to_answer
@@ -200,18 +200,18 @@ class SignalWatch:
         return min(GRACE, NOTHING_TO_SAVE) if self.nothing_to_save else GRACE
 
     def _waits_for_ranks(self) -> bool:
-        """Return whether the main thread waits for other ranks, one of which may be writing."""
+        """Return whether the main thread waits for other ranks, which may be writing."""
         return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
         late = f"it has not answered for {self._seconds_to_answer():g} s"
-        why = "Ctrl-C was pressed again" if number == signal.SIGINT else late
-        said = (
-            f"{name}: this process is ended in the middle of its work, because {why}. Exit code {128 + number}; what "
-            f"the run has saved is whole: resume=auto continues. Stacks of all threads:\n"
+        reason = "Ctrl-C was pressed again" if number == signal.SIGINT else late
+        message = (
+            f"{name}: this process is ended in the middle of its work, because {reason}. Exit code {128 + number}. The "
+            f"run's checkpoints are complete: resume=auto continues the run. Stacks of all threads:\n"
         )
         with suppress(OSError):
-            os.write(2, said.encode())
+            os.write(2, message.encode())
             faulthandler.dump_traceback(2, all_threads=True)
-        end_by_force(number, why)
+        end_by_force(number, reason)

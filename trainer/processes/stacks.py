@@ -1,4 +1,4 @@
-"""Stacks in words: the line of the user's code, or the collective in which a thread waits for other ranks."""
+"""Describes stacks: the line of the user's code, or the collective in which a thread waits for other ranks."""
 
 import faulthandler
 import multiprocessing
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 DUMP = signal.SIGUSR2
-"""Signal at which a process dumps its stacks."""
+"""Signal that makes a process dump its stacks."""
 
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 _OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
@@ -26,7 +26,7 @@ _dump_file: IO[str] | None = None
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
+    """A line of a stack."""
 
     file: str
     line: int
@@ -34,29 +34,29 @@ class Frame:
 
     def __str__(self) -> str:
         path = Path(self.file)
-        shown = path.relative_to(_PACKAGE_FOLDER) if self.file.startswith(_OURS) else path.name
-        return f"{shown}:{self.line} ({self.function})"
+        name = path.relative_to(_PACKAGE_FOLDER) if self.file.startswith(_OURS) else path.name
+        return f"{name}:{self.line} ({self.function})"
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs neither to Legato nor to a library."""
+        """True if the frame belongs neither to Legato nor to a library."""
         return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
 
-    def is_in(self, part: str) -> bool:
-        """Return whether its file is, or lies in, this part of a package."""
-        return part in self.file.replace(os.sep, "/")
+    def is_in(self, path: str) -> bool:
+        """Return whether `path` is a part of the path of the frame's file."""
+        return path in self.file.replace(os.sep, "/")
 
     @property
     def is_backward(self) -> bool:
-        """Whether it runs torch's engine: called by torch.autograd, or by the strategy itself."""
-        of_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
-        return of_strategy or self.is_in("torch/autograd/")
+        """True if the frame runs torch's engine, called by torch.autograd or by the strategy."""
+        in_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
+        return in_strategy or self.is_in("torch/autograd/")
 
     @property
     def is_compiler(self) -> bool:
-        """Whether it runs torch's compiler; a compiled function that runs has frames of other files."""
-        of_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
-        return of_inductor or self.is_in("torch/_dynamo/convert_frame")
+        """True if the frame runs torch's compiler; a compiled function has frames of other files."""
+        in_inductor = self.is_in("torch/_inductor/compile_fx") and "compile" in self.function
+        return in_inductor or self.is_in("torch/_dynamo/convert_frame")
 
 
 def stack_of(thread: int) -> list[Frame]:
@@ -69,23 +69,23 @@ def stack_of(thread: int) -> list[Frame]:
 
 
 def stack_of_error(error: BaseException) -> list[Frame]:
-    """Return the stack from which an error was raised, innermost frame first."""
+    """Return the stack that raised an error, innermost frame first."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Describe where a stack is; return also whether it waits for other ranks. `alone`: there are none."""
+    """Describe what a stack does, and return whether it waits for other ranks; `alone`: there are no other ranks."""
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
-    if compiler:  # from the outermost one on, as the code that the compiler makes and imports looks like a user's
+    if compiler:  # start at its outermost frame, because code that the compiler generates looks like a user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
-        return f"compiles, as torch.compile asks for{'' if users is None else f', called in {users}'}", False
+        return f"compiles for torch.compile{'' if users is None else f', called in {users}'}", False
     users = next((frame for frame in stack if frame.is_users), None)
     called = f", called in {users}" if users is not None else ""
     collective = collective_of(stack)
     if collective is not None:
         return f"waits in {collective}{called}", True
-    # files such as <frozen importlib> are nobody's
+    # skip files such as <frozen importlib>
     innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
     if innermost is None:
         return "has no stack", False
@@ -103,18 +103,18 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def collective_of(stack: list[Frame]) -> str | None:
-    """Return the collective in which a stack waits; None if it is in none."""
+    """Return the collective in which a stack waits; None if it waits in none."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):
-            name = frame.function  # of the outermost such frame: what was called, and no helper of torch's
+            name = frame.function  # the outermost such frame is the call, the others are torch's helpers
         elif not frame.is_in("torch/distributed/"):
             break
     return name
 
 
 def _is_outside_loader(stack: list[Frame]) -> bool:
-    """Return whether the loader on this stack has called user code."""
+    """Return whether the loader on this stack has called the user's code."""
     for frame in stack:
         if frame.is_in("torch/utils/data/dataloader"):
             return False
@@ -124,13 +124,13 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:
-    """Let loader workers forked from now on write their stacks to `file` on the signal DUMP."""
+    """Let loader workers that are forked later write their stacks to `file` on the signal DUMP."""
     global _dump_file
     _dump_file = file
 
 
 def answer_dumps() -> None:
-    """Write the stacks of this loader worker whenever its trainer asks, to the file that it named before the fork."""
+    """Write this loader worker's stacks to the dump file on the signal DUMP."""
     if _dump_file is not None:
         faulthandler.register(DUMP, _dump_file)
 
@@ -139,19 +139,19 @@ def worker_stacks(dump: IO[str]) -> list[str]:
     """Return the stacks of this process's loader workers, which write them to `dump` on request."""
     stacks = []
     for child in multiprocessing.active_children():
-        # children of the user's own have no handler, and the signal would end them
+        # the signal would end the user's own children, which have no handler
         if child.pid is not None and _answers(child.pid):
-            # one file for all workers, inherited by fork: they share its descriptor, and so the offset
+            # all workers inherit the same file by fork, and share its descriptor and offset
             os.ftruncate(dump.fileno(), 0)
             os.lseek(dump.fileno(), 0, os.SEEK_SET)
             os.kill(child.pid, DUMP)
-            time.sleep(_SECONDS_FOR_A_DUMP)  # it takes milliseconds, unless the worker is stopped
+            time.sleep(_SECONDS_FOR_A_DUMP)  # a dump takes milliseconds, unless the worker is stopped
             stacks.append(f"Loader worker {child.pid}\n{os.pread(dump.fileno(), 1 << 20, 0).decode(errors='replace')}")
     return stacks
 
 
 def _answers(process: int) -> bool:
-    """Return whether a process has a handler for the signal, which would kill it otherwise."""
+    """Return whether a process has a handler for the signal DUMP, which would otherwise kill it."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -161,7 +161,7 @@ def _answers(process: int) -> bool:
 
 
 def users_frame(dumps: list[str]) -> Frame | None:
-    """Return the innermost frame of user code in the stacks of loader workers."""
+    """Return the innermost frame of the user's code in the stacks of loader workers."""
     for section in "\n\n".join(dumps).split("\n\n"):
         frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
         users = [frame for frame in frames if frame.is_users]

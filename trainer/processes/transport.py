@@ -1,7 +1,7 @@
-"""Transport between a process and its workers: functions and results by cloudpickle, and exceptions with tracebacks.
+"""Sends functions, results and exceptions with tracebacks between a process and its workers, by cloudpickle.
 
-The files are unpickled by a process of the same user that asked for them, seconds after they were written, from a
-private folder that is then removed. None is stored.
+The files are in a private folder and are unpickled by a process of the same user and run, seconds after they were
+written. The folder is then removed; no pickle is stored.
 """
 
 import io
@@ -33,16 +33,17 @@ from ...base.messages import let_be_seen
 
 log = logging.getLogger("legato")
 
-# Errors of gloo, NCCL and the store after another rank has exited; never the cause of a failure.
+# errors of gloo, NCCL and the store after another rank has exited, which are never the cause of a failure
 _BROKEN_CONNECTION = re.compile(
     "gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|Timed out wait|Wait timeout"
 )
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that sends classes of `named` modules by name: the reader has the originals, and must not get copies.
+    """Pickler that sends classes of `named` modules by name, because the reader has the originals and must not get
+    copies.
 
-    Those of `placed` modules go by value, and are then found in their module.
+    Classes of `placed` modules are sent by value and registered in their module.
     """
 
     def __init__(self, file: io.BytesIO, named: frozenset[str], placed: frozenset[str]) -> None:
@@ -54,15 +55,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _named_class, (obj.__module__, obj.__qualname__)
         if _needs_its_process(obj):
             raise ConfigError(
-                f"A {type(obj).__name__} of MosaicML's streaming was made before the processes that read it, but its "
-                "shared memory belongs to the process that made it. Make it in train_dataloader or in setup(), "
-                "which each process calls for itself; or start the script with torchrun."
+                f"A {type(obj).__name__} of MosaicML's streaming was made before its worker processes, but its shared "
+                "memory belongs to the process that makes it. Make it in train_dataloader or in setup(), which each "
+                "process calls; or start the script with torchrun."
             )
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-            # torch.backends.cudnn, which cloudpickle does not recognize as a module.
+            # such as torch.backends.cudnn, which cloudpickle does not recognize as a module
             return import_module, (obj.__name__,)
         if (type(obj).__module__, type(obj).__qualname__) == ("torch.nn.parameter", "Parameter"):
-            # torch's own way leaves an empty dict of hooks, for which every backward calls Python for every parameter
+            # torch's reduction leaves an empty dict of hooks, so that each backward calls Python for each parameter
             return _parameter, (obj.data, obj.requires_grad, vars(obj))
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__module__ in self._placed and obj.__qualname__.isidentifier():
@@ -72,7 +73,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _needs_its_process(obj: Any) -> bool:
-    """Return whether an object is a dataset of MosaicML's, whose ranks would wait for each other in its first epoch."""
+    """Return whether an object is a MosaicML dataset, whose ranks would wait for each other in the first epoch."""
     kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
     return kind is not None and isinstance(obj, kind)
 
@@ -97,7 +98,7 @@ def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[st
 
 
 def unpack(path: Path, index: int = 0) -> Any:
-    """Return what a process of this run has just packed into a file, by its index there."""
+    """Return the object at an index of a file that a process of this run has packed."""
     with path.open("rb") as file:
         for _ in range(index):
             pickle.load(file)
@@ -106,17 +107,17 @@ def unpack(path: Path, index: int = 0) -> Any:
 
 @contextmanager
 def pickled_by_value() -> Iterator[frozenset[str]]:
-    """Pickle by value what modules define that workers cannot import by name; yield those modules' names.
+    """Pickle by value the objects of modules that workers cannot import by name; yield those modules' names.
 
     These are the caller's script or notebook, and modules that a tool loaded from a file (pytest's importlib mode).
     """
-    kept = cloudpickle.list_registry_pickle_by_value()
+    registered = cloudpickle.list_registry_pickle_by_value()
     names = {name for name, file in _module_files().items() if not _is_importable(name, file)}
-    added = [sys.modules[name] for name in names - kept]
+    added = [sys.modules[name] for name in names - registered]
     for module in added:
         cloudpickle.register_pickle_by_value(module)
     try:
-        yield frozenset(names) | kept | {"__main__"}
+        yield frozenset(names) | registered | {"__main__"}
     finally:
         for module in added:
             cloudpickle.unregister_pickle_by_value(module)
@@ -127,27 +128,27 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def _module_files() -> dict[str, str]:
-    """Return the files of all modules that are not installed, but for the script's own, by name."""
-    # a list: looking for an attribute may import others; one that goes by another name is checked under its own
+    """Return module name -> file of all modules that are not installed, without the script itself."""
+    # a list, because reading an attribute may import more modules; an alias is checked under the module's real name
     named = {name: module for name, module in list(sys.modules.items()) if getattr(module, "__name__", None) == name}
     files = {name: getattr(module, "__file__", None) or "" for name, module in named.items() if name not in _MAIN}
     return {name: file for name, file in files.items() if file and not file.startswith(_INSTALLED)}
 
 
 def _is_importable(name: str, file: str) -> bool:
-    """Return whether a fresh interpreter imports that file by that name."""
+    """Return whether a new interpreter imports this file by this name."""
     spec = _find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find a module as a fresh interpreter would."""
-    above, _, _ = name.rpartition(".")
-    package = _find_spec(above) if above else None
+    """Find a module as a new interpreter would."""
+    parent, _, _ = name.rpartition(".")
+    package = _find_spec(parent) if parent else None
     path = package.submodule_search_locations if package else None
-    if above and path is None:
+    if parent and path is None:
         return None
-    # not importlib.util.find_spec, which answers from sys.modules: a worker has none of these modules yet
+    # not importlib.util.find_spec, which looks into sys.modules: a worker has not imported these modules
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path) if find else None
@@ -157,29 +158,28 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    """Make a class that came by value, and register it under its module's name, so that plain pickle finds it.
+    """Make a class that was sent by value and register it in its module, so that plain pickle finds it.
 
-    A loader worker sends batches by plain pickle; they may hold dataclasses of the caller's script.
+    A loader worker sends batches by plain pickle, and they may hold dataclasses of the caller's script.
     """
-    made, home = make(*arguments), _import_or_make(module)
+    kind, home = make(*arguments), _import_or_make(module)
     if not hasattr(home, name):
-        setattr(home, name, made)
-    return made
+        setattr(home, name, kind)
+    return kind
 
 
 def _import_or_make(name: str) -> ModuleType:
-    """Return a module by name, or a new empty one, in new empty packages if need be."""
-    above, _, _ = name.rpartition(".")
-    if above and _find_spec(above) is None:
-        _import_or_make(above)
+    """Return a module by name, or a new empty module, in new empty packages if necessary."""
+    parent, _, _ = name.rpartition(".")
+    if parent and _find_spec(parent) is None:
+        _import_or_make(parent)
     return sys.modules.setdefault(name, ModuleType(name))
 
 
 def modules_beside_script() -> list[str]:
-    """Return the modules in the script's folder that it has imported, in that order, but for those sent by value.
+    """Return the modules in the script's folder that it has imported, in that order, without those sent by value.
 
-    One that the script imports for its effect alone, such as a patch or an entry in a registry, is otherwise never
-    imported in a worker.
+    A worker must import a module that the script imports only for its side effects, such as a patch or a registration.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
@@ -193,13 +193,13 @@ def modules_beside_script() -> list[str]:
 
 
 class Settings:
-    """Settings of the caller's interpreter and of torch, and its own modules, for workers to copy."""
+    """Settings of the caller's interpreter and of torch, and the script's modules, for workers to copy."""
 
     def __init__(self, method: str) -> None:
         from ..switches import read_switches
 
         chosen = multiprocessing.get_start_method(allow_none=True)
-        # How a loader starts its own workers: by fork, as in a plain script.
+        # the start method of a loader's workers: fork, as in a plain script
         self.start_method = chosen or ("fork" if method == "forkserver" else None)
         self.warnings = list(warnings.filters)
         names = ["", *logging.Logger.manager.loggerDict]
@@ -207,7 +207,7 @@ class Settings:
         self.shows_messages = bool(logging.getLogger("legato").handlers)
         plain = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
         self.formatter = (plain[0].formatter or logging.Formatter()) if plain else None
-        # but for threads: of those a worker is given its share when it starts
+        # without threads, because a worker gets its share of them when it starts
         self.switches = {name: value for name, value in read_switches().items() if name != "threads"}
         self.modules = modules_beside_script()
 
@@ -231,93 +231,93 @@ class Settings:
         for name in self.modules:
             try:
                 import_module(name)
-            except Exception as error:  # a script whose functions do not need it runs all the same
-                log.warning("A worker cannot import %s, as the script has done: %s", name, error)
+            except Exception as error:  # the script's functions may not need the module
+                log.warning("A worker cannot import %s, which the script has imported: %s", name, error)
 
 
 @dataclass
 class Failure:
     """Failure of a worker."""
 
-    what: str
-    """The rest of a sentence that begins with the rank."""
+    event: str
+    """Predicate of the sentence whose subject is the rank."""
     text: str = ""
-    """Traceback, with those of the exceptions that led to it."""
+    """Traceback, with the tracebacks of the exceptions that caused it."""
     raised: bytes | None = None
     """The pickled exception and its arguments; None if it cannot be pickled."""
     communication: bool = False
-    """Whether it only noticed that another rank had exited."""
+    """True if the worker only noticed that another rank had exited."""
     signal: int = 0
-    """Signal that ended it, SIGINT for a KeyboardInterrupt; 0: none."""
+    """Signal that ended the worker, SIGINT for a KeyboardInterrupt; 0: none."""
     is_forced: bool = False
-    """Whether it was killed because it did not answer that signal."""
+    """True if the worker was killed because it did not answer that signal."""
     rank: int = 0
     world_size: int = 1
     when: float = field(default_factory=time.monotonic)
-    """Seconds on the machine's monotonic clock."""
+    """Time of the failure in seconds of the machine's monotonic clock."""
 
     @classmethod
     def of_exception(cls, error: BaseException, named: frozenset[str] = frozenset()) -> "Failure":
         """Return the failure for an exception."""
         calls = error.__traceback__
-        # without the machinery that calls the function
+        # leave out the frames of launch.py
         while calls is not None and calls.tb_frame.f_code.co_filename == str(Path(__file__).with_name("launch.py")):
             calls = calls.tb_next
         text = "".join(traceback.format_exception(type(error), error, calls)).rstrip()
         if isinstance(error, SystemExit):
-            return cls(f"left by sys.exit({error.code!r}) before its work was done", text)
-        what = f"failed with {type(error).__name__}"
+            return cls(f"called sys.exit({error.code!r}) before its work was done", text)
+        event = f"failed with {type(error).__name__}"
         try:
-            # its arguments once more: a constructor that makes a message of them makes one of the message, too
+            # also the arguments: a constructor that formats them would format the finished message again
             raised = pack((error, error.args), named)
-        except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
+        except Exception:  # pickling the exception's attributes may raise anything; then only the text is sent
             raised = None
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
-        return cls(what, text, raised, is_communication(error), number)
+        return cls(event, text, raised, is_communication(error), number)
 
     @classmethod
     def of_exit(cls, exitcode: int | None) -> "Failure":
-        """Return the failure for the exit code of a process that left no report."""
+        """Return the failure for the exit code of a process without a report."""
         if exitcode is None or exitcode >= 0:
             return cls(f"ended with exit code {exitcode} before its work was done")
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
         remedy = {
-            "SIGKILL": "; the system does that to a process when memory runs out, see `dmesg`",
-            "SIGABRT": "; its own last words are above, if it had any. gloo ends a process so where ranks called "
-            "different collectives, or with different shapes: see each stack for a call that not all make",
-            "SIGSEGV": "; the stack of its threads is above",
+            "SIGKILL": "; the system kills a process when memory runs out, see `dmesg`",
+            "SIGABRT": "; its last messages, if any, are above. gloo aborts a process if ranks call different "
+            "collectives, or with different shapes: check each stack for a call that not all ranks make",
+            "SIGSEGV": "; the stacks of its threads are above",
         }
         return cls(f"was killed by {name}{remedy.get(name, '')}", signal=-exitcode)
 
     @property
     def interrupted(self) -> bool:
-        """Whether it ended by Ctrl-C, in its own time."""
+        """True if the worker ended by itself after Ctrl-C."""
         return self.signal == signal.SIGINT and not self.is_forced
 
     @property
     def summary(self) -> str:
-        """One sentence."""
-        return f"Rank {self.rank} of {self.world_size} {self.what}."
+        """The failure as a sentence."""
+        return f"Rank {self.rank} of {self.world_size} {self.event}."
 
     def to_raise(self) -> BaseException:
         """Return the worker's exception, caused by a WorkerError that names the rank and has its traceback.
 
-        If the exception does not unpickle, that WorkerError.
+        If the exception does not unpickle, returns only the WorkerError.
         """
         cause = WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
         try:
             error, arguments = (None, ()) if self.raised is None else pickle.loads(self.raised)
-        except Exception:  # a constructor with required arguments is enough for that
+        except Exception:  # for example, the exception's constructor has required arguments
             return cause
         if not isinstance(error, BaseException):
             return cause
         error.args = arguments
-        error.__cause__ = cause  # frames do not pickle; the text of the traceback does
+        error.__cause__ = cause  # frames cannot be pickled, unlike the text of the traceback
         return error
 
 
 def is_communication(error: BaseException) -> bool:
-    """Return whether an error only says that another rank has exited."""
+    """Return whether an error only means that another rank has exited."""
     from torch.distributed import DistError
 
     if isinstance(error, LegatoError) or not isinstance(error, RuntimeError):

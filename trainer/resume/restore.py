@@ -236,7 +236,7 @@ def find_changes(
     if is_mid_epoch and not is_done and changes.samples and trainer.resume_at == "step" and run.resumes_same_run:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), and the "
-            f"samples of a step have changed: {_list_changes(changes.samples)}. Restore these settings; or set "
+            f"samples of a step have changed: {_list_changes(changes.samples)}. Undo these changes; or set "
             f"trainer.resume_at=epoch, which ends this epoch here and starts the next; or start a new run with "
             f"resume=PATH."
         )
@@ -245,8 +245,8 @@ def find_changes(
     differing = [change for change in changes.changed + changes.restored + data if change.name not in allowed]
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
-            f"A run with reproducible: bitwise would not keep the same bits: {_list_changes(differing)}. Restore these "
-            f"settings, or resume with reproducible: order, which keeps samples and random numbers but not the last "
+            f"A run with reproducible: bitwise would not keep the same bits: {_list_changes(differing)}. Undo these "
+            f"changes, or resume with reproducible: order, which keeps samples and random numbers but not the last "
             f"bits."
         )
     if is_mid_epoch and changes.samples:

@@ -166,8 +166,8 @@ class Saver:
 
         `share_frozen`: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
 
-        Raises CheckpointError if the save fails. If the previous background save failed, a plain save is written first
-        and then raises that error.
+        Raises CheckpointError if the save fails, or if the previous background save failed; in that case a plain save
+        is written before the error is raised.
         """
         self._for_format(path)  # check the path before the background writer gets it
         trainer = self.trainer

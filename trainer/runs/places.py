@@ -104,7 +104,7 @@ def _require_text(root: Path) -> None:
         str(root.absolute()).encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"The path of the folder of runs, {str(root.absolute())!a}, is not valid text in this locale. Set "
+            f"The path of run.root, {str(root.absolute())!a}, is not valid text in this locale. Set "
             f"PYTHONUTF8=1 or a UTF-8 locale, or set run.root to another folder."
         ) from None
 

@@ -244,7 +244,7 @@ def _names_below(folder: Path) -> Iterator[str]:
 
 
 def _is_mirrored(name: str) -> bool:
-    """Return whether a file of a run directory is mirrored: not temporary files, checkpoints and evaluations."""
+    """Return whether a file of a run directory is mirrored: all but temporary files, checkpoints and evaluations."""
     first, last = name.partition("/")[0], name.rpartition("/")[2]
     return first not in (CHECKPOINTS, EVALUATIONS) and not last.startswith(".") and not last.endswith(".partial")
 
