@@ -1,1 +1,1 @@
-"""The command `legato`: YAML in, runs out. Nothing imports it."""
+"""The command `legato`, which runs YAML configs. No other package imports it."""

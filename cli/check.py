@@ -1,8 +1,8 @@
-"""`legato check`: runs a few steps of every stage in the real layout of processes, to find what would fail later.
+"""`legato check`: runs a few steps of every stage in the real process layout, to find errors before the run.
 
-It trains and validates, resumes from the checkpoint that this wrote, tests and predicts. Each stage is the config
-itself with an overlay (`trial_of`), built again and run in a temporary folder beside the run directories, so that the
-same disk and network are used. A callback on every rank records what the run will need (recorder.py).
+It trains and validates, resumes from the checkpoint just written, tests and predicts. Each stage runs the config with
+some values replaced (`trial_of`), in a temporary folder beside the run directories, and thus uses the same disk and
+network. A callback on every rank records measurements (recorder.py).
 """
 
 import logging
@@ -50,48 +50,48 @@ if TYPE_CHECKING:
 SKIPPED = (CheckpointCallback, EarlyStopping, ProgressDisplay, ModelSummary)
 """Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 LOCAL_LOGGERS = (TensorBoardLogger, JSONLinesLogger, CSVLogger)
-"""Loggers to try: they write to the run directory, and to nobody's server."""
+"""Loggers to try, since they only write to the run directory."""
 OVERLAY = {
     "fast_dev_run": False,
     "log_every_n_steps": 1,
-    # a validation after the first batch: metrics that it logs are there when checkpoints ask for them
+    # a validation after the first batch, so that checkpoints find its metrics
     "val_check_interval": 1,
     "check_val_every_n_epoch": None,
     "min_steps": None,
     "min_epochs": None,
-    # a trial that fails has found what it looked for
+    # a failing trial must fail, not restart
     "max_restarts": 0,
 }
-"""Arguments of Trainer in a trial. `max_steps` stays: learning rate schedules see the length of the whole run."""
+"""Arguments of Trainer in a trial. `max_steps` stays, since learning rate schedules use the run's length."""
 WARM_STEPS = 6
-"""Least number of steps for a typical step time; with fewer, even the later half may be slow."""
+"""Minimum number of steps for a typical step time; with fewer, even the second half may be slow."""
 
 
 @dataclass
 class Report:
-    """Findings of a check; the run is fine if there are no problems."""
+    """Findings of a check. The run is fine if there are no problems."""
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """Differences between the check and the run, and findings that may be intended."""
     tried: list[str] = field(default_factory=list)
-    """The stages that worked."""
+    """Stages that succeeded."""
     records: list[Record] = field(default_factory=list)
     """Records of the ranks in training."""
     checkpoint_bytes: int | None = None
     base_bytes: int = 0
-    """Bytes of the weights that are stored once, beside the checkpoints."""
+    """Bytes of frozen weights that are stored once, beside the checkpoints."""
     weights_bytes: int = 0
     disk: list[str] = field(default_factory=list)
-    """For each callback that saves: disk space for all checkpoints that it keeps at once plus one in progress."""
+    """For each Checkpoint callback, the disk space of all checkpoints that it keeps plus one in progress."""
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per step including data: median of the later half of the steps, on the slowest rank.
+        """Seconds per step including data: median over the second half of the steps, on the slowest rank.
 
         The first steps also load code, start loader workers and allocate memory.
         """
-        # the slowest rank sets the pace of all, by the gradients that the others wait for
+        # all ranks wait for the gradients of the slowest
         later = [record.seconds[len(record.seconds) // 2 :] for record in self.records if record.seconds]
         return max(map(median, later), default=None)
 
@@ -131,7 +131,7 @@ def run_check(options: Namespace) -> None:
     """Check the run of a command line and print the report. Raises ConfigError with all problems."""
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
-        log.setLevel(logging.WARNING)  # no messages of the trial runs, whose layout the report tells
+        log.setLevel(logging.WARNING)  # hides messages of the trials; the report has their layout
     config = load_to_fit(options.words, warm_up_if_several)
     try:
         report = check_config(config)
@@ -151,9 +151,9 @@ def run_check(options: Namespace) -> None:
 
 
 def check_config(config: "Config") -> Report:
-    """Return a report of what would fail in the run of a config."""
+    """Run the trials of a config, and return a report with the problems."""
     original, report = build_config(config), Report()
-    # on the disk of the runs, since what a disk refuses is one of the things to find
+    # on the disk of the runs, since errors of that disk are among those to find
     with temporary_folder(original, report) as folder:
         try_stages(config, original, folder, report)
     check_gradients(original, report)
@@ -164,14 +164,14 @@ def check_config(config: "Config") -> Report:
 
 @contextmanager
 def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path]:
-    """Make a folder in the run root, or in the nearest folder above that is there, and remove it on exit.
+    """Create a folder in the run root or its nearest existing parent, and remove it on exit.
 
-    If the run root is not writable, that is reported and the system's temporary folder is used. Of several processes
-    that a launcher has started only rank 0 makes one, and decides for all.
+    If the run root is not writable, report a problem and use the system's temporary folder. Under a launcher, rank 0
+    creates the folder for all ranks.
     """
     root, place = to_absolute(original.trainer.default_root_dir), find_place(original.trainer.cluster)
     if isinstance(root, Address):
-        find.checkpoints_in(root / original.trainer.run_name)  # which names what is wrong with it
+        find.checkpoints_in(root / original.trainer.run_name)  # raises an error if the store is not accessible
         root = Path(gettempdir())
     if place is not None and place.rank > 0:
         yield root
@@ -179,23 +179,23 @@ def temporary_folder(original: "ConfiguredRun", report: Report) -> Iterator[Path
     try:
         made = TemporaryDirectory(prefix=".check-", dir=nearest(root), ignore_cleanup_errors=True)
     except OSError as error:
-        report.problems.append(f"The run root {root} cannot be written to: {error.strerror}. Set run.root elsewhere.")
+        report.problems.append(f"Cannot write to the run root {root}: {error.strerror}. Set another run.root.")
         made = TemporaryDirectory(prefix="legato-check-", ignore_cleanup_errors=True)
     with made as folder:
         yield Path(folder)
 
 
 def nearest(folder: Path) -> Path:
-    """Return a folder, or the nearest above that is there: the disk is the same."""
+    """Return a folder or its nearest existing parent, which is on the same disk."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report: Report) -> None:
-    """Run fit, resume, test and predict, and read what the ranks have recorded in fit."""
+    """Run fit, resume, test and predict, and read the ranks' records of fit."""
     trainer = original.trainer
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
-        report.remarks.append(f"{', '.join(skipped)} was not tried, since it may write elsewhere.")
+        report.remarks.append(f"{', '.join(skipped)} was not tried, since it may write to a server.")
     trial = attempt("fit", config, original, folder, report).trainer
     is_launched = find_place(trainer.cluster) is not None
     if is_launched:
@@ -221,7 +221,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage and report its error, once. Under a launcher the error is raised: other ranks cannot go on."""
+    """Run a stage, and report an error once. Under a launcher, raise it, since the other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:
@@ -229,23 +229,23 @@ def attempt(
     except Exception as error:
         if find_place(trial.trainer.cluster) is not None:
             raise
-        told = describe_error(error)
-        if not any(problem.endswith(told) for problem in report.problems):
-            report.problems.append(f"{name}: {told}")
+        message = describe_error(error)
+        if not any(problem.endswith(message) for problem in report.problems):
+            report.problems.append(f"{name}: {message}")
     else:
         report.tried.append(name)
     return trial
 
 
 def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Path) -> "ConfiguredRun":
-    """Build the config once more, for a few steps in `folder` with a validation after each.
+    """Build the config for a few steps in `folder`, with a validation after each.
 
     Each replica takes one batch of each evaluation loader.
     """
     trainer, values = original.trainer, dict(config.values["trainer"])
     place = find_place(trainer.cluster)
     local = trainer.strategy.local_processes(trainer.device_list)
-    # so that every replica has one, and a loader that is too short is seen
+    # one batch per replica, which shows a loader that is too short
     batches = trainer.replicas or (local * trainer.num_nodes if place is None else place.world_size)
     for argument in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         limit = getattr(trainer, argument)
@@ -253,79 +253,79 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
     values |= OVERLAY | {"num_sanity_val_steps": min(1, abs(trainer.num_sanity_val_steps))}
     strategy = values["strategy"]
     if isinstance(strategy, dict) and strategy.get("elastic"):  # no process leaves or joins a trial
-        # an elastic run takes what gradients there are
+        # like an elastic run, which accepts parameters without gradients
         values["strategy"] = {**strategy, "elastic": False, "find_unused_parameters": True}
     run = {**config.values["run"], "root": str(folder), "save_code": False}
     trial = build_config(config.changed(values, run=run))
-    # built anew for each stage: callbacks keep what they have seen
+    # built again for each stage, since callbacks keep state
     watching = [callback for callback in trial.trainer.callbacks if not isinstance(callback, SKIPPED)]
-    # one checkpoint at the end tells its size, and whether the state can be stored
+    # a checkpoint at the end shows its size, and whether the state can be stored
     share = getattr(trainer.checkpoint_callback, "share_frozen", None)
     saving = [] if trainer.checkpoint_callback is None else [Checkpoint(every_n_epochs=0, share_frozen=share)]
     trial.trainer.callbacks = [Recorder(name), *watching, *saving]
     loggers = [logger for logger in trial.trainer.loggers if isinstance(logger, LOCAL_LOGGERS)]
-    # a run that logs nothing has no directory for the records
+    # a run without loggers has no run directory for the records
     trial.trainer.loggers = [*loggers] or [JSONLinesLogger()]
     return trial
 
 
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
-    """Return whether the task has the step, and the task or data module the loader, of a stage."""
+    """Return whether the task has the step of a stage, and the task or data module its loader."""
     loader = f"{stage}_dataloader"
-    # a step without a loader, or a loader without a step, is no stage that anybody would run
+    # a stage needs both
     of_data = run.data is not None and overrides(run.data, DataModule, loader)
     return overrides(run.task, Task, f"{stage}_step") and (of_data or overrides(run.task, Task, loader))
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a Legato error; of any other error also its rank and its place in the user's code."""
+    """Return the message of an error; unless it is Legato's, with its rank and its place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
     worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None
-    where = f" (rank {worker.rank})" if worker else ""
-    # a worker's frames are gone with its process; the error has their text
+    rank = f" (rank {worker.rank})" if worker else ""
+    # the frames of a worker ended with its process, but the error has their text
     text = f"{worker}\n" if worker else "".join(traceback.format_tb(error.__traceback__))
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', text, re.MULTILINE)
     ours = tuple(f'  File "{folder}' for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-    # frames of Legato and torch lie above and below the line that the user can mend
+    # without frames of Legato and torch, which users cannot fix
     places = [frame for frame in frames if not frame.startswith(ours)]
-    return f"{type(error).__name__}{where}: {error}\n{''.join(places or frames).rstrip()}"
+    return f"{type(error).__name__}{rank}: {error}\n{''.join(places or frames).rstrip()}"
 
 
-# --- what the records say of the run ----------------------------------------------------------------------------------
+# --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that got no gradient in any step of any rank. Those that a run must not lack end its step."""
+    """Report parameters without a gradient in all steps of all ranks: a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems
         findings.append(
-            f"No gradient reaches {', '.join(names)}. Freeze parameters that no loss uses (requires_grad_(False)) or "
-            f"remove them."
+            f"No gradient reaches {', '.join(names)}. Freeze parameters that the loss does not use "
+            f"(requires_grad_(False)), or remove them."
         )
 
 
 def check_monitors(run: "ConfiguredRun", report: Report) -> None:
-    """Report monitored metrics that were not logged, or that the run ends before."""
+    """Report monitored metrics that nothing logs, or whose first value comes after the end of the run."""
     record, trainer = next((record for record in report.records if record.logged is not None), None), run.trainer
     if record is None or record.logged is None:
         return
-    monitors = [(type(one).__name__, getattr(one, "monitor", None)) for one in trainer.callbacks
-                if getattr(one, "strict", True)]  # fmt: skip
-    wanted = [(user, name) for user, name in monitors if isinstance(name, str)]
+    strict = [callback for callback in trainer.callbacks if getattr(callback, "strict", True)]
+    monitors = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
+    monitored = [(user, name) for user, name in monitors if isinstance(name, str)]
     epoch, total = record.steps_per_epoch, record.total_steps
     every, accumulate = trainer.check_val_every_n_epoch, trainer.accumulate_grad_batches
     first = first_validation(trainer.val_check_interval, every, accumulate, math.inf if epoch is None else epoch)
-    late = [f"{name!r} ({user})" for user, name in wanted if name in record.validated]
+    late = [f"{name!r} ({user})" for user, name in monitored if name in record.validated]
     if late and first is not None and total is not None and total < first:
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
         report.problems.append(
             f"{limit} ends before the first validation, at step {first}, which logs {', '.join(late)}. Train longer, "
             f"or validate earlier (val_check_interval)."
         )
-    for user, name in [*wanted, *(("A learning rate scheduler", name) for name in record.plateaus)]:
+    for user, name in [*monitored, *(("A learning rate scheduler", name) for name in record.plateaus)]:
         if name not in record.logged:
             report.problems.append(
-                f"{user} monitors {name!r}, which was not logged.{did_you_mean(name, record.logged)} "
+                f"{user} monitors {name!r}, but nothing logged it.{did_you_mean(name, record.logged)} "
                 f"Logged: {', '.join(record.logged) or 'nothing'}."
             )
 
@@ -340,26 +340,26 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
             continue
         place = to_absolute(callback.dirpath or run.trainer.default_root_dir)
         if isinstance(place, Address):
-            report.disk.append(f"{place} is a store, whose free space is not known")
+            report.disk.append(f"{place} is an object store, whose free space is unknown")
             continue
         size = report.weights_bytes if callback.save_weights_only else report.checkpoint_bytes
         count = count_kept(callback, complete.total_steps, complete.steps_per_epoch)
-        # at least one has to fit where their number cannot be known
+        # if the number is unknown, at least one checkpoint must fit
         asked = size * (1 if count is None else count) + report.base_bytes
         folder = nearest(place)
         free = shutil.disk_usage(folder).free
         beside = f" and {format_bytes(report.base_bytes)} beside them" if report.base_bytes else ""
-        kept = "their number is not known" if count is None else f"{format_bytes(asked)} at once"
+        kept = "unknown number of checkpoints" if count is None else f"{format_bytes(asked)} at once"
         report.disk.append(f"{kept}, {format_bytes(free)} free")
         if asked > free:
             report.problems.append(
-                f"Checkpoints will take {format_bytes(asked)} in {folder}, where {format_bytes(free)} are free: "
+                f"Checkpoints will take {format_bytes(asked)} in {folder}, which has {format_bytes(free)} free: "
                 f"{format_bytes(size)} each{beside}. Free some space, keep fewer (save_top_k), or set run.root."
             )
 
 
 def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
-    """Return the largest number of checkpoints on disk at once, including one in progress.
+    """Return the maximum number of checkpoints on disk, including one in progress.
 
     None if all are kept and their number is unknown.
     """
@@ -372,7 +372,7 @@ def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: i
     if callback.save_top_k == -1:
         return saves
     newest_counts_extra = callback.save_last and (callback.monitor is not None or callback.save_top_k == 0)
-    # a new one is complete before the oldest goes, so that there is one more for a moment
+    # a new checkpoint is complete before the oldest is deleted
     kept = callback.save_top_k + newest_counts_extra
     return min(kept + 1, saves if saves is not None else kept + 1) if kept else 0
 

@@ -1,4 +1,4 @@
-"""`legato completion SHELL`: a script that completes commands, options, keys of the Trainer and config files."""
+"""`legato completion SHELL`: a script that completes commands, options, Trainer keys and config files."""
 
 import argparse
 from argparse import Namespace
@@ -23,7 +23,7 @@ def run_completion(options: Namespace) -> None:
         import shtab
     except ImportError as error:
         raise ConfigError("legato completion needs the package shtab: pip install 'legato[completion]'") from error
-    # one parser for all, which the command itself has not: shtab walks through sub-parsers
+    # shtab needs a single parser with sub-parsers, which the command line does not have
     parser = argparse.ArgumentParser(prog="legato")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():

@@ -1,7 +1,7 @@
-"""`legato export`: a checkpoint's weights as safetensors, or its task's `forward` as ONNX or a program of torch.export.
+"""`legato export`: writes a checkpoint's weights as safetensors, or its task's `forward` with ONNX or torch.export.
 
-Such a program is loaded again, and its outputs are compared with the task's. `--format hf` has a model of the Hub write
-itself.
+An exported model is loaded again, and its outputs are compared with the task's. `--format hf` calls the model's
+`save_pretrained`.
 """
 
 import inspect
@@ -31,11 +31,11 @@ from .config.build import build_config
 from .config.check import load_config
 
 TOLERANCE = 1e-4
-"""Greatest difference of outputs, relative to the largest of them: other kernels round otherwise."""
+"""Maximum difference of outputs relative to the largest output, since other kernels round differently."""
 
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`: the suffix of the file says what it is; a folder is a whole checkpoint."""
+    """Run `legato export`. The suffix of OUT selects the format; a folder gets a self-contained checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if arguments.format == "hf":
         storage.require_new(target)
@@ -56,7 +56,7 @@ def run_export(arguments: Namespace) -> None:
 
 
 def path_of(word: str) -> Location:
-    """Return the place of a checkpoint or run directory that a word is, or that of the run which is called so."""
+    """Return the location of a checkpoint or run directory, given as path, address or name of a run."""
     path = to_location(word)
     if isinstance(path, Address):
         return path
@@ -66,56 +66,56 @@ def path_of(word: str) -> Location:
 
 
 def export_weights(source: Location, target: Path) -> int:
-    """Write a checkpoint's weights to a new safetensors file under the task's own names; return the number of tensors.
+    """Write a checkpoint's weights to a new safetensors file under the task's names, and return their number.
 
-    `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken; written by any
-    number of processes. Raises CheckpointError if there is none, if weights are not plain tensors, or if `target`
-    exists or has another suffix.
+    source: A checkpoint, or a run directory or folder, from which the newest complete checkpoint is taken.
+
+    Raises CheckpointError without a checkpoint, for weights that are not plain tensors, and if `target` exists or has
+    another suffix.
     """
     if target.suffix != ".safetensors":
         raise CheckpointError(
-            f"{target}: the file is one of safetensors, and its name must end in .safetensors. The whole model is "
-            f"written to {' or '.join(f'x{suffix}' for suffix in MODELS)}. A whole checkpoint goes "
-            f"to a folder, {target.stem}/."
+            f"{target}: expected a file name that ends in .safetensors for weights, "
+            f"{' or '.join(MODELS)} for a model, or a folder, {target.stem}/, for a full checkpoint."
         )
     storage.require_new(target)
-    # those of an averaging callback where there are some: they are what evaluation uses
+    # averaged weights if there are any, as in an evaluation
     weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{source} holds no weights ('state_dict').")
-    # those of a quantized weight under the names that they have in a checkpoint
-    weights = {name: part for key, value in weights.items() for name, part in _parts(key, value).items()}
-    # types such as complex numbers that older readers of safetensors do not know
-    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
-    if odd:
+        raise CheckpointError(f"{source} has no weights ('state_dict').")
+    # a quantized weight consists of several tensors, under their names in a checkpoint
+    weights = {name: tensor for key, value in weights.items() for name, tensor in _inner_tensors(key, value).items()}
+    # dtypes such as complex that older readers of safetensors do not support
+    unsupported = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
+    if unsupported:
         raise CheckpointError(
-            f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
+            f"{source}: a safetensors file can only store plain tensors, which {', '.join(unsupported[:4])} are not."
         )
     with storage.whole_file(target) as partial:
         write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
     return len(weights)
 
 
-def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Return the tensors that a weight is made of, which are in a dict where its class is not imported."""
+def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
+    """Return the tensors of a weight by name; a weight whose class is not imported is a dict."""
     if hasattr(value, "__tensor_flatten__"):
         value = {inner: getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
     if not isinstance(value, dict):
         return {name: value}
-    return {key: part for inner, each in value.items() for key, part in _parts(f"{name}.{inner}", each).items()}
+    return {key: item for inner, v in value.items() for key, item in _inner_tensors(f"{name}.{inner}", v).items()}
 
 
 def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
-    """Write the model of a checkpoint to `partial`, by whose suffix it is an ONNX file or a program of torch.export.
+    """Write the model of a checkpoint to `partial`, whose suffix selects ONNX or torch.export.
 
-    words: files and overrides of the config that names the task; without a file that of the checkpoint's run.
+    words: Files and overrides of the config that names the task. Without a file, the config of the checkpoint's run.
 
-    Raises ConfigError if no config is known or a package is missing, TaskError if the task's `forward` is missing or
-    cannot be exported, CheckpointError if the file computes something else than the task.
+    Raises ConfigError without a config or a required package, TaskError if the task's `forward` is missing or cannot
+    be exported, and CheckpointError if the outputs of the file differ from the task's.
     """
     task = trained_task(source, words, check=require_forward)
     arguments, options = example_input(task)
-    # the first size of each tensor may be another one, as far as forward allows
+    # the first dimension of each tensor is dynamic, as far as forward allows
     sizes = torch.export.ShapesCollection()
     for tensor in tensors_in((arguments, options)):
         if tensor.dim():
@@ -124,62 +124,65 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     write, compute = MODELS[partial.suffix]
     with torch.no_grad(), warnings.catch_warnings():
         expected = tensors_in(task(*arguments, **options))
-        warnings.simplefilter("ignore")  # of the exporters, about themselves and about what they have read
+        warnings.simplefilter("ignore")  # from the exporters
         try:
             write(task, arguments, options, shapes, partial)
         except ImportError as error:
             raise ConfigError(f"{partial.suffix} needs {error.name}: pip install 'legato[onnx]'.") from error
-        except Exception as error:  # the exporters raise many kinds
+        except Exception as error:  # the exporters raise many types
             lines = [line for line in str(error).splitlines() if line.strip()]
-            told = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            raise TaskError(f"{type(task).__name__}.forward cannot be exported. {told}") from error
+            reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            raise TaskError(f"{type(task).__name__}.forward cannot be exported. {reason}") from error
         compare_outputs(expected, compute(partial, arguments, options))
 
 
 def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
-    """Return the task with the weights of a checkpoint, in evaluation mode; `check` sees it before these are read."""
+    """Return the task in evaluation mode with a checkpoint's weights. `check` is called before weights are read."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     run = checkpoint.parent.parent
     stored = (copy_of(run) if isinstance(run, Address) else run) / CONFIG
     if not files and not stored.is_file():
         raise ConfigError(
-            f"There is no {CONFIG} beside {checkpoint}, which would name its task: give the config after the file."
+            f"The run of {checkpoint} has no {CONFIG} that names its task. Pass a config after the output file: "
+            f"legato export CHECKPOINT OUT CONFIG.yaml"
         )
     task: Any = build_config(load_config([*([] if files else [str(stored)]), *words])).task
-    check(task)  # before weights are read, which may take minutes
+    check(task)  # first, since reading weights may take minutes
     task.configure_model()
     try:
         task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
     except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
+        raise CheckpointError(f"The weights of {checkpoint} do not match the config's task: {error}") from error
     return task.eval()
 
 
 def require_forward(task: Task) -> None:
-    """Raise TaskError for a task without a forward, or without an input for it."""
+    """Raise TaskError for a task without a forward or an example input."""
     if type(task).forward is Task.forward or task.example_input_array is None:
         raise TaskError(
             f"{type(task).__name__} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}"
-            f". Its forward is exported, with example_input_array as input: a tensor, a tuple of arguments, or a dict "
-            f"of them."
+            f". The export needs both: forward, and in example_input_array a tensor, a tuple of arguments, or a dict "
+            f"of named arguments."
         )
 
 
 def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and named arguments for forward. Raises TaskError where it does not take them."""
+    """Return positional and named arguments for forward. Raises TaskError if forward does not accept them."""
     example: Any = task.example_input_array
     named = dict(example) if isinstance(example, Mapping) else {}
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
-        # torch.export takes a size of 1 for the only one
-        raise TaskError("example_input_array holds a single sample, and forward would take no other number: give two.")
+        # torch.export treats a size of 1 as constant
+        raise TaskError(
+            "example_input_array has a single sample, so the exported forward would accept no other number. Use two."
+        )
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:
         raise TaskError(
-            f"{type(task).__name__}.forward does not take example_input_array: {error}. An argument that is a dict "
-            f"itself stands in a tuple: (dict,)."
+            f"{type(task).__name__}.forward does not accept example_input_array: {error}. Wrap a single argument that "
+            f"is a dict in a tuple: (argument,)."
         ) from error
     return positional, named
 
@@ -187,27 +190,29 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and mappings, in order."""
     tensors: list[Tensor] = []
-    # containers of classes of their own are made anew, and may want tensors in them
+    # returns the tensors themselves, since custom containers are rebuilt and may require tensors
     map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return tensors
 
 
 def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> None:
-    """Raise CheckpointError if the file's outputs are not the task's."""
+    """Raise CheckpointError if the outputs of the exported file differ from the task's."""
     largest = max((float(output.double().abs().max()) for output in expected if output.numel()), default=0.0)
-    # of the largest output: near zero a relative difference says nothing
+    # relative to the largest output, since relative differences near zero are meaningless
     limit = TOLERANCE * max(1.0, largest)
     try:
         torch.testing.assert_close(list(exported), list(expected), rtol=0.0, atol=limit, check_dtype=False)
     except AssertionError as error:
-        told = " ".join(str(error).split())
-        raise CheckpointError(f"The file computes something else than the task, and was not kept. {told}") from error
+        difference = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The outputs of the exported file differ from the task's, so it was not kept. {difference}"
+        ) from error
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 def write_onnx(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
     """Write an ONNX file."""
-    import onnx  # noqa: F401  (named where it is missing)
+    import onnx  # noqa: F401  (raises ImportError with its name)
 
     program = torch.onnx.export(task, arguments, kwargs=options, dynamic_shapes=shapes, dynamo=True, verbose=False)
     assert program is not None
@@ -225,12 +230,12 @@ def compute_onnx(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 def write_program(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
-    """Write a program of torch.export."""
+    """Write a torch.export program."""
     torch.export.save(torch.export.export(task, arguments, options, dynamic_shapes=shapes, strict=False), path)
 
 
 def compute_program(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
-    """Return the outputs of a program of torch.export."""
+    """Return the outputs of a torch.export program."""
     return tensors_in(torch.export.load(path).module()(*arguments, **options))
 
 
@@ -238,4 +243,4 @@ MODELS: dict[str, tuple[Callable[..., None], Callable[..., list[Tensor]]]] = {
     ".onnx": (write_onnx, compute_onnx),
     ".pt2": (write_program, compute_program),
 }
-"""By suffix, functions that write a model and compute its outputs."""
+"""Functions that write a model and compute its outputs, by file suffix."""

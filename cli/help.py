@@ -1,4 +1,4 @@
-"""`legato help`: what a key of a config means, or a class that a config may name."""
+"""`legato help`: explains a key of a config or a class that a config may name."""
 
 import inspect
 from argparse import Namespace
@@ -14,31 +14,31 @@ from .config.read import MOVED, SECTIONS, dotted
 
 NAME = __name__.partition(".")[0]
 ROOMS = ("callbacks", "loggers", "tasks", "lab")
-"""Packages of Legato's own classes that a config may name."""
+"""Packages whose classes a config may name."""
 
 
 def run_help(options: Namespace) -> None:
-    """Print what a key means, or a class. Raises ConfigError if there is none."""
+    """Print the help of a topic. Raises ConfigError for an unknown topic."""
     print(explain(options.topic))
 
 
 def explain(topic: str) -> str:
-    """Return the help of a key of a config, of a class by its name or its path, or of a strategy or launcher."""
+    """Return the help of a config key, of a class (by name or path), or of a strategy or launcher."""
     argument = {dotted(key): name for name, key in MOVED.items()}.get(topic, topic.removeprefix("trainer."))
     if argument in argument_texts():
         key = dotted(MOVED[argument]) if argument in MOVED else f"trainer.{argument}"
         return f"{key}: {name_of(argument_types()[argument])}\n    {argument_texts()[argument]}"
     if topic in SECTIONS:
         return f"{topic}\n    {SECTIONS[topic]}"
-    # only the names are read here; a class is imported when it is the one asked for
+    # only names are needed here; a class is imported if it is the topic
     homes = {name: f"{NAME}.{room}.{name}" for room in ROOMS for name in import_module(f"{NAME}.{room}").__all__}
     homes |= {name: class_path("strategy", name) for name in STRATEGIES}
     homes |= {name: class_path("launcher", name) for name in LAUNCHERS}
     if topic in homes or ("." in topic and topic.partition(".")[0] not in SECTIONS):
         return _describe(homes.get(topic, topic))
     topics = [*(f"trainer.{argument}" for argument in argument_texts()), *argument_texts(), *SECTIONS, *homes]
-    hint = did_you_mean(topic, topics) or f" The keys are {', '.join(SECTIONS)}, and those below them."
-    raise ConfigError(f"{topic!r} is neither a command, a key of a config, nor a class of Legato.{hint}")
+    hint = did_you_mean(topic, topics) or f" The top-level keys are {', '.join(SECTIONS)}."
+    raise ConfigError(f"{topic!r} is not a command, a key of a config or a class of Legato's.{hint}")
 
 
 def _describe(path: str) -> str:
@@ -46,7 +46,7 @@ def _describe(path: str) -> str:
     try:
         target = load(path)
     except ConfigError as error:
-        raise ConfigError(f"{path} cannot be imported: {error}") from error
+        raise ConfigError(f"Cannot import {path}: {error}") from error
     texts = [inspect.getdoc(target), inspect.getdoc(getattr(target, "__init__", None))]
     arguments = str(inspect.signature(target)).removesuffix(" -> None")
     return "\n\n".join([f"{path}{arguments}", *(text for text in texts if text and "help(type(self))" not in text)])

@@ -1,4 +1,4 @@
-"""ConfigHistory: a run as its directory tells it, with the config of each step, from which its objects are built."""
+"""ConfigHistory: a stored run with the config of each step, from which a replay builds its objects."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +19,13 @@ REPLACED = (
     *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
     *("min_steps", "min_epochs", "max_time"),
 )
-"""Arguments of Trainer that a replay, on one process and with an end of its own, replaces."""
+"""Arguments of Trainer that a replay replaces: it has another number of processes and another end."""
 
 
 class ConfigHistory(StudiedRun):
-    """A run of `legato fit`. A resume may have had another config, so that of a step is its start's.
+    """A run of `legato fit`. A resume may change the config, so a step has the config of its start.
 
-    overrides: set in the config of every step.
+    overrides: Overrides of the config of every step.
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
@@ -34,43 +34,43 @@ class ConfigHistory(StudiedRun):
         self._configs: dict[int, Config] = {}
 
     def config_of(self, step: int) -> Config:
-        """Return the config that a step was done with."""
+        """Return the config of a step."""
         number = self.start_of(step)[0]
         if number not in self._configs:
             path = start_config(self.directory, number)
             config = load_config([str(path if path.is_file() else self.directory / CONFIG), *self.overrides])
-            # without the run that its file lies in: nothing is to go on there
+            # without the file's run directory, since a replay does not continue that run
             self._configs[number] = replace(config, directory=None)
         return self._configs[number]
 
     def make_unstarted(self, step: int) -> UnstartedRun:
-        """Return the run as it was configured in a step, without its processes."""
+        """Return the run with the config of a step, without processes."""
         return UnstartedRun(self.config_of(step))
 
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
-        """Return what makes trainer, task and data for a replay of some steps on a number of processes.
+        """Return a function that makes trainer, task and data for a replay of steps `first` to `last`.
 
-        Raises ConfigError where the run was resumed with another config between them.
+        Raises ConfigError if a resume between these steps changed the config.
         """
         record, config = self.before(first), self.config_of(first)
         begun = record.step if record else 0
         for changed in (int(start.get("step", 0)) for _, start in self.starts):
             if begun < changed < last and self._deciding(changed) != self._deciding(changed + 1):
                 raise ConfigError(
-                    f"The run was resumed with another config after step {changed}. Replay up to there (until="
-                    f"{changed}), and what follows from a checkpoint at or after it."
+                    f"A resume changed the config after step {changed}. Replay up to that step (until={changed}), and "
+                    f"later steps from a checkpoint at or after it."
                 )
         trainer = dict(config.values["trainer"])
-        # sync_batchnorm takes a process for each replica; all else is the same on one
+        # sync_batchnorm needs a process for each replica; anything else gives the same result on any number
         settings = {} if trainer["sync_batchnorm"] else on_processes(processes, trainer)
-        # who sets a key for the replay wants it, also where it changes bits
+        # overrides of the replay command take precedence, even if they change bits
         overridden = {key[1:2] for key, origin in config.origins.items() if origin.startswith("override")}
         trainer |= {name: value for name, value in settings.items() if (name,) not in overridden}
-        # a replay writes to a folder of its own, and runs here
+        # a replay runs on this machine and writes to a separate folder
         return partial(_make, config.changed(trainer, loggers=None, launcher=None))
 
     def _deciding(self, step: int) -> dict[str, Any]:
-        """Return what decides in the config of a step: not where the run is, nor on how many processes."""
+        """Return the values of a step's config that affect the result: not places and process counts."""
         values = self.config_of(step).values
         names = () if values["trainer"]["sync_batchnorm"] else REPLACED
         trainer = {name: value for name, value in values["trainer"].items() if name not in names}

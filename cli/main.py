@@ -1,4 +1,4 @@
-"""The command line: `legato COMMAND ...`, and `python -m legato`. A command's module is imported when it is called."""
+"""The command line: `legato COMMAND ...` and `python -m legato`. Each command imports its module when it runs."""
 
 import argparse
 import os
@@ -12,22 +12,22 @@ from typing import Any, NamedTuple, NoReturn
 from ..base.errors import ConfigError, LegatoError, did_you_mean
 from ..base.messages import STDERR, shown_from
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130  # 128 + SIGINT, as shells have it
+FAILED, USAGE, INTERRUPTED = 1, 2, 130  # 128 + SIGINT, as in shells
 EXIT_CODES = {
     0: "done",
     FAILED: "failed",
     USAGE: "a mistake in the command line or the config; nothing was run",
-    75: "stopped by a signal, after a checkpoint; start it again with resume=auto",
+    75: "stopped by a signal after saving a checkpoint; continue with resume=auto",
     INTERRUPTED: "Ctrl-C",
 }
 OUTPUT = {
-    "--quiet": "only warnings, errors and the result: no bar, table, summary or layout",
-    "--verbose": "also what was read and chosen: config files, run directory, devices, data",
+    "--quiet": "show only warnings, errors and the result: no progress bar, table, summary or layout",
+    "--verbose": "also show config files, run directory, devices and data",
 }
 
 
 class Command(NamedTuple):
-    """A command: the module and the function that run it, and its line in the overview."""
+    """A command: its module and function ("module:function"), and its line in the overview."""
 
     home: str
     summary: str
@@ -35,29 +35,29 @@ class Command(NamedTuple):
 
 GROUPS = {
     "training and evaluation": {
-        "new": Command(".new.command:run_new", "Write a small project that trains at once."),
+        "new": Command(".new.command:run_new", "Create a small project that you can train immediately."),
         "fit": Command(".run:run_fit", "Train the task of a config."),
-        "validate": Command(".run:run_validate", "Evaluate it on its validation data."),
-        "test": Command(".run:run_test", "Evaluate it on its test data."),
-        "predict": Command(".run:run_predict", "Write its predictions for its prediction data."),
-        "sweep": Command(".sweep:run_sweep", "Run a config with many values; the same command again goes on."),
+        "validate": Command(".run:run_validate", "Evaluate the task on its validation data."),
+        "test": Command(".run:run_test", "Evaluate the task on its test data."),
+        "predict": Command(".run:run_predict", "Write the task's predictions for its prediction data."),
+        "sweep": Command(".sweep:run_sweep", "Run a config with many values. The same command continues a sweep."),
     },
     "configs": {
-        "config": Command(".run:run_config", "Print the resolved config, with the origin of each value."),
-        "check": Command(".check:run_check", "Run a few steps of every stage to find what would fail later."),
-        "plan": Command(".plan:run_plan", "Show how a run would be laid out, and what each process would hold."),
-        "help": Command(".help:run_help", "Explain a key of a config, or a class that it may name."),
+        "config": Command(".run:run_config", "Print the resolved config with the origin of each value."),
+        "check": Command(".check:run_check", "Run a few steps of every stage to find errors before the run."),
+        "plan": Command(".plan:run_plan", "Show the layout of a run and the memory that each process needs."),
+        "help": Command(".help:run_help", "Explain a key of a config, or a class that a config may name."),
     },
     "runs on disk": {
-        "runs": Command(".runs.runs:run_runs", "List runs: state, step, best value, and by what they differ."),
-        "show": Command(".runs.show:run_show", "Show one run: its config, metrics, last error and checkpoints."),
-        "compare": Command(".runs.compare:run_compare", "Compare runs: configs that differ, metrics side by side."),
-        "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs, and old checkpoints; asks before."),
-        "samples": Command(".samples:run_samples", "Tell which samples a step had, or when a sample was seen."),
-        "replay": Command(".replay:run_replay", "Compute steps of a run again, and verify them."),
-        "verify": Command(".verify:run_verify", "Prove that a run is what its config gives, with a certificate."),
-        "export": Command(".export:run_export", "Write weights, the model or a whole copy for other programs."),
-        "convert": Command("..compat.lightning.convert:run_convert", "Write a checkpoint as Lightning's file."),
+        "runs": Command(".runs.runs:run_runs", "List runs with state, step, best value and differing keys."),
+        "show": Command(".runs.show:run_show", "Show a run's config, metrics, last error and checkpoints."),
+        "compare": Command(".runs.compare:run_compare", "Compare configs and metrics of several runs."),
+        "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs and old checkpoints; asks first."),
+        "samples": Command(".samples:run_samples", "List the samples of a step, or the steps of a sample."),
+        "replay": Command(".replay:run_replay", "Compute steps of a run again and verify them."),
+        "verify": Command(".verify:run_verify", "Verify random segments of a run, and write a certificate."),
+        "export": Command(".export:run_export", "Write weights, a model or a full checkpoint for other programs."),
+        "convert": Command("..compat.lightning.convert:run_convert", "Write a checkpoint as a Lightning .ckpt file."),
     },
     "other": {
         "lightning": Command("..compat.lightning.script:run_lightning", "Run a script written for PyTorch Lightning."),
@@ -66,16 +66,16 @@ GROUPS = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 GONE = {
-    "tune": "legato tune is gone. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 --metric "
-    "throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
-    "board": "legato board is gone. Look at runs with `tensorboard --logdir runs`.",
-    "schema": "legato schema is gone. Editors read legato/configs/legato.schema.json (docs/how-to/config.md).",
+    "tune": "legato tune was removed. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 "
+    "--metric throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
+    "board": "legato board was removed. View runs with `tensorboard --logdir runs`.",
+    "schema": "legato schema was removed. Editors read legato/configs/legato.schema.json (docs/how-to/config.md).",
 }
-"""Commands that Legato had, and what to do instead."""
+"""Alternatives to removed commands."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose mistakes are ConfigErrors with a suggestion, and that accepts no shortened options."""
+    """An argparse parser that raises ConfigError with a suggestion, and does not accept abbreviated options."""
 
     def __init__(self, name: str, **options: Any) -> None:
         shape = argparse.RawDescriptionHelpFormatter
@@ -83,22 +83,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse arguments in any order. Raises ConfigError for a mistake."""
-        # intermixed: options may stand before, between and after the words of a config
+        # intermixed: options may come before, between and after the files and overrides of a config
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             word = unknown[0].partition("=")[0]
-            hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else " It is one too many."
-            self.error(f"{unknown[0]!r} is not an argument of it.{hint}".removesuffix("."))
+            hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else " Remove it."
+            self.error(f"unexpected argument {unknown[0]!r}.{hint}".removesuffix("."))
         return options
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
-        raise ConfigError(f"{self.prog}: {message}. `{self.prog} --help` shows what it takes.")
+        raise ConfigError(f"{self.prog}: {message}. See `{self.prog} --help`.")
 
 
 def command_parser(name: str) -> Parser:
     """Return the parser of a command."""
-    # within, as everything below: `legato --version` reads neither configs nor YAML
+    # imported here, as below, since `legato --version` needs neither configs nor YAML
     from .arguments import add_arguments, epilog
 
     parser = Parser(name, description=COMMANDS[name].summary)
@@ -114,12 +114,12 @@ def overview() -> str:
     lines = ["usage: legato COMMAND [arguments]"]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
-    lines += ["", "legato COMMAND --help tells what one of them takes, legato help KEY what a key of a config means."]
+    lines += ["", "legato COMMAND --help lists a command's arguments; legato help KEY explains a key of a config."]
     return "\n".join([*lines, "", exit_codes()])
 
 
 def exit_codes() -> str:
-    """Return the exit codes and their meaning, one a line."""
+    """Return the exit codes and their meanings, one per line."""
     return "\n".join(["exit codes:", *(f"  {code:<4}{meaning}" for code, meaning in EXIT_CODES.items())])
 
 
@@ -129,20 +129,20 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         _find_modules_here()
         code = _dispatch(list(sys.argv[1:] if words is None else words))
-        # here, where a closed pipe is handled: at its exit Python would tell of an ignored exception, and return 120
+        # flushed here, where BrokenPipeError is handled; at exit, Python would print it and return 120
         sys.stdout.flush()
         return code
     except LegatoError as error:
-        # without a traceback: such an error is the user's to mend, and says how
+        # without a traceback: the message tells users how to fix their mistake
         print("\n".join([f"legato: {error}", *getattr(error, "__notes__", [])]), file=STDERR, flush=True)
-        # what nobody ran cannot have failed: schedulers may tell the two apart
+        # a run that never started did not fail: schedulers can distinguish the two
         code = USAGE if isinstance(error, ConfigError) else FAILED
         _tell_other_ranks(error, code)
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe, such as head, has exited
-        # what is still buffered goes nowhere: Python flushes once more at its exit, and would fail again
+    except BrokenPipeError:  # the reader of the pipe, such as head, has exited
+        # buffered output is discarded, since Python's flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
@@ -182,32 +182,32 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _open_standard_files() -> None:
-    """Open the standard files that the program was started without.
+    """Open the standard streams that the program was started without.
 
-    Their numbers would else be those of the next files to be opened, and what a library prints would get into them.
+    Otherwise the next opened files would get their descriptors, and output of libraries would end up in those files.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
 
 
 def _find_modules_here() -> None:
-    """Put the current folder on the path of modules, as `python -m` does; a console script starts with its own."""
+    """Put the working directory on sys.path, as `python -m` does; a console script starts with its own folder."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:
-        raise ConfigError("The current folder is not there any more. Change to one that is.") from error
-    # first: a module of the user is found before one of that name elsewhere
+        raise ConfigError("The working directory no longer exists. Change to an existing folder.") from error
+    # first, so that the user's modules take precedence over installed ones of the same name
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Tell the other processes of a launcher of an error that came before this one met them."""
+    """Report an error to the launcher's other processes, if it occurs before the process group exists."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`legato plan`: what a config would run on its layout, and what each process would hold, without starting it."""
+"""`legato plan`: shows the layout of a config's run and the memory that each process needs, without starting it."""
 
 import re
 from argparse import Namespace
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
 
 RESERVED = 0.1
-"""Share of a device's memory that its driver and gaps of torch's allocator are expected to take."""
+"""Fraction of a device's memory for its driver and fragmentation of torch's allocator."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
 
 
 def run_plan(options: Namespace) -> None:
-    """Print the plan of a config. Raises DataError if an epoch has no step, as fit does."""
+    """Print the plan of a config. Raises DataError if an epoch has no step."""
     memory = None if options.memory is None else parse_memory(options.memory)
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
     if plan.steps == 0:
-        raise DataError("fit refuses this run, since an epoch has no step: the data is too short for its replicas.")
+        raise DataError("An epoch of this run has no step, so fit would fail: the data are too short for its replicas.")
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StateSize:
-    """Bytes of a run's state in a process that holds all of it."""
+    """Size in bytes of a run's unsharded state."""
 
     parameters: int
     """Number of parameters, trainable or not."""
@@ -61,26 +61,26 @@ class StateSize:
     optimizer: int | None
     """None if unknown."""
     optimizer_name: str
-    """The optimizer's name, or the reason why its size is unknown."""
+    """Name of the optimizer, or the reason why its size is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
-        """Return the state of a rank that holds equal parts, rounded up."""
-        kept = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
+        """Return the state of a rank with an equal share, rounded up."""
+        optimizer = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
         weights, gradients = -(-self.weights // weight_parts), -(-self.gradients // weight_parts)
-        return StateSize(self.parameters, weights, self.buffers, gradients, kept, self.optimizer_name)
+        return StateSize(self.parameters, weights, self.buffers, gradients, optimizer, self.optimizer_name)
 
     @property
     def total(self) -> int:
-        """Bytes of all of it, as far as known."""
+        """Total bytes, without an optimizer of unknown size."""
         return self.weights + self.buffers + self.gradients + (self.optimizer or 0)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint, but for a few kB."""
+        """Bytes of a checkpoint, apart from a few kB."""
         return self.weights + self.buffers + (self.optimizer or 0)
 
     def describe(self) -> str:
-        """Return total and parts in a line."""
+        """Return the total and its components in a line."""
         unknown = "" if self.optimizer is not None else " and the optimizer's"
         optimizer = "unknown" if self.optimizer is None else format_bytes(self.optimizer)
         parts = [f"parameters {format_bytes(self.weights)}", f"gradients {format_bytes(self.gradients)}"]
@@ -90,7 +90,7 @@ class StateSize:
 
 
 def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optimizer]]") -> StateSize:
-    """Return the state of a task on the meta device, whose optimizers take a step there to create theirs."""
+    """Return the size of the state of a task on the meta device, on which its optimizers take a step."""
     parameters = list(task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
@@ -100,22 +100,22 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
     unknown = ""
     try:
         optimizers = make_optimizers()
-    except Exception as error:  # user code may fail in any way without a run, or on the meta device
+    except Exception as error:  # user code may fail in any way, without a run or on the meta device
         unknown = f"configure_optimizers: {type(error).__name__}"
     name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)) or "no optimizer"
     for optimizer in optimizers:
         try:
             optimizer.step()
-        except Exception as error:  # some read values, but mostly after they have created their state
-            # the state is whole if each parameter has one, whatever the step failed at after that
-            owned = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-            if not all(optimizer.state.get(one) for one in owned):
+        except Exception as error:  # some optimizers read values, mostly after creating their state
+            # the state is complete if each parameter has one, wherever the step failed
+            params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+            if not all(optimizer.state.get(param) for param in params):
                 unknown = f"{name} cannot be measured without data: {type(error).__name__}"
-    values = chain.from_iterable(state.values() for one in optimizers for state in one.state.values())
-    kept = _sum_bytes([value for value in values if isinstance(value, Tensor)])
+    values = chain.from_iterable(state.values() for optimizer in optimizers for state in optimizer.state.values())
+    size = _sum_bytes([value for value in values if isinstance(value, Tensor)])
     sizes = _sum_bytes(parameters), _sum_bytes(list(task.buffers())), _sum_bytes(trained)
     count = sum(parameter.numel() for parameter in parameters)
-    return StateSize(count, *sizes, None if unknown else kept, unknown or name)
+    return StateSize(count, *sizes, None if unknown else size, unknown or name)
 
 
 def _sum_bytes(tensors: Sequence[Tensor]) -> int:
@@ -123,29 +123,29 @@ def _sum_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes of a size such as 80GB. Raises ConfigError for other texts."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
-    if matched is None or matched[2] not in UNITS:
+    """Return the bytes of a size such as 80GB. Raises ConfigError for another format."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
+    if match is None or match[2] not in UNITS:
         raise ConfigError(f"--memory {text}: expected a size such as 80GB or 40GiB.")
-    return int(float(matched[1]) * UNITS[matched[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
-    """Return the bytes that autograd keeps of a forward of the real task, and of its batch.
+    """Return the bytes that autograd saves in a training_step, plus those of its batch.
 
-    Weights and batch are fake: they have shapes and types, and no memory.
+    Weights and batch are fake tensors, which have shapes and dtypes but no memory.
 
     Args:
-        task: on the meta device; its weights are fake from then on.
-        batch: any batch of the run's shapes.
-        recomputed: classes of blocks of which only the inputs are kept, since backward computes them again.
+        task: A task on the meta device. Its weights become fake tensors.
+        batch: A batch of the run's shapes.
+        recomputed: Classes of blocks that save only their inputs, since backward recomputes them.
 
-    Raises ConfigError where training_step needs values, or a run.
+    Raises ConfigError if training_step needs values or a run.
     """
     of_batch: list[Tensor] = []
     batch = precision.convert_batch(batch)
-    # log() needs a run with loops and results, which there is none of
+    # log() would need a run
     task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
     with faking_tensors() as device, torch.enable_grad():
 
@@ -158,38 +158,39 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
 
         replace(task, fake)
         arguments = (map_tensors(batch, fake_in_batch), 0)[: count_arguments(task, "training_step")]
-        # storages are kept alive, so that their ids stay unique; those of weights and batch are no activations
-        seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *of_batch])}
-        kept = [storage.nbytes() for storage in map(Tensor.untyped_storage, of_batch)]
+        # references keep the ids of storages unique; storages of weights and batch are not activations
+        seen = {id(s): s for s in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *of_batch])}
+        sizes = [storage.nbytes() for storage in map(Tensor.untyped_storage, of_batch)]
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if id(storage) not in seen:
                 seen[id(storage)] = storage
-                kept.append(storage.nbytes())
+                sizes.append(storage.nbytes())
             return tensor
 
         before = recompute(task, tuple(recomputed))
         try:
             with precision.forward_context(), saved_tensors_hooks(pack, lambda tensor: tensor):
                 task.training_step(*arguments)
-        except Exception as error:  # it may need values, or a run
+        except Exception as error:  # such as an access to values or to the run
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
         finally:
             restore_classes(before)
-        return sum(kept)
+        return sum(sizes)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 class Plan:
-    """Processes, steps and sizes of a config's run. Raises ConfigError where they cannot be."""
+    """Processes, steps and sizes of a config's run. Raises ConfigError for an impossible layout."""
 
     def __init__(self, config: Any) -> None:
         self.values = config.values["trainer"]
         if not self.values["use_distributed_sampler"]:
             raise ConfigError(
-                "use_distributed_sampler=False: each process's loader brings its share, so there is nothing to plan."
+                "legato plan cannot count steps with use_distributed_sampler=False, since each process's loader "
+                "defines its share."
             )
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches
@@ -205,7 +206,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None if unknown, or without a limit in epochs and steps."""
+        """Optimizer steps of the run; None if unknown, or without a limit on epochs and steps."""
         limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
         epochs = self.values["max_epochs"]
         if epochs is None and not limits and self.values["max_time"] is None:
@@ -215,7 +216,7 @@ class Plan:
         return min([*limits, *([self.quick] if self.quick else [])], default=None)
 
     def rows(self, memory: int | None) -> Iterator[tuple[str, str]]:
-        """Yield titles and texts of the plan; `memory` is that of a device, in bytes."""
+        """Yield titles and texts of the plan. `memory` is that of a device in bytes."""
         run, parts = self.run, self.run.parts
         nodes = f" on {run.nodes:,} nodes, {run.processes // run.nodes:,} each" if run.nodes > 1 else ""
         yield "Processes", f"{run.processes:,}{nodes}"
@@ -230,7 +231,7 @@ class Plan:
         yield "Steps in all", "unknown" if total is None else f"{total:,}"
         yield "Parameters", f"{self.state.parameters:,}"
         if parts.weights is None:
-            yield "State", f"{self.state.describe()}; how the processes share it, the task decides"
+            yield "State", f"{self.state.describe()}; the task decides how processes share it"
             rank = None
         else:
             rank = self.state.of_rank(parts.weights, parts.optimizer)
@@ -264,8 +265,8 @@ class Plan:
         """Return the bytes of a batch's activations, or the reason why they are unknown."""
         loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
-            return "the loader's batches are kept whole"
-        # one sample repeated has the shapes of a batch, and reads one file instead of many
+            return "the loader makes its batches itself"
+        # a repeated sample has the shapes of a batch, but reads a single file
         batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
         recomputed = self.values["activation_checkpointing"] or ()
         try:
@@ -274,7 +275,7 @@ class Plan:
             return str(error)
 
     def _describe_memory(self, rank: StateSize | None, activations: int | str, memory: int) -> str:
-        """Tell whether state and activations of a rank fit into a device."""
+        """Return whether state and activations of a rank fit into a device, as text."""
         missing = ["the state"] if rank is None else [] if rank.optimizer is not None else ["the optimizer's state"]
         used = rank.total if rank is not None else 0
         if isinstance(activations, str):
@@ -282,9 +283,13 @@ class Plan:
         else:
             used += activations // self.run.parts.layers
         share = used / memory
-        # temporary tensors and gaps of the allocator are not in the sum
+        # the sum excludes temporary tensors and fragmentation
         verdict = (
-            "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: the driver takes some"
+            "does not fit"
+            if share > 1
+            else "fits"
+            if share <= 1 - RESERVED
+            else "may not fit, since the driver needs memory too"
         )
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

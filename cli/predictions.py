@@ -1,4 +1,4 @@
-"""Writes the results of `legato predict` to a file; in a module of its own because it imports torch."""
+"""Writes the results of `legato predict` to a file. A separate module, since it imports torch."""
 
 import json
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from ..base.errors import TaskError
 
 
 def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
-    """Write the results of all batches, in order: tensors as safetensors under "predictions", others as JSON lines.
+    """Write the results of all batches in order and return the file: safetensors for tensors, otherwise JSON lines.
 
-    predictions: one result per batch; for several loaders a list of these per loader, written as "predictions.0" and
-    on.
+    predictions: One result per batch, written as "predictions"; with several loaders, a list of results per loader,
+    written as "predictions.0", "predictions.1" and so on.
 
-    Raises TaskError if a result is neither a tensor nor made of JSON values and tensors.
+    Raises TaskError if a result contains anything but JSON values and tensors.
     """
-    # predict returns a list for each loader, or the one loader's own
-    several = all(isinstance(one, list) for one in predictions)
+    # predict returns a list per loader, or the results of a single loader
+    several = all(isinstance(item, list) for item in predictions)
     loaders = list(predictions) if several else [list(predictions)]
     names = [f"predictions.{index}" for index in range(len(loaders))] if several else ["predictions"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +40,9 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
 
 def _can_be_joined(batches: Sequence[Any]) -> bool:
     """Return whether all results are tensors that differ only in their first dimension."""
-    if not batches or not all(isinstance(one, Tensor) for one in batches):
+    if not batches or not all(isinstance(batch, Tensor) for batch in batches):
         return False
-    return len({(one.dtype, one.dim(), one.shape[1:]) for one in batches}) == 1
+    return len({(batch.dtype, batch.dim(), batch.shape[1:]) for batch in batches}) == 1
 
 
 def _join(batches: Sequence[Tensor]) -> Tensor:
@@ -54,6 +54,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     raise TaskError(
-        f"predict_step returned {type(value).__name__}, which cannot be written: return tensors, numbers, texts, or"
-        " lists and dicts of them."
+        f"predict_step returned {type(value).__name__}, which cannot be written. Return tensors, numbers, strings, or "
+        f"lists and dicts of these."
     )

@@ -1,4 +1,4 @@
-"""Recorder: the callback with which `legato check` measures a few steps on every rank."""
+"""Recorder: the callback of `legato check` that measures a few steps on every rank."""
 
 import json
 import resource
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 2, 20, 3.0
-"""Training goes on for `LEAST_STEPS`, and then until one of the other limits is reached: the first steps are slow."""
+"""Training takes at least `LEAST_STEPS`, since the first steps are slow, then stops at `MOST_STEPS` or `SECONDS`."""
 
 
 @dataclass
@@ -45,21 +45,21 @@ class Record:
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
-    """Peak memory of the process."""
+    """Peak memory of the process in bytes."""
     device_bytes: int | None = None
-    """Peak memory of tensors on any of its devices; None on the CPU."""
+    """Peak memory of tensors on the process's fullest device in bytes; None on the CPU."""
     place: tuple[int, int, str, str] = (0, 0, "", "")
     """Rank, node, host and device."""
     origin: str = ""
     """Name of the launcher that started the process."""
     bits: str = ""
-    """What the bits of the run depend on."""
+    """Versions and settings that affect the bits of the run, as text."""
 
 
 class Recorder(MonitoringCallback):
-    """Records the steps of fit, writes them to the run directory after every step, and ends the run.
+    """Records the steps of fit, writes them to the run directory after each step, and ends the run.
 
-    Records are files and not gathered, so that they survive the failure of other ranks.
+    Each rank writes a file: a gather would fail with another rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,11 +77,11 @@ class Recorder(MonitoringCallback):
         self.record.origin = place.origin
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
+        """Watch which parameters get gradients, with hooks that run before the reduction over ranks."""
         self.record.bits = bits_of(trainer)
-        # by hooks on tensors: after the reduction each parameter has a gradient, be it zero
-        wanted = set(map(id, trainable(task)))
-        missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in wanted}
+        # with hooks on tensors, since after the reduction every parameter has a gradient, maybe zero
+        trained = set(map(id, trainable(task)))
+        missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in trained}
         self.missing = set(missing)
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.missing.discard(name))
@@ -95,19 +95,19 @@ class Recorder(MonitoringCallback):
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Record a completed step."""
-        # kernels are launched ahead of the device: without this a step's time would be that of its launches
+        # kernels run asynchronously: without this only their launches would be timed
         for device in trainer.strategy.parts or [trainer.strategy.device]:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
         now = time.monotonic()
-        # loading included, which is what a run is slow by as often as by its model
+        # includes data loading, which slows a run down as often as the model does
         self.record.seconds.append(now - self.since)
         self.record.without_gradient = sorted(self.missing)
         self.since = now
         self._write(trainer)
         steps, is_resume = len(self.record.seconds), self.name == "resume"
         enough = is_resume or steps >= MOST_STEPS or now - self.began >= SECONDS
-        # stop before the end of an epoch, counting the resume's step: epoch-end work is not part of the trial
+        # stop before the end of the epoch, counting the resume's step, since a trial excludes work at the end of epochs
         enough = enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch
         if enough and (is_resume or steps >= LEAST_STEPS):
             trainer.should_stop = True
@@ -154,7 +154,7 @@ class Recorder(MonitoringCallback):
         path = trainer.run_dir / f"check-{record.rank}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(record)))
-        # complete or not there: the reader may look after this rank was killed
+        # atomic, since this rank may be killed before the file is read
         partial.replace(path)
 
 
@@ -165,20 +165,22 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def layout_of(records: list[Record]) -> str:
-    """Return the layout of the processes that made the records, as text."""
+    """Return the layout of the recorded processes as text."""
     return describe_layout([record.place for record in records], records[0].origin, "")
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Return what the bits of a run depend on in this process, and what a resume does where that differs, as text."""
+    """Return the versions and settings that affect bits in this process, and the effect of a difference at a resume."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]
     compiled = [f"compile {numerics['compile']}"] * bool(trainer.compile)
     variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
     listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
-    told = "is refused where one differs" if is_bitwise else "lists what differs, and other processes change last bits"
-    return f"{', '.join([*listed, *compiled, *variables])}. Under {trainer.reproducible} a resume {told}."
+    effect = (
+        "refuses differences" if is_bitwise else "lists differences, and another number of processes changes last bits"
+    )
+    return f"{', '.join([*listed, *compiled, *variables])}. Under {trainer.reproducible} a resume {effect}."
 
 
 def _finite(count: int | float) -> int | None:

@@ -1,4 +1,4 @@
-"""`legato fit`, `validate`, `test`, `predict` and `config`: run a config here, or hand it to its launcher."""
+"""`legato fit`, `validate`, `test`, `predict` and `config`: run a config here or through its launcher."""
 
 import shlex
 import sys
@@ -34,18 +34,18 @@ def run_config(options: Namespace) -> None:
 
 
 def run_fit(options: Namespace) -> None:
-    """Train the task of a config, then print where the results are."""
-    wanted = trainer_section({})
+    """Train the task of a config, then print the result."""
+    section = trainer_section({})
 
     def begin(values: Mapping[str, Any]) -> None:
-        wanted.update(trainer_section(values))
+        section.update(trainer_section(values))
         warm_up_if_several(values)
 
     def end(number: int) -> None:
-        requeue_early(number, wanted["requeue"])
+        requeue_early(number, section["requeue"])
         exit_at_once(number)
 
-    with handling_end_signals(end):  # until fit installs its own handlers: imports may take minutes
+    with handling_end_signals(end):  # until fit installs its handlers, since imports may take minutes
         config = load_to_fit(options.words, begin)
     launch_if_named(config, "fit")
     with handling_end_signals(end):
@@ -69,7 +69,7 @@ def run_test(options: Namespace) -> None:
 def run_predict(options: Namespace) -> None:
     """Write predictions to the run directory."""
     run, predictions = _evaluate(options.words, "predict")
-    # every rank has all predictions, in the loader's order; one writes them
+    # every rank has all predictions in the loader's order, so rank 0 writes them
     if run.trainer.is_global_zero and predictions:
         from .predictions import write_predictions
 
@@ -88,12 +88,12 @@ def _evaluate(words: Sequence[str], stage: str) -> tuple[Any, Any]:
 
 # --- from a config to a run -------------------------------------------------------------------------------------------
 def launch_if_named(config: "Config", command: str) -> None:
-    """If the config names a launcher, run the command there instead and exit."""
+    """If the config names a launcher, run the command with it and exit."""
     if config.values.get("launcher") is None:
         return
     name, options = options_of(config.values["launcher"])
     launcher = load(class_path("launcher", name))(**options)
-    # with resume=auto the job lays these on the run's own config once more
+    # with resume=auto the job applies these overrides to the stored config of the run
     launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
     if config.directory is not None:
         _resolve_own_run(config, command)
@@ -101,46 +101,46 @@ def launch_if_named(config: "Config", command: str) -> None:
 
 
 def trainer_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `trainer` of values whose keys are right, with the defaults of what it leaves out."""
-    # values are not completed yet when all keys are right
+    """Return the section `trainer` of a config with defaults filled in. Its keys must have been checked."""
+    # the config check fills in defaults only later, with the values
     defaults = {name: parameter.default for name, parameter in TRAINER.parameters.items()}
     return defaults | dict(values.get("trainer") or {})
 
 
 def warm_up_if_several(values: Mapping[str, Any]) -> None:
-    """Let the server that workers are forked from import torch while this process imports it, where there are any."""
+    """If the run has workers, start their fork server, which imports torch while this process does."""
     trainer = trainer_section(values)
     devices = trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
-    # Only where it is plain without torch that there are workers. Few strategies with several devices have none.
+    # only if the config shows it without torch; almost all strategies with several devices have workers
     if several and values.get("launcher") is None and find_place(trainer["cluster"]) is None:
         warm_up_for(read_strategy(trainer)[0], trainer)
 
 
 def build_run(config: "Config") -> "ConfiguredRun":
-    """Build the objects of a config; with --quiet without the callbacks that only show something."""
+    """Build the objects of a config; with --quiet, without callbacks that only show progress."""
     from ..callbacks.model_summary import ModelSummary
     from ..callbacks.progress_bar import ProgressDisplay
 
     run = build_config(config)
     if is_quiet():
         shown = (ModelSummary, ProgressDisplay)
-        # by class, so that subclasses of the user's own are left out as well
+        # by class, which includes the user's subclasses
         run.trainer.callbacks = [callback for callback in run.trainer.callbacks if not isinstance(callback, shown)]
     return run
 
 
 def weights_of(run: "ConfiguredRun") -> Any:
-    """Return the checkpoint to evaluate: by default the best one of the config's run; None for a fresh task."""
+    """Return the checkpoint to evaluate, by default the best of the config's run; None for untrained weights."""
     if run.checkpoint == "none":
         return None
     return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
 
 
 def _resolve_own_run(config: "Config", command: str) -> None:
-    """Resolve what a run's own config means by its place, since a launcher takes only the values along.
+    """Resolve the references of a stored config to its run directory, since a launcher only gets the values.
 
-    Raises ConfigError if `resume=auto` would mean another run there.
+    Raises ConfigError if `resume=auto` would resume another run.
     """
     from ..trainer.runs.places import newest_to_resume
 
@@ -149,17 +149,17 @@ def _resolve_own_run(config: "Config", command: str) -> None:
         newest = newest_to_resume(to_location(run.trainer.default_root_dir), run.trainer.run_name)
         if newest is not None and not newest.samefile(config.directory or ""):
             raise ConfigError(
-                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest}, and "
-                f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
+                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest}, but this "
+                f"config belongs to {config.directory}. Set resume=PATH, or remove the launcher."
             )
     elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
-        folders = [to_location(one.dirpath) for one in run.trainer.checkpoint_callbacks if one.dirpath is not None]
+        folders = [to_location(c.dirpath) for c in run.trainer.checkpoint_callbacks if c.dirpath is not None]
         values["checkpoint"] = str(to_absolute(weights_of(run).weights(folders)))
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
 def last_line(trainer: "Trainer") -> str:
-    """Return the result in one line: run directory, steps and time, best value."""
+    """Return the result in a line: run directory, steps, time, best value."""
     saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{location_of(trainer.run_dir)}  "
     text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
     score = getattr(saved, "best_model_score", None)
@@ -167,7 +167,7 @@ def last_line(trainer: "Trainer") -> str:
 
 
 def summary(trainer: "Trainer") -> str:
-    """Return the final metrics, the run directory, the best checkpoint, and how to view them."""
+    """Return the final metrics, the run directory, the best checkpoint and the command to view them."""
     metrics = {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())}
     rows = [("Metric", "Final value"), *metrics.items()] if metrics else []
     saved = trainer.checkpoint_callback

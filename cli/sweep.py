@@ -1,4 +1,4 @@
-"""`legato sweep`: run a config with many values, each trial a `legato fit` of its own, and show which are best."""
+"""`legato sweep`: runs a config with many values, each trial as a separate `legato fit`, and ranks the results."""
 
 import csv
 import ctypes
@@ -31,13 +31,13 @@ from .config.read import is_override
 from .runs.text import shortened, table
 
 Values = dict[str, str]
-"""Values of one trial: by key, the text of an override."""
+"""Values of a trial: override texts by key."""
 MOST_VALUES = 100_000
-"""Number of values, or of their combinations, that are listed."""
+"""Maximum number of values of a key, and of combinations."""
 MOST_CHECKED = 200
-"""Number of values that are checked before the first trial: a check takes 10 ms."""
+"""Maximum number of values checked before the first trial; a check takes 10 ms."""
 AHEAD = 4
-"""Number of trials that Optuna chooses ahead, and so of those that can run at a time."""
+"""Number of trials that Optuna chooses in advance, and thus of trials that can run in parallel."""
 ENDED_FROM_OUTSIDE = (RESUME_ME, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -45,13 +45,13 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 # --- values -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Axis:
-    """The values of one key: a list of them, or an interval of numbers; whole ones if both bounds are."""
+    """The values of a key: a list, or an interval of numbers (of integers if both bounds are integers)."""
 
     key: str
     texts: tuple[str, ...]
     """All values, or the bounds of the interval."""
     scale: str = ""
-    """"uniform" or "log" for an interval."""
+    """"uniform" or "log" for an interval, "" for a list."""
 
     def draw(self, source: random.Random) -> str:
         """Return a random value."""
@@ -63,32 +63,33 @@ class Axis:
         return self._text(source.uniform(low, high))
 
     def suggest(self, trial: Any) -> str:
-        """Return the value that Optuna chooses."""
+        """Return the value that Optuna chooses for `trial`."""
         if not self.scale:
             return str(trial.suggest_categorical(self.key, self.texts))
         return self._text(trial.suggest_float(self.key, *map(float, self.texts), log=self.scale == "log"))
 
     def _text(self, number: float) -> str:
-        """Return a number with four digits, which keep the names of trials short."""
-        # bounds without a point stand for whole numbers, such as a width
+        """Return a number with four significant digits, which keep the names of trials short."""
+        # bounds without a decimal point ask for integers, such as a width
         is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
         return str(round(number)) if is_whole else repr(float(f"{number:.4g}"))
 
 
 def read_axis(word: str) -> Axis | None:
-    """Read what `key=VALUES` varies: `1e-4,1e-3`, `range(32,129,32)`, `log(1e-5,1e-2)`, `uniform(0,1)`.
+    """Return the values in `key=VALUES`: `1e-4,1e-3`, `range(32,129,32)`, `log(1e-5,1e-2)` or `uniform(0,1)`.
 
-    None for one value: commas within brackets and quotes do not separate. Raises ConfigError for a malformed one.
+    Commas in brackets and quotes do not separate values. Returns None for a single value. Raises ConfigError for
+    malformed values.
     """
     key, _, text = word.partition("=")
     if call := re.fullmatch(r"(range|log|uniform)\(([^()]*)\)", text):
         return _read_call(word, key, call[1], call[2].split(","))
-    try:  # YAML knows which commas separate
+    try:  # YAML's parser finds the commas that separate values
         node: Any = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         if "," in text:
             raise ConfigError(
-                f"{word}: the values between the commas are not YAML. Quote those that are texts."
+                f"{word}: the values between commas are not valid YAML. Quote values that are strings."
             ) from error
         return None
     texts = tuple(text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in node.value)
@@ -103,32 +104,32 @@ def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
         if kind != "range" and (0 if kind == "log" else -math.inf) < float(low) < float(high) < math.inf:
             return Axis(key, (low, high), kind)
     raise ConfigError(
-        f"{word}: write range(FIRST, END, STEP) with whole numbers, END not included; log(LOW, HIGH) with "
-        f"0 < LOW < HIGH; or uniform(LOW, HIGH) with LOW < HIGH."
+        f"{word}: write range(FIRST, END, STEP) with integers (END is excluded), log(LOW, HIGH) with "
+        f"0 < LOW < HIGH, or uniform(LOW, HIGH) with LOW < HIGH."
     )
 
 
 def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
-    """Return the values of all trials: of a grid, or of `count` random ones. A larger count begins with the same."""
+    """Return the values of all trials: a grid, or `count` random trials. A larger count begins with the same trials."""
     interval = next((axis for axis in axes if axis.scale), None)
     if interval is not None:
         if count is None:
             raise ConfigError(
-                f"{interval.key} is an interval, so there is no end of trials. Say how many: --random 20, or --optuna "
-                f"20; or list values: {interval.key}={','.join(interval.texts)}."
+                f"{interval.key} is an interval, so the number of trials is unlimited. Set it with --random 20 or "
+                f"--optuna 20, or list values: {interval.key}={','.join(interval.texts)}."
             )
-        # a source for each trial: more trials later leave the values of the first ones as they were
+        # a generator per trial: a larger count does not change the first trials
         sources = (random.Random(f"{seed}/{index}") for index in range(count))
         return [{axis.key: axis.draw(source) for axis in axes} for source in sources]
     if math.prod(len(axis.texts) for axis in axes) > MOST_VALUES:
         raise ConfigError(
-            f"A sweep lists at most {MOST_VALUES:,} combinations. Take fewer values, or an interval, uniform(LOW,HIGH) "
-            f"or log(LOW,HIGH), with --random N."
+            f"A sweep may have at most {MOST_VALUES:,} combinations. Use fewer values, or an interval, "
+            f"uniform(LOW,HIGH) or log(LOW,HIGH), with --random N."
         )
     combinations = itertools.product(*(axis.texts for axis in axes))
     grid = [{axis.key: text for axis, text in zip(axes, texts, strict=True)} for texts in combinations]
     if count is not None:
-        # shuffled and cut, where drawing would repeat combinations
+        # shuffled and cut, since random draws would repeat combinations
         random.Random(seed).shuffle(grid)
     return grid[:count]
 
@@ -136,20 +137,20 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
 def guided_values(
     axes: Sequence[Axis], count: int, seed: int, mode: str, results: Sequence[float | None]
 ) -> Iterator[Values]:
-    """Yield the values that Optuna's TPE sampler chooses by the `results` of all trials but the AHEAD - 1 before.
+    """Yield the values that Optuna's TPE sampler chooses from the `results` of all trials except the last AHEAD - 1.
 
-    So they do not depend on how many run at a time. A result of None is that of a failed trial.
+    The values therefore do not depend on the number of parallel trials. The result of a failed trial is None.
     """
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("--optuna needs the package optuna: pip install optuna. Or say --random N.") from error
+        raise ConfigError("--optuna needs the package optuna: pip install optuna. Or use --random N.") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction=f"{mode}imize", sampler=optuna.samplers.TPESampler(seed=seed))
     for index in range(count):
         if index >= AHEAD:
             value = results[index - AHEAD]
-            # a failed trial is told, too: Optuna then leaves its neighbourhood
+            # a failed trial is reported too, so that Optuna avoids values near it
             study.tell(index - AHEAD, value, state=optuna.trial.TrialState.FAIL if value is None else None)
         chosen = study.ask()
         yield {axis.key: axis.suggest(chosen) for axis in axes}
@@ -158,21 +159,21 @@ def guided_values(
 # --- trials -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Trial:
-    """One trial: a folder of the sweep with its log and its run directory."""
+    """A trial: a folder of the sweep with its log and its run directory."""
 
     folder: Path
     values: Values
     state: str = ""
-    """"done", "failed" with the reason in `error`, or "" as long as it is neither."""
+    """"done", "failed" (with the reason in `error`), or "" for an unfinished trial."""
     error: str = ""
     value: float | None = None
     step: int | None = None
     process: "subprocess.Popen[bytes] | None" = None
     devices: str = ""
-    """The variable that gives its process some of the devices, as NAME=VALUE; "" leaves it as is."""
+    """Environment variable NAME=VALUE that assigns devices to the process; "" assigns none."""
 
     def read(self, metric: str, mode: str) -> str:
-        """Take the result from the run directory; return the state of the run, "" if it has not begun."""
+        """Read the result from the run directory, and return the state of the run; "" before its start."""
         runs = find_runs(self.folder) if self.folder.is_dir() else []
         if not runs:
             return ""
@@ -185,20 +186,20 @@ class Trial:
             self.state, self.value, self.error = "failed", None, runs[-1].error
         elif state == "done":
             self.state = "done" if finite else "failed"
-            self.error = "" if finite else f"{metric!r} was never logged as a finite number."
+            self.error = "" if finite else f"{metric!r} was never logged with a finite value."
         return state
 
     def start(self, words: Sequence[str], devices: str) -> None:
-        """Start it, or let it go on from its newest checkpoint."""
+        """Start the trial, or continue it from its newest checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.state, self.error, self.devices = "", "", devices
         values = [f"{key}={text}" for key, text in self.values.items()]
         place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
-        # the module and not the script `legato`, which may be another installation's
+        # by the module, since the script `legato` may belong to another installation
         command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
-        # read when the device starts; the program env changes nothing here
+        # by the program env, since this process's environment must not change
         command = ["env", devices, *command] if devices else command
-        # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which then ends each trial once.
+        # A new session, so that Ctrl-C in the terminal only reaches the sweep, which then ends each trial once.
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -206,30 +207,33 @@ class Trial:
             )  # fmt: skip
 
     def end(self, metric: str, mode: str) -> None:
-        """Take the result of the process, which has ended."""
+        """Read the result after the process has ended."""
         assert self.process is not None
-        # its state is in the run directory, and the code tells only of a start that got no further
+        # the run directory has the state; the exit code matters only if the run did not start
         code, self.process = self.process.returncode, None
         self.read(metric, mode)
-        if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # before there was a run directory
+        if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # failed before it made a run directory
             lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
             messages = [line for line in lines if re.match(r"legato: |[\w.]+(Error|Exception)\b", line)]
-            self.state, self.error = "failed", messages[-1][:300] if messages else f"It ended with exit code {code}."
+            self.state, self.error = "failed", messages[-1][:300] if messages else f"Ended with exit code {code}."
 
 
 def _die_with_parent() -> None:
-    """Ask the system to end this process with SIGTERM, so that it saves, when the sweep dies; Linux alone can."""
+    """Have the kernel send SIGTERM to this process when the sweep dies, so that it saves a checkpoint (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
 class Sweep:
-    """The trials of one command, and its folder."""
+    """The trials of a command, and the folder of the sweep.
+
+    Checks the config with each value of each key, with the other keys at their first value. Raises ConfigError for a
+    mistake.
+    """
 
     def __init__(self, options: Namespace) -> None:
-        """Check the config with each value of each key, the others at their first. Raises ConfigError."""
-        # a sweep goes on by itself; the word may be left from the command of a run
+        # a sweep always resumes; users may copy the word from the command of a run
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]
@@ -237,14 +241,14 @@ class Sweep:
         self.optuna = bool(options.optuna)
         _check_keys([axis.key for axis in self.axes])
         first = {axis.key: axis.texts[0] for axis in self.axes}
-        others = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
+        variants = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
         self.base, *_ = [
             load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
-            # each value once, and not each combination: a mistake lies in one of them
-            for values in [first, *others[:MOST_CHECKED]]
+            # each value once, not each combination, since a mistake is in a single value
+            for values in [first, *variants[:MOST_CHECKED]]
         ]
         if self.base.values.get("launcher") is not None:
-            raise ConfigError("legato sweep runs its trials on this machine: remove `launcher`, or say launcher=null.")
+            raise ConfigError("legato sweep runs its trials on this machine: remove `launcher`, or set launcher=null.")
         self.metric, self.mode = _objective(options, self.base)
         self.trials: list[Trial] = []
         self.results: list[float | None] = []
@@ -255,32 +259,32 @@ class Sweep:
         else:
             listed = list_values(self.axes, options.random, seed)
             self.count, self.values = len(listed), iter(listed)
-        # the devices that each trial at a time may use, while none does
+        # devices of the parallel trials that are not in use
         self.free = (devices_of_jobs(self.base, options.jobs) if options.jobs > 1 else []) or [""] * options.jobs
         kind = "optuna" if options.optuna else "random" if options.random else "grid"
         self.folder = self.open(kind)
         self.signals: list[int] = []
 
     def open(self, kind: str) -> Path:
-        """Return the folder of this sweep, which an earlier start of the same command has made, or make one."""
+        """Return the folder of this sweep from an earlier start of the same command, or create one."""
         run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
         require_local(run["root"], "run.root of a sweep")
         root = Path(run["root"]).absolute() / run["name"]
-        wanted = {"kind": kind, "space": space, "metric": self.metric, "mode": self.mode, "config": self.base.text()}
-        text = json.dumps(wanted, indent=1)
+        identity = {"kind": kind, "space": space, "metric": self.metric, "mode": self.mode, "config": self.base.text()}
+        text = json.dumps(identity, indent=1)
         for number in itertools.count():
             folder: Path = root / f"sweep_{number}"
             file = folder / "sweep.json"
             if not folder.exists():
                 folder.mkdir(parents=True)
-                # the whole config: another value anywhere makes other trials
+                # includes the full config, since any other value makes other trials
                 file.write_text(text, encoding="utf-8")
             if file.is_file() and file.read_text(encoding="utf-8") == text:
                 return folder
         raise AssertionError
 
     def run(self) -> None:
-        """Run what is not done, a few trials at a time."""
+        """Run all trials that are not done."""
         tell(f"{self.count} trials in {self.folder}")
         running: list[Trial] = []
         with handling_end_signals(self._end):
@@ -289,13 +293,13 @@ class Sweep:
                     trial.start(self.fixed, self.free.pop(0))
                     running.append(trial)
                     tell(f"{trial.folder.name} started")
-                    if self.signals:  # one came in between
+                    if self.signals:  # a signal arrived during the start
                         self._end(0)
                 if not running:
                     return
-                # trials take minutes; waiting for one of them by os.wait would also take processes of libraries
+                # polls, since os.wait would also reap processes of libraries
                 time.sleep(0.05)
-                for trial in [one for one in running if one.process is None or one.process.poll() is not None]:
+                for trial in [t for t in running if t.process is None or t.process.poll() is not None]:
                     running.remove(trial)
                     self.free.append(trial.devices)
                     trial.end(self.metric, self.mode)
@@ -304,10 +308,10 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None where there is none, or none yet."""
+        """Return the next trial to start; None if there is none, or if Optuna still needs results."""
         while len(self.trials) < self.count:
             if self.optuna:
-                # Optuna is told of trials in their order, so it chooses the same when the command goes on
+                # results are reported in order, so that Optuna chooses the same values when the command is repeated
                 ended = self.trials[: max(0, len(self.trials) - AHEAD + 1)]
                 if not all(trial.state for trial in ended):
                     return None
@@ -318,21 +322,21 @@ class Sweep:
             trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
             self.trials.append(trial)
             while trial.read(self.metric, self.mode) == "running" and not self.signals:
-                time.sleep(0.1)  # an earlier start was killed, and this trial still saves
-            # a failed trial is tried again, but with Optuna, who has chosen later ones by its failure
+                time.sleep(0.1)  # a trial of an earlier, killed start may still be saving
+            # a failed trial is repeated, but not under Optuna, which has used the failure for later choices
             if trial.state != "done" and not (trial.state == "failed" and self.optuna):
                 return trial
         return None
 
     def write(self) -> str:
-        """Write summary.csv, best first; return the same as a table."""
+        """Write summary.csv, best trial first, and return its contents as a table."""
         order, sign = ("done", "failed", ""), 1 if self.mode == "min" else -1
         ranked = sorted(self.trials, key=lambda trial: (order.index(trial.state), sign * (trial.value or 0)))
         rows: list[list[Any]] = [[*(axis.key for axis in self.axes), self.metric, "step", "state", "run", "error"]]
         for trial in ranked:
             state = trial.state or "unfinished"
             rows.append([*trial.values.values(), trial.value, trial.step, state, trial.folder.name, trial.error])
-        # replaced at once: somebody may be reading it while trials end
+        # atomic, since the file may be read while trials end
         beside = self.folder / "summary.csv.tmp"
         with beside.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
@@ -340,12 +344,12 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results; exit with 130 or 75 after a signal, 75 if trials are left, 1 if one failed."""
+        """Print the results. Exits with 130 or 75 after a signal, 75 if trials are left, 1 if a trial failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)
         if left:
-            print(f"{left} trials are left: the same command again goes on.", file=STDOUT, flush=True)
+            print(f"{left} trials are left. Repeat the command to continue.", file=STDOUT, flush=True)
         if self.signals:
             raise_for_signal(self.signals[0])
         if left:
@@ -354,7 +358,7 @@ class Sweep:
             raise WorkerError(f"{failed} of {self.count} trials failed: see log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Ask all trials to save and end; at a second Ctrl-C, end them. 0: for the signals that have come."""
+        """Signal all trials to save and end; after a second Ctrl-C, kill them. 0 repeats earlier signals."""
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:
@@ -366,12 +370,12 @@ class Sweep:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Run the trials that are not done yet, and show all results."""
+    """Run the trials that are not done, and print all results."""
     for name in ("random", "optuna", "jobs"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ConfigError(f"legato sweep: --{name} must be at least 1, not {getattr(options, name)}.")
+            raise ConfigError(f"legato sweep: --{name} must be at least 1, got {getattr(options, name)}.")
     if options.random and options.optuna:
-        raise ConfigError("legato sweep: --random and --optuna exclude each other. Keep one.")
+        raise ConfigError("legato sweep: --random and --optuna cannot be combined. Remove one of the two.")
     sweep = Sweep(options)
     sweep.run()
     sweep.finish()
@@ -379,30 +383,30 @@ def run_sweep(options: Namespace) -> None:
 
 def _check_keys(keys: Sequence[str]) -> None:
     if not keys:
-        raise ConfigError("legato sweep: nothing varies. Give a key several values: task.lr=1e-4,1e-3.")
+        raise ConfigError("legato sweep: no key varies. Set a key to several values: task.lr=1e-4,1e-3.")
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(f"legato sweep: {key} is given twice. Give all its values at once.")
+            raise ConfigError(f"legato sweep: {key} is set twice. Write all its values in one argument.")
         if key.partition(".")[0] in ("run", "resume", "checkpoint", "launcher"):
-            raise ConfigError(f"legato sweep: {key} cannot vary: it says where a run is kept or executed.")
+            raise ConfigError(f"legato sweep: {key} cannot vary, since it affects the place of a run, not its result.")
 
 
 def _objective(options: Namespace, base: Config) -> tuple[str, str]:
-    """Return the metric to compare, and whether "min" or "max" of it is best."""
+    """Return the metric to compare, and "min" or "max"."""
     callbacks = base.values.get("callbacks", {}).values()
-    monitored = {one["monitor"]: one.get("mode") or "min" for one in callbacks if one.get("monitor")}
+    monitored = {entry["monitor"]: entry.get("mode") or "min" for entry in callbacks if entry.get("monitor")}
     metric = options.metric or next(iter(monitored), None)
     mode = options.mode or monitored.get(metric)
     if metric is None or mode is None:
         raise ConfigError(
-            "legato sweep: no callback of the config monitors a metric, so say what to compare: --metric NAME --mode "
-            "min, or --mode max."
+            "legato sweep: no callback of the config monitors a metric. Set the metric to compare: --metric NAME "
+            "--mode min, or --mode max."
         )
     return metric, mode
 
 
 def devices_of_jobs(config: Config, jobs: int) -> list[str]:
-    """Return what gives each of `jobs` trials at a time its devices, as NAME=VALUE; none where they use no others'."""
+    """Return NAME=VALUE variables that assign devices to `jobs` parallel trials; [] if the config lists its devices."""
     from ..trainer.accelerators import visible_devices  # imports torch
 
     trainer = config.values["trainer"]
@@ -414,9 +418,9 @@ def devices_of_jobs(config: Config, jobs: int) -> list[str]:
 
 
 def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
-    """Return the devices of each of `jobs` trials at a time, fewer if there are too few; [] if not for one.
+    """Return the devices of each of `jobs` parallel trials; of fewer trials if there are too few devices.
 
-    each: devices of a trial; None: what there is, in equal parts.
+    each: Number of devices of a trial. None: an equal share.
     """
     each = each or max(1, len(names) // jobs)
     return [",".join(names[first : first + each]) for first in range(0, len(names) - each + 1, each)][:jobs]

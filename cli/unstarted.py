@@ -1,4 +1,4 @@
-"""A config's trainer, task and training data, built on no device and in no process group, to look at them."""
+"""UnstartedRun: a config's trainer, task and training data for inspection, without devices and processes."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,9 +27,9 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes of a config's run, and how they share it. None is started."""
+    """Return the number of processes of a config's run, and how they share its state. Starts no process."""
     trainer = config.values["trainer"]
-    # only what decides on processes: the rest may need devices that are not here
+    # only arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
     made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
     count = made.strategy.local_processes(made.device_list) * made.num_nodes
@@ -37,36 +37,37 @@ def processes_of(config: "Config") -> "tuple[int, StateParts]":
 
 
 def _count_devices(trainer: Mapping[str, Any]) -> int:
-    """Return the devices of each machine; "auto" counts those of this one. Others need not be here."""
+    """Return the number of devices of each machine, for "auto" that of this machine."""
     automatic = trainer["devices"] in AUTOMATIC
     return len(find_devices(trainer["accelerator"] if automatic else "cpu", trainer["devices"]))
 
 
 class UnstartedRun:
-    """The objects of a config, each built when first used.
+    """The objects of a config, each built on first access.
 
-    The task is on the device meta, so its size does not matter; the data is the real one.
+    The task is on the meta device, so its size does not matter. The data are real.
+
+    Raises ConfigError for an impossible layout.
     """
 
     def __init__(self, config: "Config") -> None:
-        """Raises ConfigError for a layout that cannot be."""
-        asked = config.values["trainer"]
+        trainer = config.values["trainer"]
         self.processes, self.parts = processes_of(config)
-        self.nodes: int = asked["num_nodes"]
+        self.nodes: int = trainer["num_nodes"]
         self.seed: int = config.values["seed"]
-        # any machine can build it on a CPU, whatever the run wants
-        self.precision = Precision(asked["precision"], "cpu")
-        alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
-        self.config = config.changed({**alone, "cluster": "off", "fast_dev_run": False}, loggers={})
+        # on the CPU, which every machine has
+        self.precision = Precision(trainer["precision"], "cpu")
+        single = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
+        self.config = config.changed({**single, "cluster": "off", "fast_dev_run": False}, loggers={})
 
     @cached_property
     def data(self) -> "DataModule | None":
-        """The data module, built beside an empty task."""
+        """The data module, built with an empty task."""
         if self.config.values.get("data") is None:
             return None
-        # a task on the meta device would make tensors of the data there, too
-        nothing = {"_target_": "legato.tasks.task.Task"}
-        run = build_config(self.config.changed(task=nothing))
+        # with the real task on the meta device, tensors of the data would be created there too
+        empty = {"_target_": "legato.tasks.task.Task"}
+        run = build_config(self.config.changed(task=empty))
         assert run.data is not None
         run.data.trainer = self.attach(run.trainer, run.task, 0)
         return run.data
@@ -75,7 +76,7 @@ class UnstartedRun:
     def task(self) -> "Task":
         """The task on the meta device, in the run's precision."""
         config = self.config.changed(data=None)
-        # A task whose __init__ reads tensor values (timm's drop rates: linspace().tolist()) fails on "meta".
+        # on the CPU if "meta" fails, as for an __init__ that reads tensor values (timm: linspace().tolist())
         for device in ("meta", "cpu"):
             try:
                 with torch.device(device):
@@ -94,21 +95,21 @@ class UnstartedRun:
         return task
 
     def load_loader(self, epoch: int = 0) -> Any:
-        """Return the training loader of the data module, or else of the task, as the run gets it in an epoch.
+        """Return the training loader of an epoch from the data module or, without one, from the task.
 
-        Raises ConfigError if there is none.
+        Raises ConfigError without a loader.
         """
         return load_loader([owner for owner in (self.data, self.task) if owner is not None], epoch)
 
     def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
-        """Return the task's optimizers, for epochs of so many batches of a replica."""
+        """Return the task's optimizers for epochs of `rounds` batches per replica."""
         self.attach(self.task.trainer, self.task, rounds)
         return self.task.make_optimizers()[0]
 
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
-        """Make the trainer report the processes, and the steps per epoch and in total, of the run."""
+        """Give the trainer the run's process counts and epoch length, and attach the task to it."""
         local = self.processes // self.nodes
-        # tasks ask for world_size and the number of steps to set learning rates
+        # tasks read world_size and the number of steps to set learning rates
         trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)
         trainer.num_nodes = self.nodes
         trainer.lengths = {"train": rounds}

@@ -1,1 +1,1 @@
-"""Config: YAML files and overrides, checked against the signatures of the classes that they configure, and built."""
+"""Config: reads YAML files and overrides, checks them against the signatures of classes, and builds objects."""

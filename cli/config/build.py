@@ -18,7 +18,7 @@ from .classes import load, signature_of
 from .read import MOVED, dotted, replace_item
 
 _PLAIN = (bool, int, float, str, list, dict, tuple, set, type(None))
-"""Types of values that a checkpoint holds as they are."""
+"""Types of values that a checkpoint stores unchanged."""
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ConfiguredRun:
-    """The objects of one config, ready to start."""
+    """The objects of a config."""
 
     trainer: "Trainer"
     task: "Task"
@@ -37,16 +37,16 @@ class ConfiguredRun:
     resume: str | None
     checkpoint: str | None
     directory: Path | None = None
-    """The run directory whose stored config this was made from."""
+    """The run directory that stores this config."""
     resumed: Path | None = None
-    """The run that `resume=auto` has found by its name, and whose config this is."""
+    """The run that `resume=auto` has found by its name, and that stores this config."""
 
     def to_resume(self) -> "StoredRun | str | None":
-        """Return what fit resumes from; with a run's own config, "auto" means that run, not the newest of its name."""
+        """Return the run to resume. With a run's stored config, "auto" is that run, not the newest of its name."""
         if self.resume != "auto" or (self.directory is None and self.resumed is None):
             return self.resume
-        found = self.stored("auto")
-        return found if self.resumed is None else replace(found, directory=self.resumed, by_name=True)
+        run = self.stored("auto")
+        return run if self.resumed is None else replace(run, directory=self.resumed, by_name=True)
 
     def stored(self, word: str) -> "StoredRun":
         """Return the run on disk that `word` ("best", "last", "auto") refers to."""
@@ -56,24 +56,24 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects of a config, each with the config's seed. Raises ConfigError where that cannot be."""
+    """Build the objects of a config. Task and data are built with its seed. Raises ConfigError if building fails."""
     from ...trainer.data.randomness import seed_everything
     from ...trainer.trainer import Trainer
 
     builder, values, made = _Builder(config), config.values, dict[Key, Any]()
     for key, value in entries(values):
-        if len(key) == 1:  # random numbers depend on the seed alone, not on what was built before
+        if len(key) == 1:  # random numbers must not depend on objects built before
             seed_everything(values["seed"], verbose=False)
         made[key] = builder.make(value, key, load(EXPECTED[str(key[0])]))
-    parts = {section: [one for key, one in made.items() if key[0] == section] for section in ("callbacks", "loggers")}
+    callbacks, loggers = ([item for key, item in made.items() if key[0] == name] for name in ("callbacks", "loggers"))
     arguments = build_arguments(config, values["trainer"])
     moved = {name: reduce(getitem, key, values) for name, key in MOVED.items()}
-    # no section: the defaults; an empty one, or null: no logger at all
-    logger = parts["loggers"] or False if "loggers" in values else True
+    # without the section the default loggers; with null or an empty section no logger
+    logger = loggers or False if "loggers" in values else True
     try:
-        trainer = Trainer(**arguments, **moved, callbacks=parts["callbacks"] or None, logger=logger)
+        trainer = Trainer(**arguments, **moved, callbacks=callbacks or None, logger=logger)
     except ConfigError as error:
-        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
+        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument and maybe one of its options
         place = f"{config.origin(('trainer', *filter(None, named.groups())))}: " if named else ""
         raise ConfigError(f"{place}{error}") from error
     again = config.to_run_again()
@@ -83,29 +83,29 @@ def build_config(config: Config) -> ConfiguredRun:
 
 
 def build_arguments(config: Config, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments of the Trainer with the objects that they name, such as a strategy of one's own."""
+    """Return arguments of the Trainer with built objects in place of mappings, such as a user's strategy."""
     built: Mapping[str, Any] = _Builder(config).arguments(arguments, ("trainer",), "Trainer", TRAINER)[0]
     return built
 
 
 class _Builder(ValueChecker):
-    """Checks values again, and makes an object of each mapping with `_target_`."""
+    """Checks values again, and builds an object for each mapping with `_target_`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.values)
         self.config = config
         self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
-        """Objects made for arguments, and their configs, by the objects' ids."""
+        """Objects built for arguments, with their configs, by id."""
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Make an object for an argument, or return why it cannot be one of this class: a union has others."""
+        """Build an object for an argument, or return the mistakes, after which another member of a union is tried."""
         mistakes = ValueChecker(self.values).check(value, key, base)[1]
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 
     def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
-        """Make an instance of a subclass of `base`; for an argument also by a function, or a partial of either."""
+        """Build an instance of a subclass of `base`; an argument may also come from a function, or be a partial."""
         place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
-        # checked before, but an object made for one argument may have changed what a module holds
+        # checked before, but building another object may have changed a module
         target = find_target(value, key, base)
         arguments = self.arguments(value, key, "", signature_of(target))[0]
         try:
@@ -113,28 +113,28 @@ class _Builder(ValueChecker):
         except ConfigError as error:
             raise ConfigError(f"{place}: {dotted(key)}: {error}") from error
         except Exception as error:
-            add_note(error, f"{place}: {dotted(key)} was being built.")
+            add_note(error, f"{place}: while building {dotted(key)}.")
             raise
         if not isinstance(target, type) and not partial and not isinstance(made, base):
             kind = type(made).__name__
             raise ConfigError(
                 f"{place}: {value[TARGET]!r} returned {kind}, not {class_name(base)}, which is required here."
             )
-        configs = {name: self._config_of(one) for name, one in arguments.items()}
+        configs = {name: self._config_of(argument) for name, argument in arguments.items()}
         for secret, text in self.config.secrets.items():
             if secret[: len(key)] == key and isinstance(reduce(getitem, secret, self.config.values), str):
                 configs = replace_item(configs, secret[len(key) :], text)
         if nested and not isinstance(made, _PLAIN):
-            # the object is kept as well, so that its id is not given to another one
+            # a reference to the object keeps its id unique
             self.made[id(made)] = made, {TARGET: value[TARGET], **({PARTIAL: True} if partial else {}), **configs}
         elif isinstance(made, Hyperparameters):
             made.record_configs(
-                {name: (arguments[name], one) for name, one in configs.items() if one is not arguments[name]}
+                {name: (arguments[name], item) for name, item in configs.items() if item is not arguments[name]}
             )
         return made
 
     def _config_of(self, value: Any) -> Any:
-        """Return an argument with the configs of objects in place of those that were made; itself if there are none."""
+        """Return an argument with configs in place of built objects, or the argument itself without such objects."""
         if id(value) in self.made:
             return self.made[id(value)][1]
         if isinstance(value, dict):

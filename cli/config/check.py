@@ -1,7 +1,7 @@
-"""Checks a config: first its keys, without importing torch; then, with the classes that it names, every value.
+"""Checks a config: first its keys, without importing torch; then every value, with the classes that the config names.
 
-KeyChecker finds every misspelt key from source files alone, and wrong values of `trainer`, `run` and the top level.
-ValueChecker imports the classes for the types of their arguments. Each tells all that it finds in one message.
+KeyChecker finds misspelled keys from source files, and wrong values of `trainer`, `run` and the top level. ValueChecker
+imports the classes for the types of their arguments. Each reports all its mistakes in one message.
 """
 
 import logging
@@ -45,28 +45,28 @@ EXPECTED = {
     "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
     "loggers": f"{_PACKAGE}.loggers.logger.Logger",
 }
-"""The class from which every `_target_` of a section must descend."""
+"""Base class of the `_target_` of each section."""
 FOREIGN = {
-    "model": "It is `task` here: {_target_: my.Net, lr: 1}, without class_path and init_args.",
-    "seed_everything": "It is `seed` here.",
-    "ckpt_path": "It is `resume` for fit, `checkpoint` for validate, test and predict.",
-    "hydra": "A run's directory is run.root and run.name, a multirun is `legato sweep`.",
-    "defaults": "Start from other files with `extends: [base.yaml, net.yaml]`, each with whole keys: this file wins.",
-    "_recursive_": "Leave it out: a nested `_target_` is always built.",
-    "_convert_": "Leave it out: lists and mappings are always plain ones.",
-    "<<": "YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}.",
+    "model": "Write `task: {_target_: my.Net, lr: 1}`, without class_path and init_args.",
+    "seed_everything": "Write `seed`.",
+    "ckpt_path": "Write `resume` for fit, `checkpoint` for validate, test and predict.",
+    "hydra": "Set the run directory with run.root and run.name; for a multirun, use `legato sweep`.",
+    "defaults": "Write `extends: [base.yaml, net.yaml]`: this file overrides those, key by key.",
+    "_recursive_": "Remove it: a nested `_target_` is always built.",
+    "_convert_": "Remove it: lists and mappings are always plain.",
+    "<<": "YAML 1.2 has no merge keys: use `extends` for a file, or ${...} for a value.",
 }
-"""What to write instead of keys of LightningCLI, Hydra and YAML 1.1."""
+"""Alternatives to keys of LightningCLI, Hydra and YAML 1.1."""
 BUILDABLE = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
-"""Classes of the standard library that a config may build; with all of it a config could run any program."""
+"""Classes of the standard library that a config may build. Others could run any program."""
 LAUNCHERS = {
     "slurm": ".slurm:SlurmLauncher",
     "ray": ".ray:RayLauncher",
     "kubernetes": ".kubernetes:KubernetesLauncher",
 }
-"""The class of each launcher, by its name in a config; imported only when a config names it."""
+"""Module and class of each launcher, by its name in a config. Imported only if a config names it."""
 _FOLDERS = {"strategy": f"{_PACKAGE}.trainer.strategies", "launcher": f"{_PACKAGE}.cli.launchers"}
-_SHOWN = 5  # mistakes in one message
+_SHOWN = 5  # maximum number of mistakes in a message
 
 
 def _parameter(name: str, kind: Any = None) -> Parameter:
@@ -76,14 +76,14 @@ def _parameter(name: str, kind: Any = None) -> Parameter:
 
 
 TRAINER = Signature({name: _parameter(name) for name in argument_types() if name not in (*MOVED, *SECTION_OF)})
-"""The arguments of Trainer that stand under `trainer:`."""
+"""The arguments of Trainer in the section `trainer`."""
 RUN = Signature({
     "name": _parameter("run_name"),
     "root": _parameter("default_root_dir", str),
     "save_code": _parameter("save_code"),
 })  # fmt: skip
 Place = Annotated[str, Rule("a path", bool)]
-"""A path, or the address of a store, which stays text: a Path would drop a slash."""
+"""A path or the address of a store, kept as str since Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
     "resume": Parameter(Literal["auto"] | Place | None, None, False),
@@ -95,56 +95,53 @@ _SIGNATURES = {"trainer": TRAINER, "run": RUN}
 
 @dataclass(frozen=True)
 class Config(Layer):
-    """A checked, resolved config, defaults included, with the origin of each value."""
+    """A checked and resolved config with defaults and the origin of each value."""
 
     directory: Path | None = None
-    """The run directory whose stored config this is, apart from overrides."""
+    """The run directory that stores this config, apart from overrides."""
     resumed: Path | None = None
-    """The run that `resume=auto` has found by its name, and whose config this is, apart from overrides."""
+    """The run that `resume=auto` has found by its name, and that stores this config, apart from overrides."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment.
+        """Return the config as YAML that can be run again, with `origins` as a comment on each value.
 
-        In place of a secret it has the name of the environment variable.
+        Secrets are replaced by references to their environment variables.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
     def given_text(self) -> str:
-        """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""
-        return dump_yaml(self._given(self.stored_values, ()), self.origin)
+        """Return the values of files and overrides as YAML, without defaults, with their origins as comments."""
+        return dump_yaml(self._without_defaults(self.stored_values, ()), self.origin)
 
-    def _given(self, value: Any, key: Key) -> Any:
+    def _without_defaults(self, value: Any, key: Key) -> Any:
         if not isinstance(value, dict) or not value:
             return NO_DEFAULT if self.origin(key) == "default" else value
-        items = {name: self._given(item, (*key, name)) for name, item in value.items()}
+        items = {name: self._without_defaults(item, (*key, name)) for name, item in value.items()}
         return {name: item for name, item in items.items() if item is not NO_DEFAULT} or NO_DEFAULT
 
     @property
     def stored_values(self) -> dict[str, Any]:
-        """The values as they are stored, to be read again: with references in place of secrets."""
+        """The values for a file: `${` is escaped, and references replace secrets."""
         values: dict[str, Any] = escape(self.values)
         for key, text in self.secrets.items():
             values = replace_item(values, key, text)
         return values
 
     def changed(self, trainer: Mapping[str, Any] = MappingProxyType({}), **sections: Any) -> "Config":
-        """Return the config with other arguments of the trainer, and other sections; None takes one off."""
+        """Return the config with changed arguments of the trainer and changed sections; None removes a section."""
         values = {**self.values, **sections, "trainer": {**self.values["trainer"], **trainer}}
         return replace(self, values=_without_absent(values))
 
     def to_run_again(self) -> "Config":
-        """Return the config that a run directory stores: of a run that went on, one that begins it anew."""
+        """Return the config to store in the run directory: without `resume=auto`, so that it starts a new run."""
         if self.values["resume"] != "auto":
             return self
         return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
 
     def override_words(self) -> list[str]:
-        """Return the overrides as arguments of a command that is given this config as a file: resolved, one key each.
+        """Return the overrides as arguments of a command that reads this config from a file: resolved, a key each."""
 
-        Without those that say where the run is or how it is started, which the file itself must say.
-        """
-
-        # run, resume, checkpoint and vars say where and how: the file itself has them
+        # without run, resume, checkpoint and vars, which the file has
         sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
         return [
             f"{dotted(key)}={format_value(value)}"
@@ -154,16 +151,15 @@ class Config(Layer):
 
 
 def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
-    """Read files and overrides, in the order of a command line, and check them.
+    """Read files and overrides in command-line order, and check them.
 
-    `before_imports` is called with the values when all keys are right, before the classes that they name are imported:
-    that takes seconds, and may take as long as the user's modules want.
+    before_imports: Called with the values after the check of keys, before classes are imported, which may take long.
 
-    Raises ConfigError for mistakes, which names up to five: those in keys, or if there are none, those in values.
+    Raises ConfigError that lists up to five mistakes: those in keys or, if there are none, those in values.
     """
     layer = read_config(words, own_defaults())
     config = check_config(layer, before_imports)
-    # told apart by where run.name came from, which only the merged layer knows
+    # the origin of run.name decides, which only the merged layer has
     config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("Config without defaults, and the origin of each value:\n%s", config.given_text().rstrip())
@@ -171,14 +167,14 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
 
 
 def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
-    """Check a merged layer, and add the defaults. Raises ConfigError as `load_config` does."""
+    """Check a merged layer and add the defaults. Raises ConfigError as `load_config` does."""
     values = dict(layer.values)
-    # an entry that is null takes one of an earlier file off
+    # null removes an entry of an earlier file
     for name in ("callbacks", "loggers"):
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
             values[name] = {entry: item for entry, item in section.items() if item is not None}
-    # in two messages: values are not worth a look, nor torch three seconds, while a key is misspelt
+    # keys first: with a misspelled key, values need no check, and importing torch would take three seconds
     _require_none(KeyChecker(values).problems(), layer)
     if before_imports is not None:
         before_imports(values)
@@ -193,7 +189,7 @@ def _require_none(problems: Iterable[Problem], layer: Layer) -> None:
 
 
 def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield the key and value of everything in a config that must name a class: task, data, callbacks and loggers."""
+    """Yield key and value of each entry of a config that must name a class: task, data, callbacks and loggers."""
     for section in EXPECTED:
         value = values.get(section)
         if section in ("task", "data"):
@@ -204,7 +200,7 @@ def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def is_entry(key: Key) -> bool:
-    """Return whether a key is one of those that must name a class."""
+    """Return whether a key is that of an entry, which must name a class."""
     return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
 
 
@@ -215,13 +211,13 @@ def class_path(kind: str, name: str) -> str:
 
 
 def options_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of a strategy or launcher, which may be a name alone."""
+    """Return name and options of a strategy or launcher, whose value may be just a name."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     return options.pop("name"), options
 
 
 def own_defaults() -> dict[str, Any]:
-    """Return the defaults of Legato's own keys, which are known without an import."""
+    """Return the defaults of Legato's keys, which need no import."""
 
     def defaults(signature: Signature) -> dict[str, Any]:
         parameters = signature.parameters.items()
@@ -232,7 +228,7 @@ def own_defaults() -> dict[str, Any]:
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 class KeyChecker:
-    """Finds keys that mean nothing, and wrong values of `trainer`, `run` and the top level. Imports no torch."""
+    """Finds unknown keys, and wrong values of `trainer`, `run` and the top level. Imports no torch."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -241,9 +237,9 @@ class KeyChecker:
         """Yield every mistake."""
         for name in self.values:
             if name not in SECTIONS:
-                yield Problem((name,), f"is no key of a config.{self._section_meant(name)}")
+                yield Problem((name,), f"is not a key of a config.{self._section_meant(name)}")
         if self.values.get("task") is None:
-            yield Problem(("task",), f"is missing: name a subclass of Task, as {{{TARGET}: my_module.MyTask}}.")
+            yield Problem(("task",), f"is missing. Write task: {{{TARGET}: my_module.MyTask}}, a subclass of Task.")
         for key, value in entries(self.values):
             yield from self._entry(key, value)
         for name, check in (("trainer", self._trainer), ("run", self._run)):
@@ -264,7 +260,7 @@ class KeyChecker:
                 yield Problem((name,), message)
 
     def _addresses(self) -> Iterator[Problem]:
-        """Yield the mistakes in addresses of stores, whose packages are looked for."""
+        """Yield the mistakes in addresses of stores, including missing packages."""
         places: list[tuple[Key, Any, bool]]
         places = [
             (("resume",), self.values.get("resume"), False),
@@ -281,15 +277,15 @@ class KeyChecker:
         for name, value in section.items():
             key: Key = ("trainer", name)
             if name in SECTION_OF:
-                yield Problem(key, f"has a section of its own: write it under `{SECTION_OF[name]}:` at the top level.")
+                yield Problem(key, f"belongs to the top level: write it under `{SECTION_OF[name]}:`.")
             elif name in MOVED:
-                yield Problem(key, f"has a key of its own: {dotted(MOVED[name])}.")
+                yield Problem(key, f"has another key: write {dotted(MOVED[name])}.")
             elif name not in TRAINER.parameters:
-                hint = f" It is a top-level key: {name}=..." if name in SECTIONS else instead_of(name)
+                hint = f" It is a top-level key: write {name}=..." if name in SECTIONS else instead_of(name)
                 yield Problem(
                     key, f"is not an argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
                 )
-            # by name from a table, whose classes are read from source and not imported
+            # a name in a table, whose class is parsed from source, not imported
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
@@ -299,9 +295,9 @@ class KeyChecker:
         for name, value in section.items():
             key: Key = ("run", name)
             if name not in RUN.parameters:
-                gone = instead_of("write_csv") if name == "csv" else ""  # as run.csv was called in Python
+                removed = instead_of("write_csv") if name == "csv" else ""  # the Trainer's name of the removed run.csv
                 yield Problem(
-                    key, f"is not an argument of run.{gone or _foreign(name) or _nearest(name, RUN.parameters)}"
+                    key, f"is not an argument of run.{removed or _foreign(name) or _nearest(name, RUN.parameters)}"
                 )
                 continue
             mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
@@ -311,27 +307,27 @@ class KeyChecker:
                 mistakes = [Problem(key, fault)]
             yield from mistakes
 
-    def _named(self, value: Any, key: Key, known: Mapping[str, str]) -> Iterator[Problem]:
-        """Yield the mistakes in the name of a strategy or launcher, or in a mapping of such a `name` and options."""
+    def _named(self, value: Any, key: Key, choices: Mapping[str, str]) -> Iterator[Problem]:
+        """Yield the mistakes in the name of a strategy or launcher, or in a mapping with such a `name` and options."""
         name, kind = value.get("name") if isinstance(value, dict) else value, str(key[-1])
-        if not isinstance(name, str) or name not in known:
-            start = "must be one of" if isinstance(value, str) else "must be, or have as its `name`, one of"
-            hint = did_you_mean(name, known) if isinstance(name, str) else ""
+        if not isinstance(name, str) or name not in choices:
+            start = "must be one of" if isinstance(value, str) else "must be, or have as `name`, one of"
+            hint = did_you_mean(name, choices) if isinstance(name, str) else ""
             shown = describe(name if name is not None else value)
-            yield Problem(key, f"{start} {', '.join(known)}, not {shown}.{hint}")
+            yield Problem(key, f"{start} {', '.join(choices)}, not {shown}.{hint}")
         elif isinstance(value, dict):
-            signature = self.signature(class_path(kind, name)) if known[name] else Signature({})
+            signature = self.signature(class_path(kind, name)) if choices[name] else Signature({})
             yield from self.arguments(options_of(value)[1], key, f"the {kind} {name!r}", signature)[1]
 
     def _entry(self, key: Key, value: Any) -> Iterator[Problem]:
-        """Yield the mistakes in what must be a mapping with `_target_` and arguments."""
+        """Yield the mistakes in an entry, which must be a mapping with `_target_` and arguments."""
         if not isinstance(value, dict):
             yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
         elif TARGET not in value:
-            # most often an override of an entry whose name is misspelt
-            others = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
+            # usually an override of an entry whose name is misspelled
+            siblings = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
             expected = EXPECTED[str(key[0])].rpartition(".")[2]
-            hint = did_you_mean(str(key[-1]), others) or f" Name a subclass of {expected}."
+            hint = did_you_mean(str(key[-1]), siblings) or f" Set it to a subclass of {expected}."
             yield Problem(key, f"has no `{TARGET}`.{hint}")
         elif not isinstance(value[TARGET], str):
             yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(value[TARGET])}.")
@@ -339,19 +335,19 @@ class KeyChecker:
             yield from self.check(value, key, object)[1]
 
     def signature(self, path: str) -> Signature:
-        """Return the arguments of what is at a dotted path, by their names."""
+        """Return the argument names of the object at a dotted path."""
         names = argument_names(path)
         return Signature({name: Parameter(Any, NO_DEFAULT, False) for name in names or ()}, open=names is None)
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
-        """Check all that is built for an argument, of whatever type that is."""
+        """Check every object that is built for an argument, whatever its type."""
         if is_target(value):
             return self.check(value, key, object)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         return value, [problem for name, item in items for problem in self.fit(kind, item, (*key, name))[1]]
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Check a mapping with `_target_`, of which an instance of `base` is wanted; the value stays as it is."""
+        """Check a mapping with `_target_` that must build an instance of `base`. Returns the value unchanged."""
         if not isinstance(value.get(PARTIAL, False), bool) and not is_entry(key):
             return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(value[PARTIAL])}.")]
         path = str(value[TARGET])
@@ -359,30 +355,30 @@ class KeyChecker:
 
     def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
         """Check the arguments in a mapping, and convert them to the types of the parameters."""
-        known, fitted, mistakes = signature.parameters, {}, list[Problem]()
-        # an entry is built whole and once: a partial of a task could not be trained
+        parameters, fitted, mistakes = signature.parameters, {}, list[Problem]()
+        # an entry cannot be a partial: the trainer needs the task itself
         nested = TARGET in value and not is_entry(key)
-        given: Any = value.get(POSITIONAL) if nested else None
-        positional = list(known)[: len(given)] if isinstance(given, list) else []
+        args: Any = value.get(POSITIONAL) if nested else None
+        positional = list(parameters)[: len(args)] if isinstance(args, list) else []
         for name, item in value.items():
             inner: Key = (*key, name)
             if TARGET in value and (name == TARGET or (nested and name == PARTIAL)):
                 continue
             is_open = signature.open and isinstance(name, str) and not misspelt_word(name)
-            if name in known or (nested and name == POSITIONAL) or is_open:
-                kind = list[Any] if name == POSITIONAL else known[name].type if name in known else Any
+            if name in parameters or (nested and name == POSITIONAL) or is_open:
+                kind = list[Any] if name == POSITIONAL else parameters[name].type if name in parameters else Any
                 fitted[name], wrong = self.fit(kind, item, inner)
-                # a default that does not fit its own annotation may be written out
-                mistakes += [] if name in known and same(item, known[name].default) else wrong
+                # a config may repeat a default that does not match its annotation
+                mistakes += [] if name in parameters and same(item, parameters[name].default) else wrong
             else:
                 near = misspelt_word(name) if nested else ""
-                mistakes.append(Problem(inner, f"is not an argument of {owner}.{near or _instead(inner, known)}"))
-        # what a partial lacks, its caller brings
-        later = nested and value.get(PARTIAL)
-        for name, parameter in known.items():
-            if parameter.required and name not in value and name not in positional and not later:
+                mistakes.append(Problem(inner, f"is not an argument of {owner}.{near or _instead(inner, parameters)}"))
+        # the caller of a partial passes missing arguments
+        is_partial = nested and value.get(PARTIAL)
+        for name, parameter in parameters.items():
+            if parameter.required and name not in value and name not in positional and not is_partial:
                 kind = "" if parameter.type is Any else f" ({name_of(parameter.type)})"
-                hint = f" If your code gives it, say {PARTIAL}: true." if nested else ""
+                hint = f" If your code passes it, write {PARTIAL}: true." if nested else ""
                 mistakes.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
         return fitted, mistakes
 
@@ -393,24 +389,24 @@ class KeyChecker:
             value = self.values.get(section)
             if is_target(value) and name in (argument_names(str(value[TARGET])) or ()):
                 return f" Did you mean '{section}.{name}'?"
-        known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
-        return f" {FOREIGN[name]}" if name in FOREIGN else known
+        hint = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
+        return f" {FOREIGN[name]}" if name in FOREIGN else hint
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 class ValueChecker(KeyChecker):
-    """Compares every argument with the annotations of the classes that a config names, which are imported for it."""
+    """Imports the classes that a config names, and checks every argument against their annotations."""
 
     def signature(self, path: str) -> Signature:
-        """Return the arguments of what is at a dotted path, with their types."""
+        """Return the arguments of the object at a dotted path with their types."""
         return signature_of(load(path))
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
-        """Compare an argument with its type."""
+        """Check an argument against its type."""
         return fit(kind, value, key, self.check)
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Check also that the `_target_` is there, and a subclass of `base`, or of the class of its section."""
+        """Also check that the `_target_` exists and is a subclass of `base`, or of its section's base class."""
         try:
             find_target(value, key, load(EXPECTED[str(key[0])]) if is_entry(key) else base)
         except ConfigError as error:
@@ -419,13 +415,15 @@ class ValueChecker(KeyChecker):
 
 
 def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
-    """Import what a mapping names. Raises ConfigError where it is no class below `base` or, nested, no function."""
+    """Import the target of a mapping. Raises ConfigError if it is not a subclass of `base` or, nested, a function."""
     path, nested = value[TARGET], not is_entry(key)
     if not isinstance(path, str):
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
-    # a config may come from anywhere, and os.system is a function as any other
+    # a config may come from an untrusted source, and os.system is a function
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
-        raise ConfigError(f"{path!r} is not built: of the standard library only {', '.join(BUILDABLE)} are.")
+        raise ConfigError(
+            f"{path!r} is not allowed: from the standard library, a config may only build {', '.join(BUILDABLE)}."
+        )
     try:
         target = load(path)
     except ConfigError as error:
@@ -439,14 +437,14 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
 
 
 def class_name(base: type) -> str:
-    """Return `Task` for Legato's own, the dotted path for others."""
+    """Return the name of a class of Legato's, such as "Task"; the dotted path of another class."""
     ours = base.__module__.startswith(f"{_PACKAGE}.")
     return base.__name__ if ours else f"{base.__module__}.{base.__qualname__}"
 
 
 def _path_meant(path: str) -> str:
-    """Suggest the path of Legato's class of this name, also where the path is that of a module which has moved."""
-    # the last part alone: classes have moved between rooms, and kept their names
+    """Return a suggestion with the path of Legato's class of this name, also for the path of a moved module."""
+    # by the last component, since classes have moved between packages without a change of name
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):
         home = f"{_PACKAGE}.{room}"
@@ -457,16 +455,16 @@ def _path_meant(path: str) -> str:
 
 # --- defaults ---------------------------------------------------------------------------------------------------------
 def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
-    """Return the config with its sections in order, and with every default that plain data can hold."""
+    """Return the config with its sections in order, and with every default that is plain data."""
     origins: dict[Key, str] = dict(layer.origins)
 
-    def filled(given: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
+    def filled(section: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
         parameters = signature.parameters.items()
-        defaults = {name: one.default for name, one in parameters if one.default is not NO_DEFAULT}
-        origins.update({(*key, name): "default" for name in defaults.keys() - given.keys()})
-        # the order of the signature, so that a stored config reads as the class does
-        order = [name for name in (TARGET, "name", *signature.parameters) if name in given or name in defaults]
-        return dict.fromkeys(order) | defaults | dict(given)
+        defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not NO_DEFAULT}
+        origins.update({(*key, name): "default" for name in defaults.keys() - section.keys()})
+        # in the order of the signature, so that a stored config reads like the class
+        order = [name for name in (TARGET, "name", *signature.parameters) if name in section or name in defaults]
+        return dict.fromkeys(order) | defaults | dict(section)
 
     complete = {**values, **filled({name: values[name] for name in TOP.parameters if name in values}, (), TOP)}
     for name, signature in _SIGNATURES.items():
@@ -481,7 +479,7 @@ def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
 
 
 def _without_absent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections that are there, in order; two that are null mean something."""
+    """Return the present sections in order, including `resume` and `checkpoint`, for which null has a meaning."""
     kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
     return {name: values[name] for name in kept}
 
@@ -491,33 +489,33 @@ def _left_for_later(value: Any, key: Key, base: Any) -> Fitted:
     return value, []
 
 
-def _instead(key: Key, known: Iterable[str]) -> str:
-    """Suggest, as a sentence, what to write instead of an argument that is not there."""
+def _instead(key: Key, names: Iterable[str]) -> str:
+    """Return a sentence with an alternative to an unknown argument."""
     name = key[-1]
     if key[:-1] == ("trainer", "strategy") and name in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[str(name)]}"
-    return _foreign(name) or _nearest(name, known)
+    return _foreign(name) or _nearest(name, names)
 
 
 def _foreign(name: Any) -> str:
     return f" {FOREIGN[name]}" if name in FOREIGN and str(name).startswith(("_", "<")) else ""
 
 
-def _nearest(name: Any, known: Iterable[str]) -> str:
-    names = list(known)
+def _nearest(name: Any, names: Iterable[str]) -> str:
+    names = list(names)
     return did_you_mean(str(name), names) or _list_names(names)
 
 
-def _list_names(known: Iterable[str]) -> str:
-    names = list(known)
+def _list_names(names: Iterable[str]) -> str:
+    names = list(names)
     return f" It takes {', '.join(names[:12]) or 'no arguments'}{', ...' if len(names) > 12 else ''}."
 
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
-    """Return the message for one mistake, with the documentation of the argument; for several, one line each."""
+    """Return the message: for one mistake with the argument's documentation, for several a line each."""
     lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text in mistakes[:_SHOWN]]
     if len(mistakes) > 1:
-        more = f", the first {_SHOWN} of which are" if len(mistakes) > _SHOWN else ""
+        more = f"; the first {_SHOWN}" if len(mistakes) > _SHOWN else ""
         return "\n".join([f"The config has {len(mistakes)} mistakes{more}:", *lines])
     section, *names = mistakes[0].key
     text = argument_texts().get(str(names[0]), "") if section == "trainer" and names else ""

@@ -1,7 +1,7 @@
-"""Classes and functions that a config names: their arguments, read from the source alone, or by an import.
+"""Arguments of classes and functions that a config names, read from source files or by an import.
 
-The source gives names in a millisecond a file, so that a misspelt key is refused before torch is imported. Types and
-defaults, and whatever a decorator or another class decides, are those of the imported class.
+Parsing takes a millisecond per file, so that a misspelled key fails before torch is imported. Types, defaults and
+effects of decorators need the imported class.
 """
 
 import ast
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 from ...base.errors import ConfigError, describe_import, did_you_mean
 
 NO_DEFAULT: Any = object()
-"""Default of a parameter without one, or whose default is not plain data."""
+"""Placeholder for a missing default, or for a default that is not plain data."""
 _UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics", "torchvision"}
-"""Packages that are too large to be parsed, or have no source."""
+"""Packages that are too large to parse or have no source."""
 _UNREADABLE = (ImportError, AttributeError, ValueError, SyntaxError, OSError, RecursionError, MemoryError)
 
 
-# --- from the source --------------------------------------------------------------------------------------------------
+# --- from source files ------------------------------------------------------------------------------------------------
 def argument_names(path: str) -> list[str] | None:
-    """Return the arguments of the class or function at a dotted path from its source; None if that does not tell."""
+    """Return the argument names of the class or function at a dotted path; None if its source does not show them."""
     try:
         return _arguments_in(*_locate(path))
     except _UNREADABLE:
@@ -37,7 +37,7 @@ def argument_names(path: str) -> list[str] | None:
 
 
 def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
-    # from the file and not the module: nothing of it is run
+    # parsed, not imported: no code of the module runs
     names = _bindings(ast.parse(file.read_bytes()).body, module, file.name == "__init__.py")
     bound = names.get(name)
     if isinstance(bound, str):  # imported from elsewhere
@@ -56,7 +56,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         arguments = _of_function(init)[1:]  # without self
         if init.args.kwarg is None:
             return arguments
-        # otherwise the **kwargs go where the source alone does not tell
+        # otherwise the source does not show which arguments **kwargs may hold
         if f"super().__init__(**{init.args.kwarg.arg})" not in ast.unparse(init):
             return None
     elif "dataclass" in decorators:
@@ -65,7 +65,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         arguments = [ast.unparse(node.target) for node in kept]
     if not bound.bases:
         return arguments
-    # the first base alone: what another would add is no argument that could be told here
+    # only the first base class: arguments of further ones cannot be determined here
     top, *rest = ast.unparse(bound.bases[0]).partition("[")[0].split(".")
     home = names.get(top, f"{module}.{top}")
     if isinstance(home, ast.ClassDef):
@@ -83,7 +83,7 @@ _Bound = ast.ClassDef | ast.FunctionDef | str | None
 
 
 def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[str, _Bound]:
-    """Return what the names of a module are: a class, a function, a dotted path that is imported, or None."""
+    """Return the names of a module, each with its class, function, imported dotted path, or None."""
     names: dict[str, _Bound] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -98,15 +98,15 @@ def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[s
             names |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Assign):
             names |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.If | ast.Try):  # also `if TYPE_CHECKING:`, where this package's lazy names stand
+        elif isinstance(node, ast.If | ast.Try):  # includes `if TYPE_CHECKING:`, with this package's lazy imports
             names |= _bindings(node.body, module, is_package)
     return names
 
 
 def _locate(path: str) -> tuple[Path, str, str]:
-    """Return the file and name of the module of a dotted path, and the name within it. Raises ImportError."""
+    """Return file and name of the module of a dotted path, and the name in it. Raises ImportError without a module."""
     top, *parts = path.split(".")
-    spec = None if top in _UNREAD else find_spec(top)  # of a top-level name, which imports nothing
+    spec = None if top in _UNREAD else find_spec(top)  # imports nothing for a top-level name
     for index, part in enumerate(parts):
         folders = spec.submodule_search_locations if spec is not None else None
         inner = PathFinder.find_spec(f"{spec.name}.{part}", folders) if spec is not None and folders else None
@@ -128,37 +128,37 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Arguments of a class or function. `open`: it takes others, too."""
+    """Arguments of a class or function. `open`: it also accepts others."""
 
     parameters: Mapping[str, Parameter]
     open: bool = False
 
 
 def signature_of(target: Any) -> Signature:
-    """Return the parameters of a class or function, with those of base classes that it passes `**kwargs` on to."""
+    """Return the parameters of a class or function, including those of base classes that get its `**kwargs`."""
     try:
-        given = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # made in C
+        arguments = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # implemented in C
         return Signature({}, True)
-    # hints are those of __init__; inspect.signature knows of __new__, partials and wrappers
+    # hints of __init__; inspect.signature also covers __new__, partials and wrappers
     function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     try:
         hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # an annotation may name what is not there, and is evaluated as any code
+    except Exception:  # evaluating an annotation runs arbitrary code
         hints = {}
     parameters = {}
-    for one in given:
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            required, kind = one.default is one.empty, hints.get(one.name, Any)
+    for arg in arguments:
+        if arg.kind in (arg.POSITIONAL_OR_KEYWORD, arg.KEYWORD_ONLY):
+            required, kind = arg.default is arg.empty, hints.get(arg.name, Any)
             kind = kind if isinstance(kind, type) or typing.get_origin(kind) is not None else Any  # not a module
-            if one.default is None and kind is not Any:
+            if arg.default is None and kind is not Any:
                 kind = typing.Optional[kind]  # noqa: UP045  (X | None fails for a quoted X)
-            parameters[one.name] = Parameter(kind, NO_DEFAULT if required else plain(one.default), required)
-    if not any(one.kind is one.VAR_KEYWORD for one in given):
+            parameters[arg.name] = Parameter(kind, NO_DEFAULT if required else plain(arg.default), required)
+    if not any(arg.kind is arg.VAR_KEYWORD for arg in arguments):
         return Signature(parameters)
     if "super().__init__(**" not in (_source_of(function) if isinstance(target, type) else ""):
         return Signature(parameters, True)
-    # the class whose __init__ it is, since the next one above gets the **kwargs
+    # the class that defines __init__, since the next class above gets the **kwargs
     owner = next(index for index, base in enumerate(target.__mro__) if "__init__" in base.__dict__)
     above = next((base for base in target.__mro__[owner + 1 :] if "__init__" in base.__dict__), object)
     inherited = signature_of(above) if above is not object else Signature({})
@@ -173,7 +173,7 @@ def _source_of(function: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists for tuples; NO_DEFAULT where YAML cannot hold it."""
+    """Return a value with lists in place of tuples; NO_DEFAULT if YAML cannot represent it."""
     if isinstance(value, list | tuple):
         items = [plain(item) for item in value]
         return NO_DEFAULT if any(item is NO_DEFAULT for item in items) else items
@@ -185,7 +185,7 @@ def plain(value: Any) -> Any:
 
 
 def load(path: str) -> Any:
-    """Import what is at a dotted path. Raises ConfigError, which says why, where there is nothing or it fails."""
+    """Import and return the object at a dotted path. Raises ConfigError with the reason if this fails."""
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ConfigError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")
@@ -194,33 +194,33 @@ def load(path: str) -> Any:
         name = ".".join(parts[:size])
         try:
             module = import_module(name)
-        except (Exception, SystemExit) as error:  # a module's own code raises any kind
-            # a module that imports another one in vain is a bug in it, and not a wrong path
+        except (Exception, SystemExit) as error:  # a module's code may raise any exception
+            # a failed import in the module is a bug of the module, not a wrong path
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
                 raise ConfigError(f"importing {name!r} failed: {_blame(error)}") from error
             break
     else:
         raise ConfigError(f"{path!r} is a module, not a class.")
     if module is None:
-        # nobody means opcode; an editable install of this package is not on the path
-        known = {__name__.partition(".")[0], *(one.name for one in pkgutil.iter_modules())} - sys.stdlib_module_names
-        raise ConfigError(f"there is no module {parts[0]!r}.{did_you_mean(parts[0], known)}")
+        # without the standard library, whose modules are unlikely; with this package, which an editable install hides
+        modules = {__name__.partition(".")[0], *(m.name for m in pkgutil.iter_modules())} - sys.stdlib_module_names
+        raise ConfigError(f"there is no module {parts[0]!r}.{did_you_mean(parts[0], modules)}")
     rest, owner = parts[size - 1 :], module.__name__
     try:
         return reduce(getattr, rest, module)
     except AttributeError as error:
-        inner = [one.name for one in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+        inner = [submodule.name for submodule in pkgutil.iter_modules(getattr(module, "__path__", ()))]
         if len(rest) > 1 and hasattr(module, "__path__"):
             raise ConfigError(f"there is no module '{owner}.{rest[0]}'.{did_you_mean(rest[0], inner)}") from error
         names = [*getattr(module, "__all__", dir(module)), *inner]
         raise ConfigError(f"module {owner!r} has no {rest[0]!r}.{did_you_mean(rest[0], names)}") from error
-    except (Exception, SystemExit) as error:  # of a module that imports what it holds at the first use, as transformers
+    except (Exception, SystemExit) as error:  # from a module with lazy imports, such as transformers
         raise ConfigError(f"importing {path!r} failed: {_blame(error)}") from error
 
 
 def _blame(error: BaseException) -> str:
-    """Return an error, what caused it, and the line that raised the error."""
-    places = [f" ({one.filename}:{one.lineno})" for one in traceback.extract_tb(error.__traceback__)]
+    """Return an error, its cause, and the line that raised it."""
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places = [f" ({error.filename}:{error.lineno})"]
     return f"{describe_import(error)}{''.join(places[-1:])}."

@@ -1,8 +1,8 @@
-"""Reads YAML files and overrides into one layer of plain data, with the place that each value came from.
+"""Reads YAML files and overrides into a layer of plain data, with the origin of each value.
 
-The dialect is YAML 1.2's core schema: only true and false are booleans, so `reproducible: off` is the string "off",
-and 1e-3 is a number. YAML 1.1, PyYAML's default, reads off as False, 1e-3 as a string and 1:30 as 90. Tags, repeated
-keys and Python objects are rejected.
+The dialect is the core schema of YAML 1.2: only true and false are booleans, so `reproducible: off` is the string
+"off", and 1e-3 is a number. YAML 1.1, PyYAML's default, reads off as False, 1e-3 as a string and 1:30 as 90. Tags,
+repeated keys and Python objects are rejected.
 """
 
 import logging
@@ -31,61 +31,65 @@ from ...base.values import Key
 log = logging.getLogger("legato")
 
 SECTIONS = {
-    "seed": "The seed that all random numbers of the run are derived from.",
-    "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
+    "seed": "Seed of all random numbers of the run.",
+    "run": "name and root: the run directory is root/name/version_N. save_code: store the git commit and uncommitted "
     "changes there.",
-    "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
-    "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
-    "vars": "Values that others refer to as ${vars.NAME}; nothing else reads them.",
+    "resume": '"auto": continue from the newest complete checkpoint of this run. A path: start from that checkpoint. '
+    "null: start a new run.",
+    "checkpoint": 'Weights for validate, test and predict: "best", "last", a path, or "none" for untrained weights. '
+    "null: best or, without one, last.",
+    "vars": "Values for references such as ${vars.NAME} in this config.",
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
-    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",
-    "trainer": "The arguments of Trainer, listed below.",
+    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's loaders.",
+    "trainer": "Arguments of Trainer.",
     "callbacks": "Callbacks by name, each with `_target_`, a subclass of Callback, and its arguments.",
-    "loggers": "Loggers by name, likewise. Absent: TensorBoard and metrics.jsonl; null: none.",
-    "launcher": 'The cluster that runs it: "slurm" or "ray", or a mapping of `name` and options. Absent: this machine.',
+    "loggers": "Loggers by name, each with `_target_`, a subclass of Logger, and its arguments. Absent: TensorBoard "
+    "and metrics.jsonl; null: no logger.",
+    "launcher": 'Launcher that starts the run on a cluster: "slurm", "ray" or "kubernetes", or a mapping of `name` and '
+    "options. Absent: run on this machine.",
 }
-"""The keys of a config and their meaning."""
+"""The top-level keys of a config and their documentation."""
 MOVED: dict[str, Key] = {
     "seed": ("seed",),
     "run_name": ("run", "name"),
     "default_root_dir": ("run", "root"),
     "save_code": ("run", "save_code"),
 }
-"""Arguments of Trainer that have a key of their own."""
+"""Arguments of Trainer whose keys are outside of the section `trainer`."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
-"""Arguments of Trainer that are sections of a config."""
+"""Arguments of Trainer that are top-level sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
-"""Keys whose value may be a name alone, short for a mapping with that `name`."""
+"""Keys whose value may be a string, which stands for a mapping with that `name`."""
 PROJECT_MARKS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
-"""Files and folders that mark the top folder of a project."""
+"""Files and folders that mark the root folder of a project."""
 READY = Path(__file__).resolve().parents[2] / "configs"
-"""The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
-MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in memory
+"""Folder of the configs that come with Legato, where files are looked up last."""
+MAX_VALUES = 100_000  # nested aliases can expand to more values than fit in memory
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _VARIABLE = re.compile(r"\$\{(?:oc\.)?env:\s*(\w+)\s*(?:,(?:[^${}]|\$\{[^{}]*\})*)?\}")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_LEAST_WITHIN = 6  # characters of a secret that is looked for within longer texts
+_LEAST_WITHIN = 6  # minimum length of a secret to replace it in longer strings
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Plain data, and the origin of each key: "file:line" or "override"."""
+    """Plain data with the origin of each key: "file:line" or "override"."""
 
     values: Any
     origins: dict[Key, str]
     secrets: dict[Key, str] = field(default_factory=dict, repr=False)
-    """Texts with `${env:NAME}` that are stored in place of the values of secret environment variables."""
+    """Strings with `${env:NAME}` to store in place of the values of secret environment variables."""
 
     def origin(self, key: Key) -> str:
-        """Return the origin of a key, or of the nearest key above it that has one."""
+        """Return the origin of a key, or of its nearest parent that has one."""
         sizes = range(len(key), -1, -1)
         return next((self.origins[key[:size]] for size in sizes if key[:size] in self.origins), "default")
 
 
 def dotted(key: Key) -> str:
-    """Return the key as a user writes it."""
+    """Return a key in dotted form, such as "trainer.max_epochs"."""
     return ".".join(str(part) if str(part).isprintable() else ascii(part) for part in key)
 
 
@@ -93,19 +97,19 @@ def dotted(key: Key) -> str:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2."""
 
-    # its own and empty, since add_implicit_resolver would change those of every SafeLoader
+    # a separate dict, since add_implicit_resolver would modify the one of SafeLoader
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own declaration)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as something else, and writes no aliases."""
+    """Dumper that quotes strings which YAML 1.1 or 1.2 would read as another type, and writes no aliases."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write out a value each time it occurs."""
+        """Return True: a repeated value is written each time."""
         return True
 
 
@@ -123,7 +127,7 @@ for _name, _pattern in _SCALARS.items():
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In double quotes a text of several lines stays on one.
+    # double quotes keep a string of several lines on one line
     return dumper.represent_scalar(_TAG + "str", text, style='"' if text and text.splitlines() != [text] else None)
 
 
@@ -131,14 +135,17 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -> Layer:
-    """Read one YAML document whose root has the path `key`.
+    """Parse a YAML document.
 
-    `name` is the file, for messages and origins; `origin`, if given, replaces "file:line".
+    Args:
+        name: Name of the file for messages and origins.
+        key: Key of the document's root.
+        origin: Origin of all values in place of "file:line".
 
-    Raises ConfigError where it is not YAML, or more than plain data; the message names file and line.
+    Raises ConfigError with file and line for invalid YAML, and for values other than plain data.
     """
     if name.endswith(".py"):
-        raise ConfigError(f"{name} is a Python script, not a YAML config: run it with `python {name}`.")
+        raise ConfigError(f"{name} is a Python script, not a YAML config. Run it with `python {name}`.")
     try:
         node = yaml.compose(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -146,7 +153,7 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
         words = (getattr(error, "context", None), getattr(error, "problem", None))
         problem = " ".join(filter(None, words)) or " ".join(str(error).split())
         place = name if origin or mark is None else f"{name}:{mark.line + 1}"
-        raise ConfigError(f"{place} is not YAML: {problem}.") from error
+        raise ConfigError(f"{place} is not valid YAML: {problem}.") from error
     if node is None:
         return Layer(None, {key: origin or f"{name}:1"})
     reader = _NodeReader(name, origin)
@@ -154,7 +161,7 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
 
 
 class _NodeReader:
-    """Converts PyYAML's nodes to plain data, and records the origin of each value."""
+    """Converts PyYAML's nodes to plain data and records the origin of each value."""
 
     def __init__(self, name: str, origin: str | None) -> None:
         self.name, self.origin = name, origin
@@ -166,10 +173,10 @@ class _NodeReader:
         return self.origin or f"{self.name}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, key: Key, place: str) -> Any:
-        # an alias is one node in the tree, but is counted each time it is used
+        # an alias is a single node, but counts each time it is used
         self.count += 1
         if self.count > MAX_VALUES or len(key) > _MAX_DEPTH:
-            raise ConfigError(f"{place}: the file holds more than {MAX_VALUES} values or is nested too deeply.")
+            raise ConfigError(f"{place}: the file has more than {MAX_VALUES} values or is nested too deeply.")
         self.origins[key] = place
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
             return [self.value(item, (*key, index), self.place(item)) for index, item in enumerate(node.value)]
@@ -179,31 +186,31 @@ class _NodeReader:
         for name_node, value_node in node.value:
             place, name = self.place(name_node), self.scalar(name_node)
             inner = (*key, name)
-            # NaN is unequal to itself, so that nobody could ever read its value
+            # NaN is not equal to itself, so its value could never be read
             if name is None or name != name:
                 raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
             if name in values:
                 first = self.origins[inner]
-                raise ConfigError(f"{place}: the key {name!r} is there twice, first at {first}. Keep one.")
+                raise ConfigError(f"{place}: duplicate key {name!r}, first at {first}. Remove one of the two.")
             values[name] = self.value(value_node, inner, place)
         return values
 
     def scalar(self, node: yaml.Node) -> Any:
         if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG) not in (*_SCALARS, "str"):
             tag = node.tag.replace(_TAG, "!!")
-            raise ConfigError(f"{self.place(node)}: {tag} is refused: a config is plain text, numbers and lists.")
+            raise ConfigError(f"{self.place(node)}: the tag {tag} is not allowed: a config holds plain data only.")
         try:
             value = self.loader.construct_object(node)
-            # lone surrogates (an escape such as "\ud800") pass YAML, but no file can be written with them
+            # lone surrogates (an escape such as "\ud800") are valid YAML, but cannot be written to a file
             str(value).encode()
         except (ValueError, KeyError, IndexError) as error:
             text = ascii(node.value)[:60]
-            raise ConfigError(f"{self.place(node)}: {text} is not a value that can be used.") from error
+            raise ConfigError(f"{self.place(node)}: {text} is not a valid value.") from error
         return value
 
 
 def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Write plain data as YAML that `parse_yaml` reads back; with `origin`, a comment on each line names its origin."""
+    """Return plain data as YAML that `parse_yaml` can read; with `origin`, each line has a comment with its origin."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:
@@ -213,7 +220,7 @@ def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = N
             for name, item in value.items() if isinstance(value, dict) else enumerate(value):
                 write(item, indent + "  ", f"{format_value(name)}: " if isinstance(value, dict) else "- ", (*key, name))
             return
-        # one value a line, so that each has a line for its origin
+        # one value per line, so that each line has a single origin
         line = f"{indent}{head}{format_value(value)}"
         lines.append(f"{line:<{_COMMENT_COLUMN}}  # {origin(key)}" if origin else line)
 
@@ -223,7 +230,7 @@ def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = N
 
 
 def format_value(value: Any) -> str:
-    """Return one value as YAML on one line."""
+    """Return a value as YAML on a single line."""
     text: str = yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
     )
@@ -231,7 +238,7 @@ def format_value(value: Any) -> str:
 
 
 def escape(value: Any) -> Any:
-    """Return a resolved value whose `${` is not taken for an interpolation when it is read again."""
+    """Return a resolved value with `${` escaped, so that reading it does not interpolate again."""
     if isinstance(value, dict):
         return {name: escape(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -240,13 +247,13 @@ def escape(value: Any) -> Any:
 
 
 def replace_item(value: Any, key: Key, item: Any) -> Any:
-    """Return plain data with another item at a key; itself where there is no such key."""
+    """Return plain data with the item at `key` replaced, or unchanged without such a key."""
     if not key:
         return item
     if isinstance(value, dict) and key[0] in value:
         return value | {key[0]: replace_item(value[key[0]], key[1:], item)}
     if isinstance(value, list) and isinstance(key[0], int) and key[0] < len(value):
-        return [replace_item(one, key[1:], item) if index == key[0] else one for index, one in enumerate(value)]
+        return [replace_item(old, key[1:], item) if index == key[0] else old for index, old in enumerate(value)]
     return value
 
 
@@ -254,28 +261,28 @@ def replace_item(value: Any, key: Key, item: Any) -> Any:
 def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})) -> Layer:
     """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
 
-    defaults: values to which interpolations may refer where they are not set.
+    defaults: Values to which interpolations may refer if the config does not set them.
 
-    Raises ConfigError where a file or an override cannot be read; the message says where.
+    Raises ConfigError, with the place, for an invalid file or override.
     """
-    with suppress(OSError):  # the current folder may be gone; a project's configs name its modules
+    with suppress(OSError):  # the working directory may be gone
         project = project_configs()
         if project is not None and str(project.parent) not in sys.path:
-            # last: a module of the project must not hide one that is installed
+            # a project's configs name its modules; last, so that they do not hide installed ones
             sys.path.append(str(project.parent))
     overrides = overrides_among(arguments)
     files = [word for word in arguments if word not in overrides]
     if not files:
-        raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
+        raise ConfigError(f"No config file. Configs that come with Legato: {', '.join(ready_configs()) or 'none'}.")
     for word in files:
         require_local(word, "A config file")
-        # a file may have any name; a word that is none is more often an override gone wrong
+        # an existing file may have any name; otherwise the word is more likely a malformed override
         if not word.endswith((".yaml", ".yml")) and not os.path.exists(word):
             names = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
             hint = did_you_mean(f"{word}.yaml", names) or did_you_mean(word, [*names, *LEVELS])
-            way = " Write KEY=VALUE in one word, without dashes or spaces; KEY=null removes an entry."
-            raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{hint or way}")
-    # overrides come after all files, wherever they stand among them
+            usage = " Write KEY=VALUE as one word, without dashes or spaces; KEY=null removes an entry."
+            raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{hint or usage}")
+    # overrides apply after all files, wherever they are among the arguments
     merged = reduce(merge, [_read_config_file(Path(word), ()) for word in files])
     merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
     _refuse_unused_vars(merged)
@@ -283,17 +290,17 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
 
 
 def merge(base: Layer, over: Layer) -> Layer:
-    """Return `over` on top of `base`: mappings are merged, everything else is replaced."""
+    """Return `over` merged into `base`: mappings are merged, other values are replaced."""
     replaced: set[Key] = set()
 
     def lay(old: Any, new: Any, key: Key) -> Any:
-        # strategy: ddp, then strategy.bucket_cap_mb=50: the name stays, and the option joins it
+        # strategy: ddp and strategy.bucket_cap_mb=50 give a mapping with the name and the option
         if key in NAMED and isinstance(old, str) and isinstance(new, dict):
             old = {"name": old}
         if not isinstance(old, dict) or not isinstance(new, dict) or _names_another(old, new, key):
             replaced.add(key)
             return new
-        return old | {name: lay(old[name], one, (*key, name)) if name in old else one for name, one in new.items()}
+        return old | {name: lay(old[name], item, (*key, name)) if name in old else item for name, item in new.items()}
 
     values = lay(base.values, over.values, ())
     origins = {
@@ -305,64 +312,65 @@ def merge(base: Layer, over: Layer) -> Layer:
 
 
 def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
-    """Return whether `new` names another class than `old`, whose arguments then mean nothing to it."""
-    before, wanted = (one.get(TARGET) or (one.get("name") if key in NAMED else None) for one in (old, new))
-    # arguments of another class would be refused as the new one's misspelt ones
-    return wanted is not None and wanted != before and (before is not None or TARGET in new)
+    """Return whether `new` names another class than `old`, so that arguments of `old` do not apply."""
+    before, after = (entry.get(TARGET) or (entry.get("name") if key in NAMED else None) for entry in (old, new))
+    # otherwise arguments of the old class would be reported as misspelled
+    return after is not None and after != before and (before is not None or TARGET in new)
 
 
 def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
-    found = find_config_file(path, above)
-    # else it would read the same files until the stack ends
-    if found in above:
-        circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
-        raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
-    log.debug("Config file %s%s", found, f", which {_shown(above[-1])} extends" if above else "")
+    file = find_config_file(path, above)
+    # stops an endless recursion
+    if file in above:
+        cycle = " -> ".join(_shown(member) for member in (*above[above.index(file) :], file))
+        raise ConfigError(f"{_shown(file)} extends itself: {cycle}.")
+    log.debug("Config file %s%s", file, f", which {_shown(above[-1])} extends" if above else "")
     try:
-        layer = parse_yaml(found.read_bytes().decode(), _shown(found))
+        layer = parse_yaml(file.read_bytes().decode(), _shown(file))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{_shown(file)} is not a text file in UTF-8 (byte {error.start}).") from error
     except OSError as error:
-        raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
-    # a file that is empty, or all comments, changes nothing
+        raise ConfigError(f"Cannot read {_shown(file)}: {error.strerror}.") from error
+    # an empty file, or one with comments only, changes nothing
     values = {} if layer.values is None else layer.values
     if not isinstance(values, dict):
-        raise ConfigError(f"{layer.origin(())}: a config is a mapping with keys such as task: and trainer:.")
+        raise ConfigError(f"{layer.origin(())}: a config must be a mapping with keys such as task: and trainer:.")
     names = values.pop("extends", [])
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{layer.origin(('extends',))}: extends must be a list of files, such as [base.yaml].")
-    # relative to the file that names them, not to the current folder: a config means the same from anywhere
-    bases = [_read_config_file(found.parent / name, (*above, found)) for name in names]
-    # the file itself comes last, and wins over what it extends
+    # relative to the file that names them, so that a config does not depend on the working directory
+    bases = [_read_config_file(file.parent / name, (*above, file)) for name in names]
+    # the file comes last, since it overrides the files that it extends
     return reduce(merge, [*bases, Layer(values, layer.origins)])
 
 
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
-    """Return the file that a config's name means: here, in the project's configs/ or among the ready ones.
+    """Return the file of a config: at `path`, in the project's configs/, or among the configs of Legato.
 
-    above: the files that extend it, innermost last. Raises ConfigError where there is none.
+    above: The files that extend it, innermost last. Raises ConfigError if the file does not exist.
     """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
-        for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
+        for candidate in (path, *(folder / path for folder in project), READY / (path.name if above else path)):
             if candidate.is_file():
                 return candidate.resolve()
-        siblings = sorted(one.name for folder in (path.parent, *project) for one in folder.glob("*.y*ml"))
-        stored = (path / CONFIG).is_file()  # of a run directory
-    except (OSError, ValueError):  # a name that no file can have
+        siblings = sorted(file.name for folder in (path.parent, *project) for file in folder.glob("*.y*ml"))
+        stored = (path / CONFIG).is_file()  # in a run directory
+    except (OSError, ValueError):  # an invalid file name
         siblings, stored = [], False
-    place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
+    place = f"{_shown(above[-1])} extends {_shown(path)}, which" if above else f"Config file {str(path)!r}"
     near = did_you_mean(path.name, [*siblings, *ready_configs()])
     hint = f" Did you mean {str(path / CONFIG)!r}?" if stored else near
-    raise ConfigError(f"{place} not there, nor among the ready ones ({', '.join(ready_configs()) or 'none'}).{hint}")
+    ready = ", ".join(ready_configs()) or "none"
+    raise ConfigError(f"{place} was not found. Configs that come with Legato: {ready}.{hint}")
 
 
 def project_configs() -> Path | None:
-    """Return the folder configs/ of the project that the current folder is in; None if there is none."""
+    """Return the folder configs/ of the project that contains the working directory; None without one."""
     here = Path.cwd()
     for folder in (here, *here.parents):
-        # the nearest one: a project within another has its own configs
+        # the innermost project, since nested projects have separate configs
         if any((folder / mark).exists() for mark in PROJECT_MARKS):
             return folder / "configs" if (folder / "configs").is_dir() else None
     return None
@@ -370,35 +378,35 @@ def project_configs() -> Path | None:
 
 def ready_configs() -> list[str]:
     """Return the names of the configs that come with Legato."""
-    return sorted(one.name for one in READY.glob("*.yaml"))
+    return sorted(file.name for file in READY.glob("*.yaml"))
 
 
 def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
-    """Return the run directory whose stored config is among the arguments; None where there is none.
+    """Return the run directory whose stored config is among the arguments; None without one.
 
-    That config must name the run: another file or an override with another `run.name` means another run.
+    `run.name` must come from that config: from another file or an override it means another run.
     """
     name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
-    if not isinstance(name, str):  # a config that does not name its run, or wrongly, as the check says later
+    if not isinstance(name, str):  # missing, or of a wrong type, which the check reports later
         return None
     for word in arguments:
-        for path in (Path(os.path.abspath(word)), Path(word).resolve()):  # a link leads from or to a run directory
+        for path in (Path(os.path.abspath(word)), Path(word).resolve()):  # the file or its folder may be a link
             if path.name == CONFIG and path.is_file() and origin.startswith(f"{_shown(path.resolve())}:"):
                 return path.parent if is_run_directory(path.parent, name) else None
     return None
 
 
 def _shown(path: Path) -> str:
-    """Return the path as a user would type it."""
+    """Return a path for messages, relative if it is below the working directory."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    except OSError:  # the current directory is gone
+    except OSError:  # the working directory is gone
         return str(path)
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
 def is_override(argument: str) -> bool:
-    """Return whether an argument of a command sets a key, and does not name a file."""
+    """Return whether an argument of a command sets a key, rather than naming a file."""
     return _OVERRIDE.match(argument) is not None and not os.path.exists(argument)
 
 
@@ -408,58 +416,58 @@ def overrides_among(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
-    """Return one layer of all overrides: their order matters only between those of the same key."""
+    """Return a layer of all overrides. Their order matters only for the same key."""
     layer = Layer({}, {})
     for override in overrides:
         path, _, text = override.partition("=")
         key: Key = tuple(path.split("."))
-        # a..b or a trailing dot, which would make a key that no file can write
+        # a..b, or a trailing dot
         if not all(key):
-            raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
+            raise ConfigError(f"override {override!r}: {path!r} is not a valid key. Write key.subkey=value.")
         if key[0] == "extends":
-            raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
+            raise ConfigError(f"override {override!r}: only a file can extend others. Pass the base file first.")
         try:
-            found = parse_yaml(text, f"override {override!r}", key, "override")
+            parsed = parse_yaml(text, f"override {override!r}", key, "override")
         except ConfigError as error:
-            hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
-            raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error
+            hint = f" Quote a value that contains special characters of YAML: {path}='\"...\"'."
+            raise ConfigError(f"{error}{hint if 'not valid YAML' in str(error) else ''}") from error
         below, holder = base.values, layer.values
         for size, name in enumerate(key[:-1], 1):
             below = below.get(name) if isinstance(below, dict) else None
             named = key[:size] in NAMED and isinstance(below, str)
             if below is not None and not isinstance(below, dict) and not named:
-                kind = "a list: give it as a whole" if isinstance(below, list) else "a single value"
+                kind = "a list; set the entire list" if isinstance(below, list) else "a single value"
                 place = f"{dotted(key[:size])} ({base.origin(key[:size])})"
-                raise ConfigError(f"override {override!r}: {place} is {kind}; {path} cannot be set.")
+                raise ConfigError(f"override {override!r}: cannot set {path}, since {place} is {kind}.")
             inner = holder.get(name)
             if not isinstance(inner, dict):
                 inner = {"name": inner} if key[:size] in NAMED and isinstance(inner, str) else {}
             holder[name], layer.origins[key[:size]] = inner, "override"
             holder = inner
-        there = below if isinstance(below, dict) else {}
-        # null takes an entry off; of one that is not there it was meant for another
-        removed = found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers")
-        if removed and key[-1] not in there:
-            hint = did_you_mean(str(key[-1]), there)
-            raise ConfigError(f"override '{path}=null': there is no {key[-1]!r} to remove.{hint}")
-        holder[key[-1]] = found.values
-        layer.origins.update(found.origins)
+        section = below if isinstance(below, dict) else {}
+        # null removes an entry; if the entry does not exist, its name is probably misspelled
+        removed = parsed.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers")
+        if removed and key[-1] not in section:
+            hint = did_you_mean(str(key[-1]), section)
+            raise ConfigError(f"override '{path}=null': {key[0]} has no {key[-1]!r} to remove.{hint}")
+        holder[key[-1]] = parsed.values
+        layer.origins.update(parsed.origins)
     return layer
 
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
+    """Raise ConfigError for an override of `vars` without a reference, whose name is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
         if origin == "override" and len(key) == 2 and key[0] == "vars" and key[1] not in used and "${vars}" not in text:
             hint = did_you_mean(str(key[1]), used)
-            raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
+            raise ConfigError(f"override: {dotted(key)} has no effect: no value refers to ${{{dotted(key)}}}.{hint}")
 
 
 def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
-    """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
+    """Replace every interpolation with its value, and keep the origin of the interpolation."""
     texts = [(key, text) for key, text in _texts(merged.values) if "${" in text]
     if not texts:
         return merged
@@ -467,66 +475,67 @@ def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the latter before 2.4
-    # registered at each read: another library may have its own `env`
+    # at each read, since another library may register another `env`
     register("env", _environment, replace=True)
     values, count = deepcopy(merged.values), 0
-    known = merge(Layer(defaults, {}), Layer(deepcopy(values), {})).values
+    context = merge(Layer(defaults, {}), Layer(deepcopy(values), {})).values
     for key, text in texts:
-        # a variable alone is read as YAML, so that it may be a number; within a longer text it stays letter by letter
-        whole = _VARIABLE.fullmatch(text)
-        if whole and (value := get_variable(whole[1])) is not None:
-            with suppress(UnicodeEncodeError):  # told below
-                reduce(getitem, key[:-1], known)[key[-1]] = escape(_read_word(value))
+        # a variable that is the entire value is read as YAML and may be a number; in a longer string it stays text
+        variable = _VARIABLE.fullmatch(text)
+        if variable and (value := get_variable(variable[1])) is not None:
+            with suppress(UnicodeEncodeError):  # reported below
+                reduce(getitem, key[:-1], context)[key[-1]] = escape(_read_word(value))
     container: Any = None
 
     def plain(value: Any) -> Any:
         nonlocal count
-        count += 1  # a few lines of references to references can stand for more values than fit in memory
+        count += 1  # nested references can expand to more values than fit in memory
         if count > MAX_VALUES:
-            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values")
+            raise ConfigError(f"the interpolations expand to more than {MAX_VALUES} values")
         if isinstance(value, DictConfig):
             return {name: plain(value[name]) for name in value}
         return [plain(value[index]) for index in range(len(value))] if isinstance(value, ListConfig) else value
 
     for key, text in texts:
         try:
-            container = OmegaConf.create(known) if container is None else container
+            container = OmegaConf.create(context) if container is None else container
             reduce(getitem, key[:-1], values)[key[-1]] = plain(reduce(getitem, key, container))
         except (OmegaConfBaseException, ConfigError, RecursionError, ValueError) as error:
-            # OmegaConf names the key that is not there in its message alone
+            # OmegaConf names the missing key only in its message
             missing = re.search(r"key '([^']*)' not found", str(error))
             hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
             problem = re.sub(r"(?s)^\w+ raised while resolving interpolation: |\.?\n.*", "", str(error))
             problem = "it refers to itself" if isinstance(error, RecursionError) else problem
-            fault = "is no interpolation" if isinstance(error, GrammarParseError) else "cannot be resolved"
+            fault = "is not a valid interpolation" if isinstance(error, GrammarParseError) else "cannot be resolved"
             raise ConfigError(f"{merged.origin(key)}: {dotted(key)}: {text!r} {fault}: {problem}.{hint}") from error
     return _with_secrets(Layer(values, dict(merged.origins)), texts)
 
 
 def _environment(name: str, *default: Any) -> Any:
-    """Return a variable of the environment: `${env:NAME}` or `${env:NAME,default}`."""
+    """Return the value of an environment variable for `${env:NAME}` or `${env:NAME,default}`."""
     value = get_variable(name)
     if value is None and not default:
         raise ConfigError(
-            f"the environment variable {name} is not set. Set it, or give a default: ${{env:{name},value}}"
+            f"the environment variable {name} is not set. Set it, or write a default: ${{env:{name},value}}"
         )
     if value is not None and not value.isascii():
-        value.encode()  # raises ValueError where it is not text in UTF-8
+        value.encode()  # raises ValueError for invalid UTF-8
     return default[0] if value is None else value
 
 
 def _read_word(text: str) -> Any:
-    """Return what a word without quotes means in YAML; an empty one is a text."""
-    # as the same word in a file: WIDTH=12 is a number, NAME=off a text
+    """Return the YAML value of an unquoted word; an empty word is a string."""
+    # as in a file: WIDTH=12 is a number, NAME=off a string
     loader: Any = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
     return loader.construct_object(node) if text else text
 
 
 def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
-    """Name the variables of the environment that the texts use in their origins, and keep secret ones out of files.
+    """Add environment variables to the origins of values that use them, and record secrets.
 
-    Secret are those whose name, or whose key, says so. Their values are stored as `${env:NAME}` wherever they occur.
+    A value is secret if the name of its variable or its key contains a word such as TOKEN. Files get `${env:NAME}` in
+    place of a secret wherever it occurs.
     """
     variables, secrets = dict[str, str](), dict[Key, str]()
     for key, text in texts:
@@ -535,7 +544,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
             layer.origins[key] = f"{layer.origin(key)}, from {', '.join(names)}"
         for name in names:
             value = get_variable(name)
-            # the key counts as well: a password may come from a variable called MINE
+            # by the key too: a password may come from a variable with any name
             if value and any(_SECRET.search(str(word)) for word in (name, *key[-2:])):
                 variables[value] = name
                 if not isinstance(reduce(getitem, key, layer.values), str):
@@ -543,7 +552,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     for key, value in _texts(layer.values) if variables else ():
         stored = escape(value)
         for secret, name in variables.items():
-            # a short secret occurs in texts by chance
+            # a short secret occurs in strings by chance
             if value == secret or len(secret) >= _LEAST_WITHIN:
                 stored = stored.replace(escape(secret), f"${{env:{name}}}")
         if stored != escape(value):
@@ -556,7 +565,7 @@ def _texts(value: Any) -> Iterator[tuple[Key, str]]:
 
 
 def leaves(value: Any, key: Key, within: Any = dict) -> Iterator[tuple[Key, Any]]:
-    """Yield each key below a key with a single value; `within`: the types of what is walked through."""
+    """Yield each key below `key` that has a single value. `within`: types of containers to traverse."""
     if isinstance(value, within) and value:
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*key, name), within)

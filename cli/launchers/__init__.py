@@ -1,1 +1,1 @@
-"""Launchers: start a run on a cluster from the command line; their names are in `cli/config/check.py`."""
+"""Launchers: start a run on a cluster. `cli/config/check.py` lists their names."""

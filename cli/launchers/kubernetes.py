@@ -1,4 +1,4 @@
-"""KubernetesLauncher: runs a command as an Indexed Job, with one pod per node that starts the node's processes."""
+"""KubernetesLauncher: runs a command as an Indexed Job with one pod per node, which starts the node's processes."""
 
 import re
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _MOUNTED = "/etc/legato"
-_USAGE = 2  # exit code for a wrong config, with which a repetition would end, too
+_USAGE = 2  # exit code for a wrong config, which a retry would not fix
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines, such as the config, as they are."""
+    """Dumper that writes strings of several lines, such as the config, as YAML blocks."""
 
 
 ManifestDumper.add_representer(
@@ -30,25 +30,27 @@ ManifestDumper.add_representer(
 
 @dataclass(kw_only=True)
 class KubernetesLauncher(Launcher):
-    """Writes a ConfigMap, a Service and a Job, and applies them with kubectl; `trainer.num_nodes` pods run the Job.
+    """Applies a ConfigMap, a Service and a Job with kubectl. The Job has `trainer.num_nodes` pods.
 
     Args:
         image: Container image with Python, torch, Legato and the task's modules. Required.
-        claim: PersistentVolumeClaim for the runs' folder, ReadWriteMany for several nodes. None: runs end with their
-            pods.
-        mount: Folder at which the claim is mounted; it is `run.root` there.
-        namespace: Namespace. None: kubectl's current one.
+        claim: PersistentVolumeClaim for run directories, ReadWriteMany for several nodes. None: run directories are
+            lost with their pods.
+        mount: Folder at which the claim is mounted; replaces `run.root`.
+        namespace: Namespace. None: kubectl's current namespace.
         job_name: Name of the Job. None: run.name.
-        cpus_per_process: CPUs to reserve for each process, including its loader's workers.
+        cpus_per_process: CPUs to reserve for each process, including its loader workers.
         memory: Memory of each pod, such as "64Gi".
         gpu: Name of the cluster's GPU resource.
         node_selector: Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}.
-        environment: More environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
+        environment: Additional environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
         python: Python interpreter in the image.
-        folder: Folder in the image to start in, with the task's modules. None: the image's own.
-        port: Port of the first pod at which the processes meet.
-        retries: Number of failed pods after which the Job fails; preempted ones do not count.
+        folder: Working directory in the image, with the task's modules. None: the image's.
+        port: Port of the first pod for the rendezvous of processes.
+        retries: Number of failed pods after which the Job fails; preempted pods do not count.
         dry_run: Print the manifests instead of applying them.
+
+    Raises ConfigError without an image.
     """
 
     name = "kubernetes"
@@ -72,7 +74,7 @@ class KubernetesLauncher(Launcher):
     def __post_init__(self) -> None:
         """Raise ConfigError without an image."""
         if not self.image:
-            raise ConfigError("launcher=kubernetes needs an image with torch, Legato and the task: set launcher.image.")
+            raise ConfigError("launcher=kubernetes: set launcher.image to an image with torch, Legato and the task.")
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
         """Apply the manifests, or print them; return 0. Raises WorkerError if kubectl fails."""
@@ -84,34 +86,33 @@ class KubernetesLauncher(Launcher):
         return 0
 
     def manifests(self, command: str, config: "Config", machines: Machines) -> list[dict[str, Any]]:
-        """Return the ConfigMap with the config, the Service by which pods find the first one, and the Job."""
+        """Return the ConfigMap with the config, the Service by which pods find the first pod, and the Job."""
         run, resume = config.values["run"], config.values["resume"]
-        # a pod that takes another's place goes on with its run
-        there = config.changed(
+        # a pod that replaces another resumes its run
+        pod_config = config.changed(
             run=run if self.claim is None else {**run, "root": self.mount},
             resume="auto" if command == "fit" else resume,
         )
-        # 50 characters: the pods' names add an index and a suffix, and a DNS label has 63 at most
+        # 50 characters, since pod names add an index and a suffix, and a DNS label has at most 63
         name = re.sub(r"[^a-z0-9]+", "-", (self.job_name or run["name"]).lower()).strip("-")[:50] or "legato"
-        about: dict[str, Any] = {"name": name, "labels": {"app": name}}
+        metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
         if self.namespace is not None:
-            about["namespace"] = self.namespace
-        # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
-        # that
+            metadata["namespace"] = self.namespace
+        # headless, so that each pod has a DNS name, even before it is ready: pods resolve the first pod early
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
         return [
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"run.yaml": there.text()}},
-            {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": pod_config.text()}},
+            {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
             {
                 "apiVersion": "batch/v1",
                 "kind": "Job",
-                "metadata": about,
+                "metadata": metadata,
                 "spec": self._job(name, machines, command),
             },
         ]
 
     def _job(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
-        """Return the Job: a pod with exit code 75, or one that its node lost, is replaced; a wrong config ends it."""
+        """Return the spec of the Job, which replaces pods that exit with 75 or lose their node."""
         rules = [
             {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [RESUME_ME]}},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -127,7 +128,7 @@ class KubernetesLauncher(Launcher):
         }
 
     def _pod(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
-        """Return what each pod runs: the command, which starts the processes of its node."""
+        """Return the spec of a pod, which runs the command and thus the processes of its node."""
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         place: list[dict[str, Any]] = [
             {"name": "NODE_RANK", "valueFrom": index},
@@ -153,18 +154,17 @@ class KubernetesLauncher(Launcher):
                 *(place if machines.nodes > 1 else []),
                 *({"name": key, "value": str(value)} for key, value in self.environment.items()),
             ],
-            # extended resources, as GPUs are, must have a limit, equal to the request; CPUs have none, or they would be
-            # throttled
+            # extended resources such as GPUs need a limit equal to the request; a CPU limit would throttle
             "resources": {"requests": {**amounts, **gpus}, "limits": {**gpus}},
             "volumeMounts": mounts,
         }
         if self.folder is not None:
             container["workingDir"] = self.folder
         return {
-            # a podFailurePolicy demands it
+            # required by a podFailurePolicy
             "restartPolicy": "Never",
             "subdomain": name,
-            # Kubernetes' own default of 30 s would cut a save off that a run has as long to begin
+            # longer than the default of 30 s, in which a run must start its save, but not finish it
             "terminationGracePeriodSeconds": int(GRACE) + 30,
             "nodeSelector": dict(self.node_selector),
             "containers": [container],

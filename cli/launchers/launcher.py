@@ -1,4 +1,4 @@
-"""Launcher: the interface between the command line and a cluster's way to start a run."""
+"""Launcher: the base class for starting a run on a cluster."""
 
 import shlex
 import subprocess
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines that a run needs, as known from its config alone."""
+    """The machines that a run needs according to its config."""
 
     nodes: int
     processes: int
     """Processes per node."""
     gpus: int
-    """GPUs per node: all devices or none."""
+    """GPUs per node; 0 on the CPU."""
 
 
 class Launcher:
-    """Starts a Legato command on other machines. Its fields are the keys under `launcher:` of a config."""
+    """Base class that starts a Legato command on other machines. Fields are the keys of the section `launcher`."""
 
     name = ""
     """Name in a config."""
-    flags = tuple[str, ...]()  # not annotated: it is no key of a config
-    """Options and overrides that the command is started with, such as --quiet and task.lr=0.1."""
+    flags = tuple[str, ...]()  # without annotation, since it is not a key of a config
+    """Options and overrides of the command, such as --quiet and task.lr=0.1."""
 
     def launch(self, command: str, config: "Config") -> int:
-        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if that is impossible."""
-        # without the launcher, which would start it from there once more
+        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if this is impossible."""
+        # without the launcher, which the started command would use again
         return self.start(command, config.changed(launcher=None), machines_of(config, self.name))
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
@@ -40,13 +40,13 @@ class Launcher:
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Return what a cluster's command prints for this input. Raises WorkerError if it is missing or fails."""
+        """Run a cluster's command with input `text` and return its output. Raises WorkerError if it fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:
             raise WorkerError(
-                f"launcher={self.name} cannot run {words[0]} ({error.strerror}). Run it on a machine of the cluster; "
-                f"launcher.dry_run=true only shows what it gets."
+                f"launcher={self.name} cannot run {words[0]} ({error.strerror}). Run this command on a machine of the "
+                f"cluster. launcher.dry_run=true prints the job without starting it."
             ) from error
         if done.returncode != 0:
             raise WorkerError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}.")
@@ -54,8 +54,8 @@ class Launcher:
 
 
 def machines_of(config: "Config", name: str) -> Machines:
-    """Return the machines that a config needs. Raises ConfigError if they depend on the current machine."""
-    # here: what builds a trainer imports torch, which a misspelt launcher is told without
+    """Return the machines that a config needs. Raises ConfigError if they depend on this machine."""
+    # imported here, since it imports torch, which the check of a launcher's name does not need
     from ..unstarted import processes_of
 
     trainer = config.values["trainer"]
@@ -63,17 +63,17 @@ def machines_of(config: "Config", name: str) -> Machines:
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
     if not count or accelerator == "auto":
         raise ConfigError(
-            f"launcher={name} starts the run on other machines than this one: set trainer.devices to the number of "
-            f"devices of each node, and trainer.accelerator to gpu or cpu, instead of devices={devices!r} and "
-            f"accelerator={accelerator!r}."
+            f"launcher={name} starts the run on other machines, so devices={devices!r} and accelerator={accelerator!r} "
+            f"are not enough. Set trainer.devices to the number of devices per node, and trainer.accelerator to gpu "
+            f"or cpu."
         )
     if isinstance(strategy, dict) and strategy.get("elastic"):
         raise ConfigError(
-            f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
-            f"each machine by `legato fit` itself. Remove one of the two."
+            f"launcher={name} starts a fixed number of processes, so it cannot be combined with an elastic run "
+            f"(strategy.elastic=true). Remove the launcher and run `legato fit`, or remove strategy.elastic."
         )
-    # only their number counts: this machine may have none of that kind
+    # by number, since this machine may not have such devices
     processes, _ = processes_of(config.changed({"devices": count}))
     nodes = trainer["num_nodes"]
-    gpus = len(set(devices)) if isinstance(devices, list) else count  # an index that is there twice is one for two
+    gpus = len(set(devices)) if isinstance(devices, list) else count  # a repeated index is one shared device
     return Machines(nodes, processes // nodes, 0 if accelerator == "cpu" else gpus)

@@ -1,4 +1,4 @@
-"""RayLauncher: runs a command on a Ray cluster, with one actor per node that starts the node's processes."""
+"""RayLauncher: runs a command on a Ray cluster with one actor per node, which starts the node's processes."""
 
 import signal
 import socket
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
-"""Seconds after a node's failure until the others, most of which end by themselves, get SIGTERM, and SIGKILL."""
+"""Seconds after a node's failure until the other nodes, most of which end without it, get SIGTERM and then SIGKILL."""
 _ANSWER = 10.0  # seconds in which a cluster's port must answer
-_RAY_POLL = 0.5  # seconds between two looks at the nodes
-_LAST_LINES = 40  # of a node that failed, shown again at the end
-# A Ray that was started in the background of a script ignores Ctrl-C, and so would all that it starts.
+_RAY_POLL = 0.5  # seconds between two polls of the nodes
+_LAST_LINES = 40  # of a failed node's output, repeated at the end
+# a Ray started in the background of a script ignores Ctrl-C, and so do its processes
 _COMMAND = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,15 +35,17 @@ sys.exit(main())
 
 @dataclass(kw_only=True)
 class RayLauncher(Launcher):
-    """Uses `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`.
+    """Runs on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs the package ray.
 
     Args:
-        address: The cluster: "host:port", "ray://host:port", or "auto" for the one that this machine is part of. None:
-            a temporary one on this machine.
+        address: Address of the cluster: "host:port", "ray://host:port", or "auto" for the cluster of this machine.
+            None: a temporary cluster on this machine.
         cpus_per_process: CPUs to reserve for each process.
         resources: Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}.
         placement_timeout: Seconds to wait for free nodes.
-        python: Python interpreter on the nodes. None: the current one.
+        python: Path of the Python interpreter on the nodes. None: that of this process.
+
+    Raises ConfigError without the package, and WorkerError if the cluster is too small or a node fails.
     """
 
     name = "ray"
@@ -59,9 +61,10 @@ class RayLauncher(Launcher):
 
         Raises ConfigError if Ray is missing, WorkerError if the cluster is too small or a node fails.
         """
-        if self.address is None and machines.nodes > 1:  # it would wait for nodes that cannot come
+        if self.address is None and machines.nodes > 1:  # Ray would wait forever for more nodes
             raise ConfigError(
-                "Without launcher.address Ray runs on this machine alone: set it, or trainer.num_nodes=1."
+                f"Without launcher.address Ray runs on this machine only, but trainer.num_nodes={machines.nodes}. Set "
+                f"launcher.address, or trainer.num_nodes=1."
             )
         try:
             import ray
@@ -70,32 +73,32 @@ class RayLauncher(Launcher):
         self._connect(ray)
         signals: list[int] = []
         try:
-            with handling_end_signals(signals.append):  # after ray.init, which sets a handler for SIGTERM of its own
+            with handling_end_signals(signals.append):  # after ray.init, which installs a SIGTERM handler
                 group = self._reserve(machines)
                 return self._run(group, machines, command, config.text(), signals)
         finally:
             ray.shutdown()
 
     def _connect(self, ray: Any) -> None:
-        """Join the cluster, or start one. Raises WorkerError where that fails."""
+        """Connect to the cluster, or start one. Raises WorkerError if this fails."""
         host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
         try:
-            if host and port.isdecimal():  # Ray itself would try for two minutes, and end the process
+            if host and port.isdecimal():  # Ray would try for two minutes and then exit the process
                 socket.create_connection((host, int(port)), timeout=_ANSWER).close()
             ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
         except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
-            where = f"no cluster at launcher.address={self.address}" if self.address else "none, and could start none"
+            target = f"connect to launcher.address={self.address}" if self.address else "start a cluster"
             reason = " ".join(str(error).split())[:300]
-            # Ray ends alike where a token is missing, and does not say so
+            # a missing token gives the same error without saying so
             remedy = (
-                "See that `ray start --head` has been run there, that `ray status` answers here, that both have the "
-                "same versions of Ray and Python, and, if `ray start` spoke of token authentication, that "
+                "Check that `ray start --head` has run there, that `ray status` works here, that both have the same "
+                "versions of Ray and Python, and, if `ray start` mentioned token authentication, that "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) are set here."
             )
-            raise WorkerError(f"launcher=ray found {where} ({type(error).__name__}: {reason}). {remedy}") from error
+            raise WorkerError(f"launcher=ray cannot {target} ({type(error).__name__}: {reason}). {remedy}") from error
 
     def _reserve(self, machines: Machines) -> Any:
-        """Return a placement group with one bundle per node, once it is scheduled."""
+        """Return a scheduled placement group with one bundle per node."""
         import ray
         from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
@@ -108,8 +111,9 @@ class RayLauncher(Launcher):
             ray.get(group.ready(), timeout=self.placement_timeout)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"The Ray cluster had no {machines.nodes} nodes with {bundle} free within {self.placement_timeout:g} s "
-                f"(trainer.num_nodes, trainer.devices, launcher.cpus_per_process): see `ray status`."
+                f"The Ray cluster did not have {machines.nodes} nodes with {bundle} free within "
+                f"{self.placement_timeout:g} s (trainer.num_nodes, trainer.devices, launcher.cpus_per_process). See "
+                f"`ray status`."
             ) from error
         return group
 
@@ -118,7 +122,7 @@ class RayLauncher(Launcher):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # two concurrent calls: one waits for the command, the other forwards signals
+        # two concurrent calls, of which the second forwards signals while the first waits for the command
         actor = ray.remote(max_concurrency=2, max_restarts=0)(RayNode)
         nodes = []
         for index, bundle in enumerate(group.bundle_specs):
@@ -135,7 +139,7 @@ class RayLauncher(Launcher):
 
 
 def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
-    """Wait for all nodes, ending the others soon after one has failed; return the exit code of the run."""
+    """Wait for all nodes and return the exit code of the run. After a node fails, end the others."""
     import ray
     from ray.exceptions import RayActorError
 
@@ -160,7 +164,7 @@ def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
         if waited > _SETTLE:
             _send_to_nodes(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
     if failures:
-        # prefer the root cause to lost connections, which other nodes may have reported sooner
+        # prefers the root cause over lost connections, which other nodes may report earlier
         index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
         raise WorkerError(f"RayNode {index} of the run ended with exit code {codes[index]}:\n{last}")
     return max(codes.values())
@@ -172,7 +176,7 @@ def _send_to_nodes(nodes: list[Any], number: int) -> None:
 
 
 class RayNode:
-    """Actor on one node; its subprocess is a Legato command that starts the node's processes."""
+    """Actor on a node; its subprocess is a Legato command that starts the node's processes."""
 
     def __init__(self, python: str, folder: str) -> None:
         self.python, self.folder = python, folder
@@ -187,16 +191,16 @@ class RayNode:
             return host, server.getsockname()[1]
 
     def run(self, command: list[str], config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
-        """Run a command and its options as node `rank` of `nodes`; return its exit code and its last lines."""
+        """Run a command with options as node `rank` of `nodes`, and return its exit code and last lines."""
         if not Path(self.folder).is_dir():
             return (
                 1,
-                f"The folder {self.folder} is missing. All nodes must share the folder in which the run starts.",
+                f"The folder {self.folder} does not exist. All nodes must share the folder in which the run starts.",
             )
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(config, encoding="utf-8")
-            # by `env`, because environment variables are set in base/environment.py only
+            # by the program env, since only base/environment.py may set environment variables
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
             words = ["env", *place, self.python, "-c", _COMMAND, *command, str(path)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -1,4 +1,4 @@
-"""SlurmLauncher: submits a run as an sbatch script that saves and requeues itself before its time limit."""
+"""SlurmLauncher: submits a run as an sbatch script that saves a checkpoint and requeues before its time limit."""
 
 import re
 import shlex
@@ -18,30 +18,33 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _WAIT = 60
-"""Seconds that srun gives the other ranks to end after one has; ranks left by a failed one end in seconds."""
-_OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
-"""Options of sbatch that the script sets itself."""
+"""Seconds that srun waits for the other ranks after the first has ended."""
+_SET = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
+"""Options of sbatch that the script sets."""
 
 
 @dataclass(kw_only=True)
 class SlurmLauncher(Launcher):
-    """Writes an sbatch script and submits it. Processes, nodes and GPUs follow from the trainer's arguments.
+    """Submits an sbatch script. The trainer's arguments determine processes, nodes and GPUs.
 
     Args:
-        time: Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's.
-        partition: Partition. None: the default one.
+        time: Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's limit.
+        partition: Partition. None: the default partition.
         account: Account to charge.
         qos: Quality of service.
-        cpus_per_process: CPU cores of each process, including its loader's workers.
+        cpus_per_process: CPU cores of each process, including its loader workers.
         memory: Memory of each node, such as "64G".
         job_name: Name of the job. None: run.name.
-        options: More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive.
+        options: Additional options of sbatch: {constraint: a100, exclusive: true} becomes --constraint=a100
+            --exclusive.
         setup: Shell commands to run first, such as `module load cuda`.
-        python: Python interpreter on the nodes. None: the current one.
-        requeue: Requeue a job that was told to end before it was done; it resumes from its newest checkpoint.
-        signal_seconds: Seconds before the time limit at which the run is told to save and end.
+        python: Path of the Python interpreter on the nodes. None: that of this process.
+        requeue: Requeue a job that is stopped before it is done. It resumes from its newest checkpoint.
+        signal_seconds: Seconds before the time limit at which the run saves a checkpoint and stops.
         folder: Folder for script, config and output. None: `slurm` beside the run directories.
         dry_run: Print the script instead of submitting it.
+
+    Raises ConfigError for options of sbatch that the script sets.
     """
 
     name = "slurm"
@@ -62,13 +65,13 @@ class SlurmLauncher(Launcher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that would break the script; sbatch refuses the rest."""
+        """Raise ConfigError for options that would break the script; sbatch checks the others."""
         require_local(self.folder, "launcher.folder")
         for option in self.options:
-            if option in _OWN or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+            if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
-                    f"launcher.options.{option}: expected a long option of sbatch without its dashes, such as "
-                    f"constraint, but none of {', '.join(_OWN)}, which follow from the trainer and the launcher."
+                    f"launcher.options.{option}: expected a long option of sbatch without dashes, such as constraint, "
+                    f"but not {', '.join(_SET)}, which the launcher sets."
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
@@ -76,8 +79,8 @@ class SlurmLauncher(Launcher):
         values = config.values
         if (self.folder is None or values["resume"] != "auto") and address_problem(values["run"]["root"]):
             raise ConfigError(
-                "Jobs whose run.root is in a store need a folder for their scripts, and to look for their run there "
-                "when SLURM starts them again: set launcher.folder=FOLDER and resume=auto."
+                "With run.root in an object store, a SLURM job needs a folder for its script, and must find its run "
+                "when it is requeued. Set launcher.folder=FOLDER and resume=auto."
             )
         runs = Path(values["run"]["root"]) / values["run"]["name"]
         folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
@@ -89,7 +92,7 @@ class SlurmLauncher(Launcher):
             print(script, end="")
             return 0
         folder.mkdir(parents=True, exist_ok=True)
-        # requeue=False: the script requeues the job; a second request from the run would fail
+        # requeue=False, since the script requeues the job, and a second request from the run would fail
         stem.with_suffix(".yaml").write_text(config.changed({"requeue": False}).text(), encoding="utf-8")
         path = stem.with_suffix(".sh")
         path.write_text(script, encoding="utf-8")
@@ -103,14 +106,14 @@ class SlurmLauncher(Launcher):
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
         words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])
-        # not --kill-on-bad-exit: the first rank to exit with 75 would get the others killed, and srun return 143
+        # without --kill-on-bad-exit, which would kill the other ranks after the first exits with 75, and return 143
         run = f'srun --wait={_WAIT} {python} -m {__name__.partition(".")[0]} {words} {config} "${{resume[@]}}"'
         again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in self._options(machines, name, stem.parent)),
             "",
-            f"# SIGUSR1, {self.signal_seconds} s before the time limit, and SIGTERM, when others need the nodes:",
+            f"# On SIGUSR1, {self.signal_seconds} s before the time limit, and on SIGTERM, at a preemption,",
             f"# the run saves a checkpoint and ends with exit code {RESUME_ME}.",
             *self.setup,
             "resume=()",
@@ -142,14 +145,14 @@ class SlurmLauncher(Launcher):
             **self.options,
         }
         for option, value in options.items():
-            if value is True:  # a flag; one that is false or None is left to the partition's default
+            if value is True:  # a flag; None and False leave the partition's default
                 yield f"--{option}"
             elif value is not None and value is not False:
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
-        """Return the lines with which a requeued job resumes the run that it has begun, if it has begun one."""
-        # by grep in the text: Python would take seconds to start on a busy file system
+        """Return the shell lines with which a requeued job resumes its run, if it has started one."""
+        # with grep, since Python takes seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [
             'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] &&',

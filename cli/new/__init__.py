@@ -1,1 +1,1 @@
-"""`legato new`: writes a small project that trains at once; its files lie in `project/`."""
+"""`legato new`: creates a small project from the templates in `project/`."""

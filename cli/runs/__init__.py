@@ -1,1 +1,1 @@
-"""Commands that look at runs on disk: runs, show, compare, board, clean. None of them imports torch."""
+"""Commands for runs on disk: runs, show, compare, clean. They import torch only for `compare --bits`."""

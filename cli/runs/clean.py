@@ -1,4 +1,4 @@
-"""`legato clean`: deletes empty and failed runs, and old checkpoints, after it has asked."""
+"""`legato clean`: deletes empty runs, failed runs and old checkpoints after a confirmation."""
 
 import sys
 from argparse import Namespace
@@ -19,14 +19,14 @@ from .text import folder_size
 DELETABLE = {
     "empty": "runs without a checkpoint or a logged value",
     "failed": "failed runs",
-    "checkpoints": "checkpoints of other runs, but for the best and the newest of each",
+    "checkpoints": "checkpoints of other runs, except the best and the newest of each run",
 }
-"""Kinds of folders to delete, a question each."""
+"""Kinds of folders to delete; the command asks once for each kind."""
 
 
 @dataclass(frozen=True)
 class Deletion:
-    """One folder to delete: a run directory, or a checkpoint of it."""
+    """A folder to delete: a run directory or one of its checkpoints."""
 
     run: RunDirectory
     path: Path
@@ -35,60 +35,60 @@ class Deletion:
 
 
 def run_clean(arguments: Namespace) -> None:
-    """Ask for each kind what to delete, and delete it. Raises ConfigError where nobody can be asked."""
+    """List the folders of each kind, ask, and delete them. Raises ConfigError without a terminal to ask on."""
     require_local(arguments.dir, "The folder of runs to clean")
-    found = deletions(find_runs(Path(arguments.dir)), arguments.only or list(DELETABLE))
-    if not any(found.values()):
+    by_kind = deletions(find_runs(Path(arguments.dir)), arguments.only or list(DELETABLE))
+    if not any(by_kind.values()):
         print("There is nothing to delete.")
         return
-    for kind, listed in found.items():
+    for kind, listed in by_kind.items():
         if not listed:
             continue
-        total = format_bytes(sum(one.size for one in listed))
+        total = format_bytes(sum(deletion.size for deletion in listed))
         print(f"{DELETABLE[kind]}: {len(listed)}, {total}")
-        for one in listed:
-            print(f"  {one.path}  {format_bytes(one.size)}{one.note}")
+        for deletion in listed:
+            print(f"  {deletion.path}  {format_bytes(deletion.size)}{deletion.note}")
         if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {len(listed)}, {total}?")):
             print(f"{counted(sum(map(delete_locked, listed)), 'folder')} deleted")
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:
-    """Return what may be deleted, by kind. A run that somebody writes to is left alone."""
-    found: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
+    """Return the folders that may be deleted, by kind. Runs in use are left alone."""
+    by_kind: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
-        # an evaluation reads a checkpoint of the run, which must stay until it is done
-        is_in_use = run.state == RUNNING or any(map(is_held, (run.path, *(one.path for one in run.evaluations))))
-        if is_own_run(run.path) and not is_in_use:
+        # an evaluation in progress reads a checkpoint of the run
+        folders = (run.path, *(evaluation.path for evaluation in run.evaluations))
+        if is_own_run(run.path) and not (run.state == RUNNING or any(map(is_held, folders))):
             kind, listed = deletable(run)
-            found.get(kind, []).extend(listed)
-    return found
+            by_kind.get(kind, []).extend(listed)
+    return by_kind
 
 
 def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
-    """Return what of a run may be deleted, and of which kind that is."""
+    """Return a kind, and the folders of a run that may be deleted."""
     if run.is_empty:
         return "empty", [Deletion(run, run.path, folder_size(run.path))]
     if run.state == FAILED:
-        # what can be resumed may be worth more than its space
-        whole = [one.step for one in run.checkpoints if one.complete]
-        note = f"  can be resumed from step {whole[-1]}" if whole else ""
+        # noted, since a run that can be resumed may be worth its space
+        steps = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.complete]
+        note = f"  can be resumed from step {steps[-1]}" if steps else ""
         return "failed", [Deletion(run, run.path, folder_size(run.path), note)]
-    return "checkpoints", [Deletion(run, Path(one.path), one.size) for one in old_checkpoints(run)]
+    return "checkpoints", [Deletion(run, Path(old.path), old.size) for old in old_checkpoints(run)]
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's checkpoints but for the newest complete one and the best; none where the best is not known."""
-    whole = [one for one in run.checkpoints if one.complete and is_own_checkpoint(Path(one.path))]
+    """Return a run's complete checkpoints except the newest and the best; [] if the best is unknown."""
+    complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
-    if best is None or best not in whole:
+    if best is None or best not in complete:
         return []
-    return [one for one in whole[:-1] if one != best]
+    return [entry for entry in complete[:-1] if entry != best]
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question on the terminal; return whether the answer is yes. Raises ConfigError if there is no terminal."""
+    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("Nobody can be asked here: give --yes to delete, or --dry-run to look.")
+        raise ConfigError("No terminal to ask on: pass --yes to delete without asking, or --dry-run to list folders.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -96,15 +96,16 @@ def confirmed(question: str) -> bool:
 
 
 def delete_locked(deletion: Deletion) -> bool:
-    """Delete a run or a checkpoint under its run's lock, so that no run can begin there meanwhile, or say why it is
-    left; return whether it is gone.
+    """Delete a run or checkpoint under the run's lock, which prevents a resume, and return whether it was deleted.
+
+    Prints the reason if it is left.
     """
     run, path = deletion.run.path, deletion.path
     lock = RunLock(run, "clean")
     try:
         lock.take()
-        # looked at once more under the lock, as the question may have waited for long: somebody may have resumed it
-        if not is_own_run(run) or path not in [now.path for now in deletable(RunDirectory(run))[1]]:
+        # checked again under the lock, since the run may have been resumed before the answer
+        if not is_own_run(run) or path not in [deletion.path for deletion in deletable(RunDirectory(run))[1]]:
             raise CheckpointError("it has changed.")
         if path == run:
             remove_run(run)
@@ -114,7 +115,7 @@ def delete_locked(deletion: Deletion) -> bool:
         print(f"{path} is left: {error}")
         return False
     except OSError as error:
-        print(f"{path} could not be deleted: {error.strerror or error}.")
+        print(f"Cannot delete {path}: {error.strerror or error}.")
         return False
     finally:
         lock.release()
@@ -122,11 +123,11 @@ def delete_locked(deletion: Deletion) -> bool:
 
 
 def remove_empty(run: Path) -> bool:
-    """Delete the folder of a run whose files are gone; say what is left there. Return whether it is gone."""
+    """Delete the empty folder of a run, or print the files left in it. Returns whether it was deleted."""
     try:
-        run.rmdir()  # refused by the system where a file is left, or a new run has begun
+        run.rmdir()  # fails if a file is left, or if a new run has begun
     except OSError:
         names = ", ".join(sorted(path.name for path in run.iterdir()))
-        print(f"{run} is left with what Legato did not write: {names}.")
+        print(f"{run} is left with files that Legato did not write: {names}.")
         return False
     return True

@@ -1,4 +1,4 @@
-"""`legato compare`: the configs and metrics of several runs side by side."""
+"""`legato compare`: shows configs and metrics of several runs side by side."""
 
 import math
 from argparse import Namespace
@@ -19,7 +19,7 @@ def run_compare(arguments: Namespace) -> None:
         return
     runs = [find_run(word) for word in arguments.runs]
     if len(runs) < 2:
-        raise ConfigError("legato compare needs two runs at least.")
+        raise ConfigError("legato compare needs at least two runs.")
     print(fitting("\n\n".join((states(runs), configs(runs), metrics(runs)))))
     if arguments.bits:
         print(f"\n{bits(runs)}")
@@ -33,38 +33,37 @@ def states(runs: Sequence[RunDirectory]) -> str:
 
 
 def configs(runs: Sequence[RunDirectory]) -> str:
-    """Return the keys of the config that differ, with the value of each run."""
+    """Return the keys whose values differ, with the value of each run."""
     texts = [config_of(run) for run in runs]
     if not any(texts):
-        return "config: none is stored; the runs are a script's."
-    # only what differs: two configs share a hundred values
+        return "config: none stored, since a script started the runs."
+    # only differing keys, since two configs share about a hundred values
     keys = varying_keys(texts)
     if not keys:
         scripts = [run.name for run, config in zip(runs, texts, strict=True) if not config]
-        return (
-            f"config: {'the same' if not scripts else 'none is stored of ' + ', '.join(scripts) + ', run by a script'}"
-        )
+        missing = f"none stored for {', '.join(scripts)}, started by a script"
+        return f"config: {missing if scripts else 'the same'}"
     rows = [["config", *(run.name for run in runs)]]
     rows += [[key, *(config.get(key, "-") for config in texts)] for key in keys]
     return table(rows)
 
 
 def metrics(runs: Sequence[RunDirectory]) -> str:
-    """Return the last value of each metric, with its least and greatest, of each run."""
+    """Return the last, smallest and largest value of each metric for each run."""
     names = metric_names(dict.fromkeys(name for run in runs for name in run.metrics))
     if not names:
         return "metrics: none"
     rows = [["last (min .. max)", *(run.name for run in runs)]]
     for name in names:
         logged = [[value for value in run.metrics.get(name, ()) if math.isfinite(value)] for run in runs]
-        cells = (f"{number(one[-1])} ({number(min(one))} .. {number(max(one))})" if one else "-" for one in logged)
+        cells = (f"{number(v[-1])} ({number(min(v))} .. {number(max(v))})" if v else "-" for v in logged)
         rows.append([name, *cells])
     return table(rows)
 
 
 def bits(runs: Sequence[RunDirectory]) -> str:
-    """Return the first step and tensor at which two runs differ. Raises ConfigError for more than two."""
-    from ...lab.bits import first_difference  # which loads torch
+    """Return the first step and tensor in which two runs differ. Raises ConfigError for more than two runs."""
+    from ...lab.bits import first_difference  # imports torch
     from ...lab.study import history_of
 
     if len(runs) != 2:
@@ -73,8 +72,8 @@ def bits(runs: Sequence[RunDirectory]) -> str:
 
 
 def operations(files: Sequence[str]) -> str:
-    """Return the first difference of two recordings of `legato replay --operations`. Raises ConfigError without two."""
-    from ...lab.operations import different_operation  # which loads torch
+    """Return the first difference of two files of `legato replay --operations`. Raises ConfigError for other files."""
+    from ...lab.operations import different_operation  # imports torch
 
     if len(files) != 2 or not all(Path(file).is_file() for file in files):
         raise ConfigError(f"Expected two files of `legato replay --operations FILE.jsonl`, got {' '.join(files)}.")

@@ -1,4 +1,4 @@
-"""`legato show`: one run: its state, config, metrics, last error and checkpoints."""
+"""`legato show`: shows a run's state, config, metrics, last error and checkpoints."""
 
 import math
 import shlex
@@ -20,13 +20,13 @@ from .text import (
 )
 
 LAST_LINES = 12
-"""Lines of a traceback that are shown."""
+"""Number of lines of a traceback to show."""
 
 
 def run_show(arguments: Namespace) -> None:
-    """Print what a run directory tells. Raises ConfigError if there is no such run."""
+    """Print the contents of a run directory. Raises ConfigError if the run does not exist."""
     run = find_run(arguments.run)
-    parts = [
+    sections = [
         heading(run),
         error_text(run),
         config_text(run),
@@ -34,7 +34,7 @@ def run_show(arguments: Namespace) -> None:
         evaluations_text(run),
         checkpoints_text(run),
     ]
-    print(fitting("\n\n".join(part for part in parts if part)))
+    print(fitting("\n\n".join(section for section in sections if section)))
 
 
 def heading(run: RunDirectory) -> str:
@@ -53,7 +53,7 @@ def heading(run: RunDirectory) -> str:
 
 
 def start_rows(run: RunDirectory) -> list[list[str]]:
-    """Return how the run was started the last time: the command, where, and the commit of the code."""
+    """Return rows with the command, place and commit of the run's last start."""
     try:
         start = read_starts(run.path)[-1]
         program, *words = map(str, start["arguments"])
@@ -61,31 +61,31 @@ def start_rows(run: RunDirectory) -> list[list[str]]:
         code = start["git"] or {}
         commit = f", commit {str(code['commit'])[:10]}" if code.get("commit") else ""
         changed = f" and {code['diff_file']}" if code.get("diff_file") else ""
-    except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # there is none, or somebody has edited it
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # missing, or edited
         return []
     return [["by", shlex.join([Path(program).name, *words])], ["on", where + commit + changed]]
 
 
 def error_text(run: RunDirectory) -> str:
-    """Return the last error, with the end of its traceback; "" if there is none."""
+    """Return the last error with the end of its traceback; "" without an error."""
     if not run.error:
         return ""
-    # the end of it, where the line is that failed
+    # the end of a traceback has the line that failed
     lines = run.traceback.rstrip().splitlines()[-LAST_LINES:] if run.state == FAILED and run.traceback else [run.error]
     return "\n".join(["last error:", *(f"  {line}" for line in lines)])
 
 
 def config_text(run: RunDirectory) -> str:
-    """Return the values of the config that the run has set."""
+    """Return the values of the config without defaults."""
     if not run.config:
-        return "config: none is stored; the run is a script's."
+        return "config: none stored, since a script started the run."
     keys = run.given_keys
     lines = (f"  {key}: {value}" for key, value in config_of(run).items() if keys is None or key in keys)
     return "\n".join(["config, without defaults:" if keys is not None else "config:", *lines])
 
 
 def metrics_text(run: RunDirectory) -> str:
-    """Return each metric with its first, last and extreme values."""
+    """Return the first, last, smallest and largest value of each metric."""
     rows = [["metric", "first", "last", "min", "max"]]
     for name in metric_names(run.metrics):
         if values := [value for value in run.metrics[name].tolist() if math.isfinite(value)]:
@@ -94,7 +94,7 @@ def metrics_text(run: RunDirectory) -> str:
 
 
 def evaluations_text(run: RunDirectory) -> str:
-    """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
+    """Return the evaluations of the run's checkpoints with their values; "" without evaluations."""
     rows = [
         [evaluation.name, when(evaluation.began), f"step {evaluation.step}", evaluated_values(evaluation)]
         for evaluation in run.evaluations
@@ -103,12 +103,12 @@ def evaluations_text(run: RunDirectory) -> str:
 
 
 def checkpoints_text(run: RunDirectory) -> str:
-    """Return how many checkpoints there are, and of which steps."""
+    """Return number, size and steps of the checkpoints."""
     steps = [str(entry.step) for entry in run.checkpoints if entry.complete]
     size = format_bytes(sum(entry.size for entry in run.checkpoints))
     return f"{counted(len(run.checkpoints), 'checkpoint')}, {size}; complete: {', '.join(steps) or 'none'}"
 
 
 def indented(text: str) -> list[str]:
-    """Return lines two columns to the right."""
+    """Return the lines of a text, indented by two spaces."""
     return [f"  {line}" for line in text.splitlines()]

@@ -88,8 +88,8 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (("trainer.reproducible=bitwise", *ALONE), "Under bitwise a resume is refused where one differs."),
-    ((), "Under order a resume lists what differs, and other processes change last bits."),
+    (("trainer.reproducible=bitwise", *ALONE), "Under bitwise a resume refuses differences."),
+    ((), "Under order a resume lists differences, and another number of processes changes last bits."),
 ])  # fmt: skip
 def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
@@ -121,9 +121,9 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     )
     checkpoint, stopping, space = report.problems
     assert checkpoint == (
-        "Checkpoint monitors 'val/los', which was not logged. Did you mean 'val/loss'? Logged: loss, val/loss."
+        "Checkpoint monitors 'val/los', but nothing logged it. Did you mean 'val/loss'? Logged: loss, val/loss."
     )
-    assert stopping.startswith("EarlyStopping monitors 'acc', which was not logged.")
+    assert stopping.startswith("EarlyStopping monitors 'acc', but nothing logged it.")
     assert space.startswith("Checkpoints will take ")
     assert f" in {folder}, where " in space
     assert report.tried == ["fit", "resume", "test"]
@@ -148,11 +148,11 @@ def test_faults_of_stages_and_places(folder: Path) -> None:
     before = files(folder)
     report = check("task.fault=test plateau", *ALONE, "trainer.replicas=2")
     root, stage, schedule = report.problems
-    assert root.startswith(f"The run root {folder / 'runs'} cannot be written to: ")
+    assert root.startswith(f"Cannot write to the run root {folder / 'runs'}: ")
     assert stage.startswith("test: ValueError: a bug in the test\n")
     assert 'checked_task.py", line ' in stage
     assert "trainer.py" not in stage
-    assert schedule.startswith("A learning rate scheduler monitors 'val/lss', which was not logged.")
+    assert schedule.startswith("A learning rate scheduler monitors 'val/lss', but nothing logged it.")
     assert report.tried == ["fit", "resume"]
     assert report.records[0].total_steps == 21
     assert len(report.records[0].seconds) >= 2
@@ -179,7 +179,9 @@ def test_a_parameter_that_no_loss_uses_is_a_problem_in_one_process(folder: Path)
     before = files(folder)
     report = check("task.fault=unused", *ALONE, "trainer.enable_checkpointing=false", "loggers={}")
     (problem,) = report.problems
-    assert problem.startswith("No gradient reaches head.bias, head.weight. Freeze parameters that no loss uses")
+    assert problem.startswith(
+        "No gradient reaches head.bias, head.weight. Freeze parameters that the loss does not use"
+    )
     assert "find_unused" not in problem
     assert report.tried == ["fit", "test"]
     assert files(folder) == before

@@ -124,13 +124,13 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert "Branches.forward cannot be exported. " in capsys.readouterr().err
     use(folder, "Alone")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "example_input_array holds a single sample" in capsys.readouterr().err
+    assert "example_input_array has a single sample" in capsys.readouterr().err
     use(folder, "Random")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "computes something else than the task" in capsys.readouterr().err
+    assert "differ from the task's" in capsys.readouterr().err
     use(folder, "Named")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "Named.forward does not take example_input_array: " in capsys.readouterr().err
+    assert "Named.forward does not accept example_input_array: " in capsys.readouterr().err
     use(folder, "Line")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "Line has no example_input_array. Its forward is exported" in capsys.readouterr().err
@@ -154,5 +154,5 @@ def test_outputs_are_compared_up_to_rounding() -> None:
     ones = torch.ones(2, 3)
     compare_outputs([ones], [ones + 1e-6])
     for other in (ones + 0.5, ones / 0 * 0, ones.T):
-        with pytest.raises(CheckpointError, match="computes something else than the task, and was not kept"):
+        with pytest.raises(CheckpointError, match="differ from the task's, so it was not kept"):
             compare_outputs([ones], [other])

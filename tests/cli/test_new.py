@@ -63,7 +63,7 @@ def test_a_folder_with_something_in_it_is_left_alone(
     (tmp_path / "rings").mkdir()
     (tmp_path / "rings" / "precious.txt").write_text("mine")
     assert main(["new", "rings"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "rings").iterdir()] == ["precious.txt"]
     assert main(["new"]) == 2
 

@@ -193,7 +193,7 @@ def test_activations_that_need_values_are_unknown(folder: Path) -> None:
     reads = "    def training_step(self, batch, batch_idx):\n        return float(next(self.parameters()).sum())\n"
     (folder / "checked_task.py").write_text(f"{source}\n\nclass Reads(Line):\n{reads}")
     assert "training_step without values: " in rows("task._target_=checked_task.Reads")["Activations"]
-    assert "the loader's batches are kept whole" in rows("data.kind=stream")["Activations"]
+    assert "the loader makes its batches itself" in rows("data.kind=stream")["Activations"]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -215,12 +215,12 @@ def test_a_memory_that_is_none_is_refused(size: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["memory=80GB"], "memory is no key of a config"),
+        (["memory=80GB"], "memory is not a key of a config"),
         (["devices=3"], "Did you mean 'trainer.devices'?"),
         (["trainer.devices=3", "trainer.replicas=2", "trainer.strategy=ddp"], "more processes than replicas"),
         (["trainer.devices=0"], "trainer.devices must be a positive count"),
         (["trainer.devices=3", "trainer.strategy={name: mesh, pipeline: 2}"], "pipeline 2 = 2, but there are 3"),
-        (["trainer.use_distributed_sampler=false"], "there is nothing to plan"),
+        (["trainer.use_distributed_sampler=false"], "legato plan cannot count steps"),
     ],
 )
 def test_mistakes_end_with_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

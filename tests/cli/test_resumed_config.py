@@ -29,7 +29,7 @@ def test_a_resume_keeps_the_config_of_the_run_and_changes_what_is_set_now() -> N
     Path("points.yaml").write_text(CONFIG.replace("  replicas: 2\n", ""))
     trained("task.rate=0.02", BITWISE, "trainer.max_epochs=2", *TWO)
     done = legato("fit", "points.yaml", "resume=auto", "trainer.devices=1", "trainer.max_epochs=3")
-    assert "goes on with the config of" not in done.stderr  # the file says nothing else than the run
+    assert "continues with the config of" not in done.stderr  # the file says nothing else than the run
     keys = ("task.rate", "trainer.reproducible", "trainer.devices", "trainer.replicas", "trainer.max_epochs", "resume")
     assert values(RUN, *keys) == [0.02, "bitwise", 1, 2, 3, None]
     first = RunDirectory(RUN).path / "starts" / "0.yaml"
@@ -75,7 +75,7 @@ def test_a_key_of_the_file_that_differs_is_told_with_both_values() -> None:
     trained("task.rate=0.02", "trainer.max_epochs=1")
     Path("points.yaml").write_text(CONFIG.replace("seed: 5", "seed: 6").replace("points.Net", "points.Net, rate: 0.5"))
     done = legato("fit", "points.yaml", "resume=auto", "trainer.max_epochs=2")
-    told = [line for line in done.stderr.splitlines() if "goes on with the config of" in line]
+    told = [line for line in done.stderr.splitlines() if "continues with the config of" in line]
     assert len(told) == 1
     assert "task.rate is 0.02 in the run, not 0.5 (points.yaml:1)" in told[0]
     assert "seed is 5 in the run, not 6 (points.yaml:2)" in told[0]

@@ -283,7 +283,7 @@ def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):
     (path / "checkpoints" / "step-00000005" / "manifest.json").unlink()
     text = said(capsys, "show", "a")
     assert "state  done, step 0\n" in text
-    assert "config: none is stored" in text
+    assert "config: none stored" in text
     assert re.search(r"2 checkpoints, \d.*; complete: 10\n", text)
     assert said(capsys, "runs").splitlines()[1].split()[:3] == ["a/version_0", "done", "0"]
 
@@ -297,9 +297,9 @@ def test_compare_puts_what_differs_side_by_side(capsys):
     assert row.split() == ["val/loss", "0.4333", "(0.4333", "..", "1.1)", "0.7", "(0.7", "..", "1.2)"]
     assert "config: the same" in said(capsys, "compare", "a/version_0", "a/version_0")
     make_run("a/version_2", config=None)
-    script = "config: none is stored of a/version_2, run by a script\n"
+    script = "config: none stored for a/version_2, started by a script\n"
     assert script in said(capsys, "compare", "a/version_0", "a/version_2")
-    assert "needs two runs at least" in said(capsys, "compare", "a", code=2)
+    assert "needs at least two runs" in said(capsys, "compare", "a", code=2)
 
 
 def test_times_and_short_names():
@@ -349,7 +349,7 @@ def test_clean_deletes_what_it_lists_and_nothing_else(capsys):
     assert left() == before
     assert "runs/failed/version_0  " in text
     assert "can be resumed from step 10" in text
-    assert "Nobody can be asked here" in capsys.readouterr().err or main(["clean"]) == 2
+    assert "No terminal to ask on" in capsys.readouterr().err or main(["clean"]) == 2
     assert left() == before
     capsys.readouterr()
     said(capsys, "clean", "--yes", "--only", "empty")
@@ -449,7 +449,7 @@ def test_clean_never_follows_a_link(capsys, tmp_path):
     (failed / "metrics.csv").symlink_to((elsewhere / "metrics.jsonl").absolute())
     (failed / "evaluations").symlink_to(elsewhere.absolute())
     before = files_below(elsewhere)
-    assert f"{failed} is left with what Legato did not write: checkpoints, evaluations, metrics.csv.\n" in said(
+    assert f"{failed} is left with files that Legato did not write: checkpoints, evaluations, metrics.csv.\n" in said(
         capsys, "clean", "--yes"
     )
     assert files_below(elsewhere) == before
@@ -474,7 +474,7 @@ def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
         (failed / name).write_text("mine")
     (failed / "checkpoints/.step-00000007.partial").mkdir()
     text = said(capsys, "clean", "--yes")
-    assert "is left with what Legato did not write: checkpoints, evaluations, notes.txt.\n" in text
+    assert "is left with files that Legato did not write: checkpoints, evaluations, notes.txt.\n" in text
     assert set(files_below(failed).values()) == {b"mine"}
     assert len(files_below(failed)) == 3
     assert (empty / "checkpoints/pretrained.pt").read_text() == "mine"  # not even listed: it holds more than a start

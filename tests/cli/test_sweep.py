@@ -141,15 +141,15 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "nothing varies. Give a key several values"),
-        (["task.lr=1,2", "task.lr=3,4"], "task.lr is given twice"),
+        ([], "no key varies. Set a key to several values"),
+        (["task.lr=1,2", "task.lr=3,4"], "task.lr is set twice"),
         (["run.root=a,b"], "run.root cannot vary"),
-        (["task.lr=1,2"], "no callback of the config monitors a metric, so say what to compare: --metric NAME"),
+        (["task.lr=1,2"], "no callback of the config monitors a metric. Set the metric to compare: --metric NAME"),
         (["task.lr=1,high", *OBJECTIVE], "task.lr must be float, not the string 'high'"),
         (["task.rate=1,2", *OBJECTIVE], "override: task.rate is not an argument of Line. It takes lr"),
-        (["task.lr=uniform(0,1)", *OBJECTIVE], "Say how many: --random 20"),
+        (["task.lr=uniform(0,1)", *OBJECTIVE], "Set it with --random 20"),
         (["task.lr=1,2", "--jobs", "0", *OBJECTIVE], "--jobs must be at least 1"),
-        (["task.lr=1,2", "--random", "2", "--optuna", "3"], "exclude each other"),
+        (["task.lr=1,2", "--random", "2", "--optuna", "3"], "cannot be combined"),
         (["task.lr=1,2", "--job", "2"], "Did you mean '--jobs'?"),
         (["task.lr=1,2", "launcher=slurm", *OBJECTIVE], "on this machine"),
     ],
@@ -172,7 +172,7 @@ def test_a_failed_trial_stops_no_other_and_the_same_command_goes_on() -> None:
     assert [row["task.lr"] for row in rows] == ["0.3", "0.1", "1e9"]
     assert [row["state"] for row in rows] == ["done", "done", "failed"]
     assert float(rows[0]["val_loss"]) < float(rows[1]["val_loss"])
-    assert "was never logged as a finite number." in rows[2]["error"]
+    assert "was never logged with a finite value." in rows[2]["error"]
     assert out.splitlines()[-4].split() == ["task.lr", "val_loss", "step", "state", "run"]
     assert out.splitlines()[-3].split()[0] == "0.3"
     done = directory / "001-lr=0.3"
@@ -247,7 +247,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
         os.kill(process.pid, number)
         out, _ = finished(process, code)
         if number != signal.SIGKILL:
-            assert "2 trials are left: the same command again goes on." in out
+            assert "2 trials are left. Repeat the command to continue." in out
             assert not trial_processes()
         wait_for(lambda: not trial_processes())
     out, _ = finished(sweep(*words), 0)

@@ -97,7 +97,7 @@ def test_a_script_is_no_config(tmp_path):
     command = [sys.executable, "-m", "legato", "fit", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 2
-    assert "sensors.py is a Python script, not a YAML config: run it with `python sensors.py`" in ended.stderr
+    assert "sensors.py is a Python script, not a YAML config. Run it with `python sensors.py`" in ended.stderr
 
 
 @pytest.mark.parametrize(("word", "names", "nearest"), [("dropout", ["root"], ""), ("dpp", ["ddp"], "ddp")])

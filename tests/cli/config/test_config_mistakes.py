@@ -74,13 +74,13 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "task as data": (["data={_target_: models.Tiny, width: 3}"], ["is not a subclass of DataModule"]),
     "callback as logger": (["loggers.x={_target_: models.Note, text: x}"], ["is not a subclass of Logger"]),
     "the standard library": (["task={_target_: subprocess.Popen, args: ls}"], ["is not a subclass of Task"]),
-    "nested program": (["task.free={_target_: os.system, command: ls}"], ["'os.system' is not built"]),
+    "nested program": (["task.free={_target_: os.system, command: ls}"], ["'os.system' is not allowed"]),
     "nested target that is not there": (["task.free={_target_: models.Tinny}"], ["task.free._target_", "mean 'Tiny'?"]),
     "nested argument": (["task.free={_target_: models.Tiny, widht: 3}"], ["task.free.widht", "Did you mean 'width'?"]),
     "nested argument of a partial": (["task.free={_target_: models.Tiny, _partial_: true, widht: 3}"], ["'width'?"]),
     "nested in a list": (["task.free=[{a: {_target_: models.Tiny, width: x}}]"], ["task.free.0.a.width must be int"]),
     "nested function": (["task.free={_target_: models.make_net, width: 3, depht: 1}"], ["Did you mean 'depth'?"]),
-    "nested and incomplete": (["task.free={_target_: models.make_net}"], ["width is missing", "say _partial_: true"]),
+    "nested and incomplete": (["task.free={_target_: models.make_net}"], ["width is missing", "write _partial_: true"]),
     "nearly a target": (["task.free={_tagret_: models.Tiny}"], ["task.free has '_tagret_'", "mean '_target_'?"]),
     "nearly a partial": (["task.free={_target_: models.Dynamic, _partial: true}"], ["Did you mean '_partial_'?"]),
     "LightningCLI's form": (["task.free={class_path: models.Tiny, init_args: {}}"], ["{_target_: models.Tiny}"]),
@@ -100,18 +100,18 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "vars that are a list": ("vars: [1]", ["more.yaml:1: vars must be a mapping"]),
     "misspelt use of vars": ("vars: {width: 3}\ntask: {width: '${vars.widht}'}", ["more.yaml:2", "'vars.width'?"]),
     "override of vars": (["vars.wdth=3", "task.width='${vars.width}'"], ["vars.wdth", "Did you mean 'width'?"]),
-    "override of unused vars": (["vars.width=3"], ["vars.width changes nothing"]),
+    "override of unused vars": (["vars.width=3"], ["vars.width has no effect"]),
     "target in plain data": (["task.table={a: {_target_: os.system}}"], ["task.table.a must not have a `_target_`"]),
     "target for another type": (["task.lr={_target_: models.Tiny}"], ["task.lr must not have a `_target_`"]),
     "seed that is no int": (["seed=1.5"], ["seed must be int from 0"]),
     "seed below zero": (["seed=-1"], ["seed must be int from 0"]),
-    "seed of the trainer": (["trainer.seed=2"], ["trainer.seed has a key of its own: seed."]),
+    "seed of the trainer": (["trainer.seed=2"], ["trainer.seed has another key: write seed."]),
     "run key": (["run.nmae=x"], ["run.nmae", "Did you mean 'name'?"]),
     "run value": (["run.name=3"], ["run.name must be str"]),
     "resume": (["resume=true"], ["resume must be 'auto', a path or null, not true"]),
     "missing interpolation": (["task.width='${trainer.max_epoch}'"], ["task.width", "'trainer.max_epochs'"]),
     "circular interpolation": (["task.width='${task.width}'"], ["task.width", "cannot be resolved"]),
-    "broken interpolation": (["task.width='${'"], ["task.width", "is no interpolation"]),
+    "broken interpolation": (["task.width='${'"], ["task.width", "is not a valid interpolation"]),
     "interpolated wrong type": (["task.width='${task.label}'", "task.label=x"], ["task.width must be int"]),
     "override without =": (["trainer.max_epochs"], ["'trainer.max_epochs' is neither a YAML file nor key=value"]),
     "count below its least": ("trainer:\n  max_epochs: -5", ["more.yaml:2: trainer.max_epochs", "not the number -5"]),
@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "a device below none": (["trainer.devices=[0, -1]"], ["a list of indices"]),
     "unknown accelerator": (["trainer.accelerator=cude"], ["must be one of 'auto', 'cpu'", "Did you mean 'cuda'?"]),
     "name that leaves the root": ("\nrun: {name: ../x}", ["more.yaml:2: run.name must be a relative", "'../x'"]),
-    "name of Lightning's place": (["trainer.run_name=/x"], ["trainer.run_name has a key of its own: run.name."]),
+    "name of Lightning's place": (["trainer.run_name=/x"], ["trainer.run_name has another key: write run.name."]),
     "name of several lines": (['run.name="a\\nb"'], ["run.name must be a relative folder name"]),
     "name that is too long": ([f"run.name={'é' * 128}"], ["run.name is too long", "has 256 bytes", "at most 255"]),
     "root that is too long": ([f"run.root=a/{'x' * 256}/b"], ["run.root is too long", "has 256 bytes"]),
@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "merge key": ("task: &t {width: 3}\ntrainer:\n  <<: *t\n", ["more.yaml:3: trainer.<<", "no merge keys", "extends"]),
     "override with dashes": (["--trainer.max_epochs=3"], ["neither a YAML file nor key=value. Write KEY=VALUE"]),
     "override without a key": (["=3"], ["'=3'"]),
-    "override with an empty key": (["trainer..max_epochs=3"], ["'trainer..max_epochs' is no key"]),
+    "override with an empty key": (["trainer..max_epochs=3"], ["'trainer..max_epochs' is not a valid key"]),
     "override into a scalar": (["trainer.max_epochs.x=3"], ["trainer.max_epochs (base.yaml:5) is a single value"]),
     "override that is not YAML": (["task.label=*.txt"], ["'task.label=*.txt' is not YAML", "Quote"]),
     "override of extends": (["extends=[x.yaml]"], ["only a file can extend"]),
@@ -146,7 +146,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "unclosed bracket": ("trainer: {a: 1\n", ["more.yaml:2 is not YAML"]),
     "tab": ("trainer:\n\tmax_epochs: 3\n", ["more.yaml:2 is not YAML"]),
     "duplicate key": ("trainer:\n  nan: raise\n  nan: ignore\n", ["more.yaml:3: the key 'nan'", "more.yaml:2"]),
-    "duplicate section": ("trainer: {}\ntrainer: {}\n", ["more.yaml:2: the key 'trainer' is there twice"]),
+    "duplicate section": ("trainer: {}\ntrainer: {}\n", ["more.yaml:2: duplicate key 'trainer'"]),
     "Python object": ("task: !!python/object/apply:os.system [ls]\n", ["more.yaml:1: !!python/object/apply:os.system"]),
     "two documents": ("seed: 1\n---\nseed: 2\n", ["more.yaml:2 is not YAML"]),
     "no mapping": ("- 1\n", ["more.yaml:1: a config is a mapping"]),
@@ -232,7 +232,7 @@ print(json.dumps(late))
 
 def test_an_override_cannot_change_part_of_a_list() -> None:
     write("more.yaml", "task: {sizes: [1, 2]}\n")
-    with pytest.raises(ConfigError, match=r"task\.sizes \(more\.yaml:1\) is a list: give it as a whole"):
+    with pytest.raises(ConfigError, match=r"task\.sizes \(more\.yaml:1\) is a list; set the entire list"):
         check.load_config(["base.yaml", "more.yaml", "task.sizes.0=3"])
 
 
@@ -244,21 +244,19 @@ def test_all_mistakes_are_found_at_once() -> None:
             ["base.yaml", "trainer.a=1", "trainer.b=1", "task.c=1", "d=1", "callbacks.note.e=1", "seed=x", nested]
         )
     lines = str(caught.value).splitlines()
-    assert lines[0] == "The config has 7 mistakes, the first 5 of which are:"
+    assert lines[0] == "The config has 7 mistakes; the first 5:"
     assert len(lines) == 6
 
 
 def test_a_missing_file_names_those_that_are_there() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'bas\.yaml' is not there, nor among the ready ones .*Did you mean 'base\.yaml'"
-    ):
+    with pytest.raises(ConfigError, match=r"'bas\.yaml' was not found.*Did you mean 'base\.yaml'"):
         check.load_config(["bas.yaml"])
     with pytest.raises(ConfigError, match=r"'base' is neither .* Did you mean 'base\.yaml'"):
         check.load_config(["base"])
-    with pytest.raises(ConfigError, match="No config file was given"):
+    with pytest.raises(ConfigError, match="No config file"):
         check.load_config(["seed=1"])
     Path("folder.yaml").mkdir()
-    with pytest.raises(ConfigError, match=r"'folder\.yaml' is not there"):
+    with pytest.raises(ConfigError, match=r"'folder\.yaml' was not found"):
         check.load_config(["folder.yaml"])
     Path("folder.yaml/config.yaml").touch()
     with pytest.raises(ConfigError, match=r"Did you mean 'folder\.yaml/config\.yaml'"):
@@ -375,7 +373,7 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
     ):
         build.build_config(found)
     marker = Path("ran")
-    with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is not built: of the standard library only"):
+    with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is not allowed: from the standard library"):
         build.build_config(check.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))
     assert not marker.exists()
 
@@ -399,14 +397,14 @@ def test_a_class_that_has_moved_is_suggested(path, meant, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("model.lr=1", "model is no key of a config. It is `task` here"),
-        ("seed_everything=3", "It is `seed` here."),
-        ("ckpt_path=x", "It is `resume` for fit, `checkpoint` for validate, test and predict."),
+        ("model.lr=1", "model is not a key of a config. Write `task: "),
+        ("seed_everything=3", "Write `seed`."),
+        ("ckpt_path=x", "Write `resume` for fit, `checkpoint` for validate, test and predict."),
         ("run.csv=true", "is not an argument of run. Add legato.loggers.CSVLogger() to logger; in a config, add csv:"),
         ("trainer.write_csv=true", "Add legato.loggers.CSVLogger() to logger"),
         ("trainer.gpus=2", 'Write accelerator="gpu", devices=...'),
         ("trainer.profiler=simple", "Write callbacks=[legato.callbacks.Profile()]"),
-        ("trainer.resume=auto", "It is a top-level key: resume=..."),
+        ("trainer.resume=auto", "It is a top-level key: write resume=..."),
         ("trainer.strategy={name: data_parallel, dim: 0}", "batches are scattered along their first dimension."),
         ("trainer.strategy={name: ddp, process_group: x}", "Call torch.distributed.init_process_group before fit"),
     ],

@@ -84,7 +84,7 @@ def test_an_error_of_what_is_built_names_its_place() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate") as caught:
         made("task.optimizer={_target_: torch.optim.SGD, lr: -1.0, params: []}")
     said = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))  # 3.10 has no notes
-    assert "override: task.optimizer was being built." in said.splitlines()
+    assert "override: while building task.optimizer." in said.splitlines()
 
 
 def fitted(*overrides: str) -> tuple[Any, Path]:

@@ -103,18 +103,21 @@ def launch(*words):
             "launcher=slrum",
             "launcher must be one of slurm, ray, kubernetes, not the string 'slrum'. Did you mean 'slurm'?",
         ),
-        ("launcher=slurm launcher.partion=a", "no argument of the launcher 'slurm'. Did you mean 'partition'?"),
+        ("launcher=slurm launcher.partion=a", "not an argument of the launcher 'slurm'. Did you mean 'partition'?"),
         ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
         ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal: expected a long option of sbatch"),
-        ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without its dashes"),
-        ("launcher=slurm trainer.devices=auto", "set trainer.devices to the number of devices of each node, .*'auto'"),
-        ("launcher=slurm trainer.accelerator=auto", "trainer.accelerator to gpu or cpu, .*accelerator='auto'"),
-        ("launcher=ray trainer.num_nodes=2", "Without launcher.address Ray runs on this machine alone"),
+        ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without dashes"),
+        (
+            "launcher=slurm trainer.devices=auto",
+            "devices='auto' .* Set trainer.devices to the number of devices per node",
+        ),
+        ("launcher=slurm trainer.accelerator=auto", "accelerator='auto' .* trainer.accelerator to gpu or cpu"),
+        ("launcher=ray trainer.num_nodes=2", "Without launcher.address Ray runs on this machine only"),
         (
             "launcher=slurm trainer.strategy.elastic=true",
-            "an elastic run .* is started on each machine by `legato fit`",
+            "cannot be combined with an elastic run",
         ),
-        ("lancher=slurm", "lancher is no key of a config. Did you mean 'launcher'?"),
+        ("lancher=slurm", "lancher is not a key of a config. Did you mean 'launcher'?"),
     ],
 )
 def test_mistakes_are_refused(folder, capsys, words, message):
@@ -389,11 +392,15 @@ def test_the_handler_of_sigterm_is_not_the_one_that_ray_sets(folder, fake_ray):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        ("launcher.address=127.0.0.1:1", None, "no cluster at launcher.address=127.0.0.1:1 (ConnectionRefusedError"),
-        ("launcher.address=auto", ConnectionError("Could not find any running Ray"), "See that `ray start --head`"),
+        (
+            "launcher.address=127.0.0.1:1",
+            None,
+            "cannot connect to launcher.address=127.0.0.1:1 (ConnectionRefusedError",
+        ),
+        ("launcher.address=auto", ConnectionError("Could not find any running Ray"), "Check that `ray start --head`"),
         ("launcher.address=auto", RuntimeError("InvalidAuthToken: x"), "RAY_AUTH_MODE=token"),
         ("launcher.address=auto", ConnectionError("Failed to connect"), "RAY_AUTH_MODE=token"),
-        ("launcher.python=null", FakeRay.exceptions.RayError("no room"), "found none, and could start none (RayError"),
+        ("launcher.python=null", FakeRay.exceptions.RayError("no room"), "cannot start a cluster (RayError"),
     ],
 )
 def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(folder, fake_ray, capsys, words, error, message):
