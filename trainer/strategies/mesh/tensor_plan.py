@@ -184,7 +184,7 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
         )
     if isinstance(head, int) and (size // parts) % head:
         raise ConfigError(
-            f"tensor_plan: {name} has {size // head} heads of width {head}, not a multiple of tensor={parts}. Use "
+            f"tensor_plan: {name} has {size} {kind} in heads of width {head}, so tensor={parts} splits a head. Use "
             f"fewer processes on the axis tensor, or leave the attention out of the plan."
         )
 
