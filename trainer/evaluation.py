@@ -22,14 +22,14 @@ def no_gradients(run: "Run") -> AbstractContextManager[Any]:
     )
 
 
-def calls_of(run: "Run", word: str) -> tuple[int, Calls, Calls]:
+def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
     """Return how many of (batch, batch_idx, dataloader_idx) the step takes, and the hooks before and after each batch.
 
     A hook may omit `dataloader_idx`.
     """
-    several = len(run.data.evaluations[word].loaders) > 1
-    start, end = run.hooks[f"on_{word}_batch_start"], run.hooks[f"on_{word}_batch_end"]
-    arity = count_arguments(run.task, f"{word}_step", several_loaders=several)
+    several = len(run.data.evaluations[stage].loaders) > 1
+    start, end = run.hooks[f"on_{stage}_batch_start"], run.hooks[f"on_{stage}_batch_end"]
+    arity = count_arguments(run.task, f"{stage}_step", several_loaders=several)
     return arity, tuple(fitted(hook, 3, several) for hook in start), tuple(fitted(hook, 4, several) for hook in end)
 
 

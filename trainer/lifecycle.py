@@ -43,7 +43,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     # before set-up: a run that fails there must not show the previous run's values
     trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     loaders = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
-    trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in loaders}
+    trainer.lengths = {stage: length for stage, length in trainer.lengths.items() if stage not in loaders}
     errors = call.errors
     try:
         yield set_up(call, request)

@@ -70,10 +70,10 @@ class Request:
 
     def take_loaders(self, **loaders: Any) -> None:
         """Store the loaders, or the data module passed in place of one."""
-        for word, loader in loaders.items():
+        for stage, loader in loaders.items():
             if isinstance(loader, DataModule):
                 self.datamodule = loader
             elif loader is not None:
-                self.loaders[word] = loader
+                self.loaders[stage] = loader
         if self.datamodule is not None and self.loaders:
             raise ConfigError(f"{self.stage} got both loaders and a data module. Pass only one of them.")

@@ -422,16 +422,16 @@ class Run(Call):
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)
 
-    def call_epoch_end(self, word: str) -> None:
+    def call_epoch_end(self, stage: str) -> None:
         """Publish the epoch's values and call the hooks that end it, except training's late hooks."""
         self.metrics.suffix, self.metrics.in_step = "", False
         self.metrics.leave_batches(1)  # a value logged by such a hook weighs as one batch on any number of processes
-        name = f"on_{word}_epoch_end"
+        name = f"on_{stage}_epoch_end"
         # only hooks need the values now; they are reduced again once the hooks have logged theirs
         if self.hooks[name]:
             self.trainer.publish(self.metrics.reduce_epoch(keep=True), write=False)
         self.seed_hooks(name)
-        (self.hooks.call_early if word == "train" else self.hooks.call)(name)
+        (self.hooks.call_early if stage == "train" else self.hooks.call)(name)
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError if the training loader yielded no batch in the epoch."""

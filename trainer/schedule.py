@@ -66,7 +66,7 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the newest step is a log point, as far as it can be told before the data end."""
+        """Return whether the newest step is a log point, as far as this is certain before the data end."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 

@@ -271,20 +271,20 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
             self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
             return evaluation.results(run, request)
 
-    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
+    def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Run one pass over the "validation", "test" or "predict" loaders, counting every sample once."""
         run, state = self.current_run, self.state
         hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations, run.loop.outputs
-        step, (arity, begin, end) = f"{word}_step", evaluation.calls_of(run, word)
+        step, (arity, begin, end) = f"{stage}_step", evaluation.calls_of(run, stage)
         with evaluation.no_gradients(run):
             run.strategy.align_buffers()
             run.remember_training_mode()
-            run.seed_hooks(f"on_{word}_start")
-            hooks.call(f"on_{word}_model_eval")
-            metrics.open(word, loaders=len(data[word].loaders))
-            hooks.call(f"on_{word}_start")
-            hooks.call(f"on_{word}_epoch_start")
-            for item in masked.counted(run, data[word].batches(state.epoch, limit), step, arity):
+            run.seed_hooks(f"on_{stage}_start")
+            hooks.call(f"on_{stage}_model_eval")
+            metrics.open(stage, loaders=len(data[stage].loaders))
+            hooks.call(f"on_{stage}_start")
+            hooks.call(f"on_{stage}_epoch_start")
+            for item in masked.counted(run, data[stage].batches(state.epoch, limit), step, arity):
                 arguments = item.batch_idx, item.dataloader_idx
                 metrics.open_batch(item.replica, item.samples)
                 metrics.open_loader(item.dataloader_idx)
@@ -297,13 +297,13 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
                     hook(output, batch, *arguments)
                 if keep_outputs:
                     outputs.append((item.dataloader_idx, item.batch_idx, item.replica, evaluation.kept(run, output)))
-            run.call_epoch_end(word)
+            run.call_epoch_end(stage)
         reduced = metrics.reduce_epoch()  # outside inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "validation":
             run.schedule.note_validation()
         self.publish(reduced)
-        hooks.call(f"on_{word}_end")
-        hooks.call(f"on_{word}_model_train")
+        hooks.call(f"on_{stage}_end")
+        hooks.call(f"on_{stage}_model_train")
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:

@@ -306,9 +306,9 @@ class TrainerView(TrainerArguments):
     def _first(self, kind: type[Value]) -> Value | None:
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
-    def _counts(self, word: str) -> list[int | float]:
+    def _counts(self, stage: str) -> list[int | float]:
         # of the newest call with such loaders
-        return list(self.lengths.get(word, []))
+        return list(self.lengths.get(stage, []))
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""

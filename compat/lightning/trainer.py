@@ -265,7 +265,7 @@ class Trainer(TrainerAttributes):
                 run.write_point(values.loggers)
         self.epoch_is_cut, self.in_epoch = is_cut, False
 
-    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
+    def evaluate(self, stage: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Evaluate all loaders once. A fit validates under no_grad, so that a step can enable gradients.
 
         Before a validation during training, the values of the latest step are published, for callbacks that use them
@@ -280,14 +280,14 @@ class Trainer(TrainerAttributes):
             self.lightning_module.on_validation_model_zero_grad()
         if self.evaluation_points is None or self.evaluation_points.run is not self.current_run:
             self.evaluation_points = EvaluationPoints(self, self.current_run)
-        self.evaluation_points.follow(word)
+        self.evaluation_points.follow(stage)
         if self.current_run.stage != "fit" and self.current_run.source is not None:
             self.files.load_states()
         # inference tensors stored by a step would break the next training step
         inference_mode = self.inference_mode
         self.inference_mode = inference_mode and self.current_run.stage != "fit"
         try:
-            super().evaluate(word, limit, keep_outputs)
+            super().evaluate(stage, limit, keep_outputs)
         finally:
             self.inference_mode = inference_mode
 

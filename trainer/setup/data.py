@@ -32,8 +32,8 @@ log = logging.getLogger("legato")
 
 # Each stage's short name in hooks and arguments
 SHORT = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
-LOADERS = {word: f"{short}_dataloader" for word, short in SHORT.items()}
-LIMIT_OF = {word: f"limit_{short}_batches" for word, short in SHORT.items()}
+LOADERS = {stage: f"{short}_dataloader" for stage, short in SHORT.items()}
+LIMIT_OF = {stage: f"limit_{short}_batches" for stage, short in SHORT.items()}
 
 
 def prepare_data(call: Call) -> None:
@@ -101,8 +101,8 @@ def require_same_lengths(call: Call) -> None:
     Such ranks would end an epoch after different steps, and wait for each other forever.
     """
     sources: dict[str, Any] = {"training": call.data.training}
-    for word, data in call.data.evaluations.items():
-        sources |= {f"{word} (loader {n})": source for n, source in enumerate(data.sources) if n not in data.shares}
+    for stage, data in call.data.evaluations.items():
+        sources |= {f"{stage} (loader {n})": source for n, source in enumerate(data.sources) if n not in data.shares}
     lengths = {name: data.source.positions(0) for name, data in sources.items() if isinstance(data, DealtData)}
     # during set-up, as the first later symptom would be ranks that wait for each other at the end of an epoch
     ranks = call.strategy.collectives.gather_objects(lengths)
@@ -188,25 +188,25 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
     return frozenset(wanted)
 
 
-def make_evaluation_data(call: Call, word: str) -> None:
+def make_evaluation_data(call: Call, stage: str) -> None:
     """Get and distribute the loaders of an evaluation."""
     trainer, trains = call.trainer, call.loop.doing == "train"
     # as in Lightning, overfit_batches also limits a fit's validation
-    limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[word]
+    limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[stage]
     limit: int | float = getattr(trainer, limit_name)
     if trains and not limit:
         return
-    passed = find_loader(call, word)
+    passed = find_loader(call, stage)
     if passed is None and not trains:
         raise DataError(
-            f"{call.stage} needs data: pass dataloaders or a data module, or define the task's {LOADERS[word]}."
+            f"{call.stage} needs data: pass dataloaders or a data module, or define the task's {LOADERS[stage]}."
         )
     loaders = one_after_another(passed)
     for index, loader in enumerate(loaders):
-        name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
+        name = f"The {stage} loader" + (f" {index}" if len(loaders) > 1 else "")
         require_iterable(loader, name, refuses_empty=False)
         require_length(loader, limit_name, limit)
-    call.data.loaders[word] = passed
+    call.data.loaders[stage] = passed
     if not loaders:
         return
     data = EvaluationData(
@@ -220,20 +220,22 @@ def make_evaluation_data(call: Call, word: str) -> None:
     )
     for length, count in zip(data.lengths, data.counts, strict=True):
         if length and limit and count == 0:
-            raise ConfigError(f"{limit_name}={limit} of {length} batches is none. Set 0 for none, or {1 / length:.2g}.")
-    trainer.lengths[word] = data.rounds()
+            raise ConfigError(
+                f"{limit_name}={limit} of {length} batches is less than one. Set 0, or at least {1 / length:.2g}."
+            )
+    trainer.lengths[stage] = data.rounds()
     # without a batch there is no evaluation, and its hooks are not called
-    if any(trainer.lengths[word]):
-        call.data.evaluations[word] = data
+    if any(trainer.lengths[stage]):
+        call.data.evaluations[stage] = data
 
 
-def find_loader(call: Call, word: str) -> Any:
+def find_loader(call: Call, stage: str) -> Any:
     """Return the loader passed to the call, else the data module's, else the task's."""
-    if word in call.request_loaders:
-        return call.request_loaders[word]
+    if stage in call.request_loaders:
+        return call.request_loaders[stage]
     # the data module first, as in Lightning
     for source in (call.datamodule, call.task):
-        method = getattr(source, LOADERS[word], None)
+        method = getattr(source, LOADERS[stage], None)
         loader = method() if method is not None else None
         if loader is not None:
             return loader
