@@ -1,8 +1,6 @@
 """Hooks of mkdocs: pages made from the code, links to files of the repository, and the source of each page."""
 
 import atexit
-import html
-import inspect
 import posixpath
 import re
 import shutil
@@ -15,6 +13,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 from legato.base.arguments import TrainerArguments, argument_texts, argument_types, documented_arguments
+from legato.base.values import name_of
 from legato.base.version import __version__
 from legato.callbacks import callback
 from legato.cli.config.check import LAUNCHERS, class_path
@@ -104,13 +103,19 @@ def source_page(path: str) -> str:
 # --- pages made from the code ---------------------------------------------------------------------------------------
 def config_page() -> str:
     """Return the page of all keys of a config, from the same texts as `legato fit --help`."""
-    lines = ["# Config keys", "", "The same as `legato fit --help`. How files are merged: the how-to pages.", ""]
+    lines = [
+        "# Config keys",
+        "",
+        "Reference for anyone who writes a config, from the same texts as `legato fit --help`.",
+        "[Configs](../how-to/config.md) explains how files are merged.",
+        "",
+    ]
     lines += ["## Sections", "", "| key | |", "| --- | --- |"]
     lines += [f"| `{name}` | {escaped(doc)} |" for name, doc in SECTIONS.items()]
     types, texts = argument_types(), argument_texts()
     keys = {name: text for name, text in texts.items() if name not in MOVED and name not in SECTION_OF}
     lines += ["", "## trainer", "", "| key | type | |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | <code>{shown_type(types[name])}</code> | {escaped(text)} |" for name, text in keys.items()]
+    lines += [f"| `{name}` | {shown_values(types[name])} | {escaped(text)} |" for name, text in keys.items()]
     for name in LAUNCHERS:
         launcher = load(class_path("launcher", name))
         described = documented_arguments(launcher.__doc__) | documented_arguments(launcher.__init__.__doc__)
@@ -124,11 +129,11 @@ def arguments_of_the_trainer() -> str:
     types, texts = argument_types(), argument_texts()
     lines: list[str] = []
     for group, examples in yaml.safe_load((ROOT / "docs" / "arguments.yaml").read_text()).items():
-        lines += [f"### {group}", "", "| argument | type, default | meaning | example |", "| --- | --- | --- | --- |"]
+        lines += [f"### {group}", "", "| argument | values; default | meaning | example |", "| --- | --- | --- | --- |"]
         for name, example in examples.items():
             default = TrainerArguments.__dataclass_fields__[name].default
-            kind = f"<code>{shown_type(types[name])}</code>, `{default!r}`"
-            lines.append(f"| `{name}` | {kind} | {escaped(texts[name])} | `{name}={example}` |")
+            kind = "" if types[name] is Any else f"{shown_values(types[name])}; "
+            lines.append(f"| `{name}` | {kind}`{default!r}` | {escaped(texts[name])} | `{name}={example}` |")
         lines.append("")
     return "\n".join(lines)
 
@@ -139,10 +144,9 @@ def changelog_page() -> str:
     return text.replace("[changes/](changes/README.md)", "`changes/`")
 
 
-def shown_type(kind: Any) -> str:
-    """Return a type for a cell of a table, where a bar within `...` would end the cell."""
-    plain = kind.__origin__ if hasattr(kind, "__metadata__") else kind
-    return html.escape(inspect.formatannotation(plain)).replace("|", "&#124;")
+def shown_values(kind: Any) -> str:
+    """Return what values a type allows, for a cell of a table."""
+    return escaped(re.sub(r"anything( or null)?$", r"an object\1", name_of(kind)))
 
 
 def command_line_page() -> str:
