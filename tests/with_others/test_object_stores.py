@@ -165,6 +165,6 @@ def test_an_address_with_the_account_is_that_of_its_container(bucket: str, tmp_p
 
 
 def test_a_bucket_that_is_not_there_is_named_before_the_first_step(bucket: str, tmp_path: Path) -> None:
-    place = f"{bucket.partition(':')[0]}://no-such-bucket/run"
+    place = f"{bucket.rpartition('/')[0]}/no-such-bucket/run"
     with pytest.raises(ConfigError, match=place):
         fit(tmp_path, place, 2)
