@@ -1,4 +1,4 @@
-"""Several loaders as one: what stands where, on any number of processes and from any position; and real runs."""
+"""Several loaders as one: the order on any number of processes and from any position, and real runs."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Batches of streams whose tensors differ in their first dimension: the task says how many samples they have."""
+"""Streams with batches whose tensors differ in their first dimension: the task counts the samples."""
 
 import pytest
 import torch

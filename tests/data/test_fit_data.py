@@ -1,4 +1,4 @@
-"""Loaders and samplers of every kind give the samples that they promise, in their order."""
+"""Loaders and samplers of every kind yield the expected samples in order."""
 
 import pytest
 import torch

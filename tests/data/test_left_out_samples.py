@@ -1,4 +1,4 @@
-"""trainer.leave_out_samples: those samples are in no batch, all others keep their step."""
+"""trainer.leave_out_samples: these samples are in no batch, and all others keep their step."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Workers of a loader: they end with the run, their errors reach it, and all of their batches are read."""
+"""Workers of a loader end with the run, pass on their errors, and have all of their batches read."""
 
 import multiprocessing
 import time

@@ -1,4 +1,4 @@
-"""Lockstep: every process runs as many batches as the one with most; those that are not its own count for nothing."""
+"""Lockstep: every process runs as many batches as the one with the most; masked batches have no effect."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Padded training data: each replica has as many samples of a round as any other, as with torch's sampler."""
+"""Padded training data: all replicas have equally many samples in each round, as with torch's sampler."""
 
 from itertools import chain, product
 

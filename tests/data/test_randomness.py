@@ -1,4 +1,4 @@
-"""Keyed random numbers: the same draws for the same key, in whichever process and after whatever history."""
+"""Keyed random numbers: the same draws for the same key, in any process and after any history."""
 
 import copy
 import functools

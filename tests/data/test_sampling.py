@@ -1,4 +1,4 @@
-"""The order of samples: a uniform bijection in constant memory, dealt out the same way to any number of processes."""
+"""Sample order: a uniform bijection in constant memory, distributed alike over any number of processes."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Data that each process reads a share of, by a sampler, a stream or a dataset of its own: found by comparing."""
+"""Data of which each process reads its own share, from a sampler, a stream or a dataset: recognized by comparison."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""StopIteration out of the user's code: an error that names its place, and never the end of the data in silence."""
+"""StopIteration from the user's code raises an error with its location rather than ending the data silently."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random numbers where batches come from a stream: keyed by position, or with reproducible=off not touched at all."""
+"""Random numbers with streams: keyed by position, or untouched with reproducible=off."""
 
 import random
 

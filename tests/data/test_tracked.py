@@ -1,4 +1,4 @@
-"""Plain DataLoaders over streams with a state: a resume goes on from it, in the workers too, as if nothing had been."""
+"""DataLoaders over streams with a state: a resume continues from it exactly, also with workers."""
 
 import random
 

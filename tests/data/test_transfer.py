@@ -1,4 +1,4 @@
-"""Batches on their way to a device: a stream of their own, memory, hooks, errors."""
+"""Transfer of batches to a device: copy stream, memory, hooks and errors."""
 
 from dataclasses import dataclass
 from itertools import pairwise

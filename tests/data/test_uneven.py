@@ -1,4 +1,4 @@
-"""Data that does not come out even: evaluation counts every sample once, training goes on to the end of all data."""
+"""Uneven data: evaluation counts every sample once, and training continues until all data are read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The last step of an epoch, for which a process has no batch: hooks, callbacks and metrics are those of the others.
+"""The last step of an epoch when a process has no batch: hooks, callbacks and metrics match the other ranks.
 
 18 samples in batches of 4 are five batches: in the third round of two replicas rank 1 has none.
 """

@@ -1,4 +1,4 @@
-"""Logged values: named, weighted and reduced as asked, and read from the device only when a point is written."""
+"""Logged values are named, weighted and reduced as requested, and read from the device only at log points."""
 
 import math
 

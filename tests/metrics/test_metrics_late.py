@@ -1,4 +1,4 @@
-"""Logged values and losses are read when a point is written, and a loss that is not finite is found in time."""
+"""Logged values and losses are read at log points, and a non-finite loss is found in time."""
 
 import math
 

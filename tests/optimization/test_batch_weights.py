@@ -1,4 +1,4 @@
-"""A step's gradient is the mean by what its batches weigh, as training_step says, wherever and however they are run."""
+"""A step's gradient is the mean weighted by training_step's weights, on any number of processes."""
 
 import json
 

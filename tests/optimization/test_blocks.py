@@ -1,4 +1,4 @@
-"""What the trainer changes in a task's modules while it runs: batch norm over all processes, compiled blocks."""
+"""Changes to a task's modules during a run: batch norm over all processes, compiled blocks."""
 
 import pickle
 

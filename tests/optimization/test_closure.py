@@ -1,4 +1,4 @@
-"""Optimizers that evaluate the loss themselves, by a closure."""
+"""Optimizers that evaluate the loss themselves, through a closure."""
 
 import pytest
 import torch

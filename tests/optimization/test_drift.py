@@ -1,4 +1,4 @@
-"""The guard against ranks whose weights drift apart: it sees each difference, and nothing that is none."""
+"""DriftGuard finds every difference between ranks' weights, and reports no other."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Manual optimization is the plain loop that it looks like."""
+"""Manual optimization matches the plain loop that it looks like."""
 
 import copy
 

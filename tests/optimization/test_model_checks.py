@@ -1,4 +1,4 @@
-"""Models and calls of which torch or Python would say too little, or too late."""
+"""Models and calls for which torch or Python raises an unclear or late error."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: named, dropped on all ranks alike, or ignored; never saved over a good checkpoint."""
+"""Non-finite numbers: named, dropped on all ranks alike, or ignored; never saved over a good checkpoint."""
 
 import json
 import logging

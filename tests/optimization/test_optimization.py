@@ -1,4 +1,4 @@
-"""Optimizers, learning rate schedulers and manual optimization do what the same lines do in a plain loop."""
+"""Optimizers, learning rate schedulers and manual optimization match the same lines in a plain loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A task may replace every part of the step by its own."""
+"""A task may override every part of the step."""
 
 import pytest
 from tiny import Tiny, assert_same_bits, make_loader, train_by_hand

@@ -1,4 +1,4 @@
-"""Precision: each one trains like the loop that PyTorch's AMP pages write by hand."""
+"""Each precision trains like the hand-written loop of PyTorch's AMP pages."""
 
 import timeit
 from collections import namedtuple

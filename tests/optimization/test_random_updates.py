@@ -1,4 +1,4 @@
-"""Updates and hooks that draw random numbers: the same on all ranks, on any number of processes, after any resume."""
+"""Updates and hooks that draw random numbers: equal on all ranks, any number of processes, and after any resume."""
 
 from functools import partial
 

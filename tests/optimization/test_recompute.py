@@ -1,4 +1,4 @@
-"""activation_checkpointing: blocks that compute their forward again in backward, and nothing else that changes."""
+"""activation_checkpointing: backward recomputes the forward of blocks, and nothing else changes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Settings that change the speed of a run: options of loaders."""
+"""Settings that change only the speed of a run: options of loaders."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights that change in training_step are refused with several replicas; on_step_end is the place for them."""
+"""Weights that training_step changes are an error with several replicas; on_step_end may change them."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What is known of kinds of devices that this machine has not, and that one file alone names them."""
+"""Kinds of devices that this machine lacks, and the rule that a single file names kinds."""
 
 import io
 import re

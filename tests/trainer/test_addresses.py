@@ -1,4 +1,4 @@
-"""Addresses of object stores: refused where only a local path will do, and without the package of the store."""
+"""Addresses of object stores: errors where a local path is required, and without the store's package."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Mistakes: the right error, which says what was expected, what came and what to do, before the first step."""
+"""Mistakes raise the right error before the first step: what was expected, what came and what to do."""
 
 import re
 from typing import Protocol

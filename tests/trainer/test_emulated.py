@@ -1,4 +1,4 @@
-"""Any accelerator: runs on a kind of device that Legato has never heard of (tests/emulated.py)."""
+"""Any accelerator: runs on a kind of device that Legato does not know (tests/emulated.py)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""validate, test and predict count every sample once, and return what was measured."""
+"""validate, test and predict count every sample once and return its metrics."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""sys.exit within a run: it never passes for success, and the place is told; after training it ends the program."""
+"""sys.exit within a run is reported with its location and is never a success; after training it ends the program."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""fit gives what a hand-written loop gives, and goes on for exactly as long as it was told to."""
+"""fit matches a hand-written loop, and stops exactly at its limits."""
 
 import copy
 import os

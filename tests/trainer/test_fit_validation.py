@@ -1,4 +1,4 @@
-"""Validation and limits: when a run validates, on how much, and what it leaves untouched."""
+"""Validation and limits: when a run validates, on how many batches, and which state stays unchanged."""
 
 import pytest
 import torch

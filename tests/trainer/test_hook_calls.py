@@ -1,4 +1,4 @@
-"""Who is called, with what; and the life of a data module."""
+"""The objects whose hooks are called, the hooks' arguments, and the life cycle of a data module."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hooks fire in the order that the drawing in callbacks/callback.py shows, and only those that are overridden."""
+"""Hooks fire in the order drawn in callbacks/callback.py, and only if they are overridden."""
 
 import re
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Rules about the code as a whole: tests lie in rooms, and the map names files that are there."""
+"""Rules for all of the code: tests lie in the folders of their subjects, and the architecture map names real files."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mistakes in tasks that used to end in somebody else's error, or in none: each is named, with what to do."""
+"""Mistakes in tasks that raised another library's error, or none: each has an error that names the remedy."""
 
 import pdb
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The source distribution has everything, its tests pass on the wheel built from it, and SECURITY.md is true."""
+"""The source distribution is complete, its tests pass on the wheel built from it, and SECURITY.md is true."""
 
 import configparser
 import email

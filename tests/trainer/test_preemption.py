@@ -1,4 +1,4 @@
-"""Runs that are told to end by real signals: a whole checkpoint, exit code 75 or 130, the same bits after a resume."""
+"""Runs ended by real signals: a complete checkpoint, exit code 75 or 130, and the same bits after a resume."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Torch's calls are made without marks for its profiler only where nobody can tell the difference."""
+"""torch's functions are called without profiler ranges only where no profiler can observe the difference."""
 
 import functools
 

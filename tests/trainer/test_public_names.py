@@ -1,4 +1,4 @@
-"""What is public, what an import costs, and the budgets that keep the code readable."""
+"""Public names, the cost of an import, and the size budgets of the code."""
 
 import ast
 import configparser

@@ -1,4 +1,4 @@
-"""Steps that are computed twice: a flipped bit is found and named, nothing else is, and the run stays the same."""
+"""Steps computed twice: a flipped bit is found and named, nothing else is, and the run's results don't change."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run is complete when it is made; what changes afterwards is a small loop state."""
+"""A run is complete when it is made; only a small loop state changes afterwards."""
 
 from dataclasses import FrozenInstanceError, fields
 

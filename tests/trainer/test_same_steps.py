@@ -1,4 +1,4 @@
-"""Any number of processes takes the same steps: samples, random numbers, learning rates and weights."""
+"""Any number of processes makes the same steps: samples, random numbers, learning rates and weights."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""When validation, schedulers and the end of a run happen: each once, also after a resume from any hook."""
+"""Validation, schedulers and the end of a run happen on time and once, even after a resume from any hook."""
 
 import pytest
 from tiny import Tiny, make_loader

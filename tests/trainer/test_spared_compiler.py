@@ -1,4 +1,4 @@
-"""Torch's compiler, whose import takes as long as torch's own, is imported only by runs that compile."""
+"""Only runs that compile import torch's compiler, whose import takes as long as torch's."""
 
 import json
 import subprocess

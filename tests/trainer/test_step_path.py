@@ -1,4 +1,4 @@
-"""The road of one training step: how many of our frames and calls it has, and that nothing on it waits for a device."""
+"""The call path of a training step: its number of frames and calls, and that nothing on it waits for a device."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What a subclass of the Trainer, a task, a data module or a logger decides for itself."""
+"""Methods that a subclass of the Trainer, a task, a data module or a logger overrides."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What type checkers and editors see of Legato, installed as a wheel and as an editable one."""
+"""Legato's types as type checkers and editors see them, installed as a wheel and as an editable install."""
 
 import ast
 import inspect

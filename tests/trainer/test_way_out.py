@@ -1,4 +1,4 @@
-"""Runs in which something fails: what they changed of the process is undone, and the first error is what is seen."""
+"""Runs that fail: their changes to the process are reverted, and the caller gets the first error."""
 
 import functools
 
