@@ -29,7 +29,7 @@ class Small(Digits):
 
 
 class NoisyDigits(DigitsData):
-    """Random images instead of scikit-learn's, whose import takes longer than a case."""
+    """Random images in place of the digits."""
 
     def setup(self, stage):
         generator = torch.Generator().manual_seed(0)
