@@ -1,4 +1,4 @@
-"""Checkpoints: places are found, the background writer writes what was there."""
+"""Checkpoints: search in folders, and background saves of the state at the time of the call."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from legato.trainer.checkpoints import background, commit, find, reading, storag
 
 
 def example(step: int = 0) -> dict[str, object]:
-    """Contents with something of everything, different for each step."""
+    """Return contents of every kind, different for each step."""
     return {
         "state_dict": {"layer.weight": torch.full((3, 4), float(step)), "layer.bias": torch.arange(3.0)},
         "optimizer_states": [{"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3, 4)}}}],
@@ -77,15 +77,15 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
         commit.write(precious, example())
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
         commit.write(precious / "paper.tex", example())
-    one, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
-    commit.write(one, example())
-    link.symlink_to(one)
+    target, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    commit.write(target, example())
+    link.symlink_to(target)
     for refuse in (storage.remove, lambda path: commit.write(path, example())):
         with pytest.raises(CheckpointError):
             refuse(link)
     assert (precious / "paper.tex").read_text() == "years of work"
-    find.verify(one)
-    storage.remove(one)
+    find.verify(target)
+    storage.remove(target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "step-00000002"]
 
 

@@ -1,4 +1,4 @@
-"""A save or a removal that dies or fails at any call costs nothing but itself: real processes, really killed."""
+"""A save or removal that dies or fails at any call loses only itself; real processes are killed."""
 
 import json
 import os
@@ -38,7 +38,7 @@ SCENARIOS = {  # calls into the file system that each makes, at least
 
 @pytest.fixture(scope="module")
 def drive() -> Iterator[Callable[..., Any]]:
-    """Have the driver do something. One process is it for all tests: only its forks die."""
+    """Send a command to the driver, a process that all tests share; only its forks die."""
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, str(DRIVER)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
@@ -47,9 +47,9 @@ def drive() -> Iterator[Callable[..., Any]]:
     def ask(mode: str, scenario: str, folder: Path) -> Any:
         driver.stdin.write(json.dumps([mode, scenario, str(folder)]) + "\n")
         assert select.select([driver.stdout], [], [], 300)[0], "the driver does not answer"
-        found = json.loads(driver.stdout.readline())
-        assert found is not None, "see the traceback in what was printed"
-        return found
+        result = json.loads(driver.stdout.readline())
+        assert result is not None, "see the traceback in what was printed"
+        return result
 
     yield ask
     driver.communicate()
@@ -59,9 +59,9 @@ def drive() -> Iterator[Callable[..., Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
-    found = drive("die", scenario, tmp_path)
-    assert found["wrong"] == []
-    assert found["faults"] >= SCENARIOS[scenario]
+    result = drive("die", scenario, tmp_path)
+    assert result["wrong"] == []
+    assert result["faults"] >= SCENARIOS[scenario]
 
 
 def test_the_calls_are_more_than_two_hundred() -> None:
@@ -71,17 +71,17 @@ def test_the_calls_are_more_than_two_hundred() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first", "overwrite", "next, background", "next, in parts"])
 def test_killed_in_the_middle_of_every_write(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
-    found = drive("torn", scenario, tmp_path)
-    assert found["wrong"] == []
-    assert found["faults"] >= 8
+    result = drive("torn", scenario, tmp_path)
+    assert result["wrong"] == []
+    assert result["faults"] >= 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
-    found = drive("fail", scenario, tmp_path)
-    assert found["wrong"] == []
-    assert found["faults"] >= SCENARIOS[scenario]
+    result = drive("fail", scenario, tmp_path)
+    assert result["wrong"] == []
+    assert result["faults"] >= SCENARIOS[scenario]
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: 
 def test_everything_is_on_the_disk_before_what_builds_on_it(
     drive: Callable[..., Any], scenario: str, tmp_path: Path
 ) -> None:
-    """The order that a power failure asks for: a name, or the commit mark, only over what is synced."""
+    """For a power failure, a name or the commit mark must follow the sync of its contents."""
     unsynced: set[Path] = set()
     manifests = renames = 0
     for call, first, second in drive("record", scenario, tmp_path / "checkpoints"):

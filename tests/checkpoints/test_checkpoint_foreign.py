@@ -1,4 +1,4 @@
-"""Other people's files are read for their weights, and never so that they can run code."""
+"""Weights are read from files of other programs without running code from them."""
 
 import argparse
 import os
@@ -25,19 +25,19 @@ class Evil:
 
 def test_foreign_weights_are_read_whatever_they_are_wrapped_in(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    own = model.state_dict()
+    expected = model.state_dict()
     wrapped = {
-        "plain.pt": own,
-        "nested.pt": {"epoch": 3, "model": own, "optimizer": {"state": {}}},
-        "ddp.pth": {f"module.{name}": value for name, value in own.items()},
-        "compiled.pt": {f"_orig_mod.{name}": value for name, value in own.items()},
-        "part.pt": {name.replace("0.", "0._orig_mod."): value for name, value in own.items()},
-        "both.pt": {f"_orig_mod.module.{name}": value for name, value in own.items()},
+        "plain.pt": expected,
+        "nested.pt": {"epoch": 3, "model": expected, "optimizer": {"state": {}}},
+        "ddp.pth": {f"module.{name}": value for name, value in expected.items()},
+        "compiled.pt": {f"_orig_mod.{name}": value for name, value in expected.items()},
+        "part.pt": {name.replace("0.", "0._orig_mod."): value for name, value in expected.items()},
+        "both.pt": {f"_orig_mod.module.{name}": value for name, value in expected.items()},
         "lightning.ckpt": {
             "epoch": 1,
             "global_step": 9,
             "pytorch-lightning_version": "2.5.0",
-            "state_dict": own,
+            "state_dict": expected,
             "optimizer_states": [torch.optim.Adam(model.parameters()).state_dict()],
             "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(1.0), "dirpath": "x"}},
             "hyper_parameters": {"lr": 0.1},
@@ -45,14 +45,14 @@ def test_foreign_weights_are_read_whatever_they_are_wrapped_in(tmp_path: Path) -
     }
     for name, contents in wrapped.items():
         torch.save(contents, tmp_path / name)
-    torch.save(own, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    safetensors.torch.save_file(own, tmp_path / "model.safetensors")
+    torch.save(expected, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(expected, tmp_path / "model.safetensors")
     for path in tmp_path.iterdir():
         read = foreign.read_contents(path)["state_dict"]
-        assert read.keys() == own.keys(), path
-        assert all(torch.equal(read[name], own[name]) for name in own), path
-    kept = foreign.read_contents(tmp_path / "ddp.pth", names=[f"module.{name}" for name in own])["state_dict"]
-    assert kept.keys() == {f"module.{name}" for name in own}  # a task whose only child is called so
+        assert read.keys() == expected.keys(), path
+        assert all(torch.equal(read[name], expected[name]) for name in expected), path
+    kept = foreign.read_contents(tmp_path / "ddp.pth", names=[f"module.{name}" for name in expected])["state_dict"]
+    assert kept.keys() == {f"module.{name}" for name in expected}  # a task whose only child is called so
 
 
 def test_foreign_files_never_run_code_and_are_refused_with_what_they_hold(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each is refused with a CheckpointError, or read right."""
+"""Damaged and hostile files: each raises CheckpointError or is read correctly."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ FILES = ("model.safetensors", "tensors.safetensors", "state.json", "manifest.jso
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """Two whole checkpoints in one folder, the older first."""
+    """Two complete checkpoints in a folder, older first."""
     root = tmp_path / "checkpoints"
     for step in (1, 2):
         contents = {"state_dict": {"w": torch.full((8, 8), float(step))}, "m": torch.ones(9), "at": (step, None)}
@@ -35,7 +35,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def reseal(directory: Path) -> None:
-    """Make the manifest fit what the files hold now, as someone with intent would."""
+    """Rewrite the manifest to match the changed files, as an attacker would."""
     files = {name: file_sum(directory / name) for name in FILES[:3]}
     (directory / "manifest.json").write_bytes(manifest.dump_manifest(files))
 
@@ -50,14 +50,15 @@ def test_every_flipped_bit_and_every_cut_is_found(
 ) -> None:
     older, newer = two
     file = newer / name
-    whole = file.read_bytes()
-    offsets = range(len(whole)) if name == "manifest.json" else {0, 7, 8, 20, len(whole) // 2, len(whole) - 1}
+    original = file.read_bytes()
+    offsets = range(len(original)) if name == "manifest.json" else {0, 7, 8, 20, len(original) // 2, len(original) - 1}
     damaged = [
-        whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        original[:place] + bytes([original[place] ^ 1 << bit]) + original[place + 1 :]
         for place in offsets
         for bit in (0, 3, 5, 7)
     ]
-    damaged += [whole[:length] for length in (0, 1, 8, len(whole) // 2, len(whole) - 1)] + [whole + b"\0", whole * 2]
+    lengths = (0, 1, 8, len(original) // 2, len(original) - 1)
+    damaged += [*(original[:length] for length in lengths), original + b"\0", original * 2]
     for data in damaged:
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
@@ -104,7 +105,7 @@ def good_manifest() -> dict[str, object]:
 
 
 def sealed(body: dict[str, object]) -> bytes:
-    """Return the text of a manifest with the sum that fits it, as someone with intent would write it."""
+    """Return the text of a manifest with a matching sum, as an attacker would write it."""
     body = {name: value for name, value in body.items() if name != "sha256"}
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({**body, "sha256": hashlib.sha256(text).hexdigest()}).encode()
@@ -286,7 +287,7 @@ SPLICES = [
 
 
 def mutated(seed: bytes, generator: random.Random) -> bytes:
-    """Return the seed with one to four small changes."""
+    """Return the seed after one to four small changes."""
     data = bytearray(seed)
     for _ in range(generator.randint(1, 4)):
         place = generator.randrange(len(data) + 1)
@@ -299,8 +300,8 @@ def mutated(seed: bytes, generator: random.Random) -> bytes:
             case 2:
                 del data[place:end]
             case 3:
-                other = generator.randrange(len(data) + 1)
-                data[place:place] = data[other : other + generator.randint(1, 60)]
+                position = generator.randrange(len(data) + 1)
+                data[place:place] = data[position : position + generator.randint(1, 60)]
     return bytes(data)
 
 

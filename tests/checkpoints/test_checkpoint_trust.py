@@ -1,4 +1,4 @@
-"""What a checkpoint says of others is not believed: names, folders and numbers in it touch nothing of another run."""
+"""A checkpoint's claims about other files are not trusted: its names, folders and numbers cannot harm another run."""
 
 import json
 from collections.abc import Iterable
@@ -16,21 +16,21 @@ from legato.trainer.checkpoints.hashed import file_sum
 
 
 def train(folder: Path, callback: Checkpoint, epochs: int = 1, resume: Any = None, **options: Any) -> lg.Trainer:
-    """Train 5 steps an epoch."""
+    """Train with 5 steps in an epoch."""
     trainer = make_trainer(folder, enable_checkpointing=True, callbacks=[callback], max_epochs=epochs, **options)
     trainer.fit(Tiny(), make_loader(), resume=resume)
     return trainer
 
 
 def forge_index(folder: Path, names: Iterable[str], step: int = 5) -> None:
-    """Name checkpoints in an index, as somebody does who knows the format."""
+    """Write names of checkpoints to an index, as an attacker would."""
     index = json.loads((folder / "index.json").read_bytes())
     index["checkpoints"] |= {name: {"step": step, "score": None, "elapsed": 1.0} for name in names}
     (folder / "index.json").write_text(json.dumps(index))
 
 
 def forge(path: Path, **changes: Any) -> None:
-    """Change what a checkpoint says of the Checkpoint callback, as somebody does who knows the format."""
+    """Change the state of the Checkpoint callback in a checkpoint, as an attacker would."""
     state = json.loads((path / "state.json").read_bytes())
     (callback,) = state["callbacks"].values()
     callback.update(changes)
@@ -42,15 +42,15 @@ def forge(path: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def victims(tmp_path: Path) -> list[Path]:
-    """Folders that nobody has asked to be deleted."""
-    found = [tmp_path / "precious", tmp_path / "runs" / "other" / "version_0" / "checkpoints" / "step-00000003"]
-    for path in found:
+    """Folders that must not be deleted."""
+    folders = [tmp_path / "precious", tmp_path / "runs" / "other" / "version_0" / "checkpoints" / "step-00000003"]
+    for path in folders:
         commit.write(path, {"state_dict": {}})
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "manifest.json").write_text("{}")
     (bare / "thesis.tex").write_text("years")
-    return [*found, bare]
+    return [*folders, bare]
 
 
 def names_of(victims: list[Path], folder: Path) -> dict[str, list[str]]:
@@ -84,7 +84,7 @@ def test_names_from_elsewhere_delete_nothing(tmp_path: Path, victims: list[Path]
 
 
 def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
-    """One has a name as Legato gives them, and stands where this run writes; but this run did not write it."""
+    """A checkpoint in this run's folder has one of Legato's names, but another run wrote it."""
     folder, own = tmp_path / "runs", tmp_path / "own"
     train(folder, Checkpoint(dirpath=own, save_top_k=-1))
     commit.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
@@ -117,7 +117,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("form", INDEXES)
 def test_a_run_goes_on_beside_an_index_that_is_not_its_own(tmp_path: Path, form: str) -> None:
-    """Nothing is deleted that no index names; the run writes a new one."""
+    """Checkpoints that no index names are not deleted; the run writes a new index."""
     folder = train(tmp_path, Checkpoint()).run_dir / "checkpoints"
     run = json.loads((folder / "index.json").read_bytes())["run"]
     (folder / "index.json").write_text(INDEXES[form].replace("RUN", run))

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes out of it, or is refused by its place."""
+"""A checkpoint returns the values that were saved, or refuses them with their paths."""
 
 import argparse
 import enum
@@ -23,28 +23,28 @@ from legato.trainer.checkpoints.hashed import HashedFile
 from legato.trainer.checkpoints.tensors import read_tensors, write_tensors
 
 
-def same(one: object, other: object) -> bool:
-    """Tell whether two nested values are equal in type and, bit for bit, in value."""
-    if isinstance(one, dict):  # Counter too
+def same(first: object, second: object) -> bool:
+    """Return whether two nested values are equal in type and, bit for bit, in value."""
+    if isinstance(first, dict):  # Counter too
         return (
-            isinstance(other, dict)
-            and list(one) == list(other)
-            and [type(key) for key in one] == [type(key) for key in other]
-            and all(same(one[key], other[key]) for key in one)
+            isinstance(second, dict)
+            and list(first) == list(second)
+            and [type(key) for key in first] == [type(key) for key in second]
+            and all(same(first[key], second[key]) for key in first)
         )
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        assert isinstance(other, torch.Tensor)
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and bits(one) == bits(other)
-    if isinstance(one, (np.ndarray, np.generic)):
-        assert isinstance(other, (np.ndarray, np.generic))
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, (list, tuple)):
-        assert isinstance(other, (list, tuple))
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other) if isinstance(one, (float, complex)) else one == other
+    if isinstance(first, torch.Tensor):
+        assert isinstance(second, torch.Tensor)
+        alike = first.dtype == second.dtype and first.shape == second.shape
+        return alike and bits(first) == bits(second)
+    if isinstance(first, (np.ndarray, np.generic)):
+        assert isinstance(second, (np.ndarray, np.generic))
+        return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+    if isinstance(first, (list, tuple)):
+        assert isinstance(second, (list, tuple))
+        return len(first) == len(second) and all(map(same, first, second))
+    return repr(first) == repr(second) if isinstance(first, (float, complex)) else first == second
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -139,7 +139,7 @@ def test_whatever_goes_in_comes_out(contents: dict[str, object], tmp_path_factor
 
 
 def native_order(value: object) -> object:
-    """Return the value with its arrays in this machine's byte order, which is what is stored."""
+    """Return the value with its arrays in this machine's byte order, in which they are stored."""
     if isinstance(value, np.ndarray):
         return value.astype(value.dtype.newbyteorder("="))
     if type(value) in (list, tuple):
@@ -231,7 +231,7 @@ def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 class Scaled(torch.Tensor):
-    """Integers times a number, as a quantised weight."""
+    """Integers with a scale, as in a quantized weight."""
 
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, settings: object) -> "Scaled":
         made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What others do to a run's files and outputs while it goes on: it goes on too, or says which folder is gone."""
+"""Other programs change a run's files and streams: the run continues or names the missing folder."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from legato.trainer.checkpoints import find
 
 
 class At(lg.Callback):
-    """Does something before some step."""
+    """Calls a function before a step."""
 
     def __init__(self, step: int, action: Callable[[Path], object]) -> None:
         self.step, self.action = step, action
@@ -34,7 +34,7 @@ class At(lg.Callback):
 
 
 def train(folder: Path, action: Callable[[Path], object], **options: Any) -> lg.Trainer:
-    """Train 10 steps, saving each; after the sixth somebody does something."""
+    """Train 10 steps and save each; call a function after the sixth."""
     saving = Checkpoint(every_n_train_steps=1, save_top_k=2, asynchronous=options.pop("asynchronous", False))
     chosen: dict[str, Any] = {"logger": True, "log_every_n_steps": 1, "enable_checkpointing": True, "max_epochs": 2}
     trainer = make_trainer(folder, callbacks=[saving, At(6, action)], **{**chosen, **options})
@@ -43,7 +43,7 @@ def train(folder: Path, action: Callable[[Path], object], **options: Any) -> lg.
 
 
 class FullDisk(Logger):
-    """Writes where there is no space."""
+    """A stream on a full disk."""
 
     def log_metrics(self, metrics: Any, step: int) -> None:
         with open("/dev/full", "wb", buffering=0) as file:
@@ -155,7 +155,7 @@ def take_rights(run_dir: Path) -> None:
 
 
 def run_without_rights(folder: Path) -> None:
-    """Run, as somebody who is not root, in a directory to which nobody may write from the seventh step on."""
+    """Run without root's rights in a directory that becomes read-only at the seventh step."""
     train(folder / "before", lambda run_dir: None)  # what is imported as root is there
     tempfile.tempdir = str(folder)
     if os.geteuid() == 0:
@@ -164,8 +164,8 @@ def run_without_rights(folder: Path) -> None:
     for name, options in {"log": {}, "save": {"logger": False}}.items():
         with pytest.raises(LegatoError) as caught:
             train(folder / name, take_rights, **options)
-        said = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
-        (folder / name / "said").write_text(said)
+        output = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+        (folder / name / "said").write_text(output)
 
 
 @pytest.mark.slow
@@ -180,15 +180,15 @@ def test_a_run_directory_without_rights_is_named() -> None:
         assert process.returncode == 0, errors
         assert "Traceback" not in errors
         where = "default/version_0"
-        said = (folder / "log" / "said").read_text()
-        assert f"Cannot write to the run directory {folder / 'log' / where}: no permission to" in said
-        said = (folder / "save" / "said").read_text()
-        assert f"{folder / 'save' / where}/checkpoints/step-00000007 could not be written: Permission denied" in said
-        assert said.endswith(" ")  # and nothing failed after that
+        output = (folder / "log" / "said").read_text()
+        assert f"Cannot write to the run directory {folder / 'log' / where}: no permission to" in output
+        output = (folder / "save" / "said").read_text()
+        assert f"{folder / 'save' / where}/checkpoints/step-00000007 could not be written: Permission denied" in output
+        assert output.endswith(" ")  # and nothing failed after that
 
 
 def run_into_closed_pipe(folder: Path, devices: int) -> None:
-    """Run as in `python train.py 2>&1 | head -1`: nobody reads what is written after the first line."""
+    """Run as in `python train.py 2>&1 | head -1`, which reads only the first line."""
     reading, writing = os.pipe()
     for number in (1, 2):
         os.dup2(writing, number)

@@ -1,4 +1,4 @@
-"""Weights that are not trained: stored once beside the checkpoints, by content, and deleted with the last of them."""
+"""Frozen weights are stored once beside the checkpoints, by content, and deleted with the last checkpoint."""
 
 import json
 import multiprocessing
@@ -36,7 +36,7 @@ def bases(folder: Path) -> list[Path]:
 
 
 def assert_holds(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Fail unless a checkpoint has these weights."""
+    """Assert that a checkpoint holds these weights."""
     back = reading.read_checkpoint(path)["state_dict"]
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], value) for name, value in weights.items())

@@ -1,4 +1,4 @@
-"""Large files of a checkpoint: a save that fails in their middle, and one that outlives its program."""
+"""Large files of a checkpoint: a save that fails in the middle, and a save that outlives its program."""
 
 import resource
 import subprocess

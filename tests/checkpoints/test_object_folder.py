@@ -1,4 +1,4 @@
-"""A checkpoint in an object store is complete or not there, whatever fails, dies or writes beside it."""
+"""A checkpoint in an object store is complete or absent, even if requests fail, processes die or others write."""
 
 import itertools
 import random
@@ -140,7 +140,7 @@ def test_a_process_that_dies_at_any_request_leaves_the_old_or_the_new_one(scenar
 
 
 def test_a_sweep_of_the_folder_above_leaves_checkpoints_alone() -> None:
-    """A run directory is swept like a folder of checkpoints, and may lie in another's."""
+    """A run directory is swept like a folder of checkpoints, and may be inside another one."""
     dead()
     before = whole()
     assert before

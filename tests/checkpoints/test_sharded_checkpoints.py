@@ -1,4 +1,4 @@
-"""Checkpoints that every process writes its parts of: put together, taken over on any layout, whole or not there."""
+"""Sharded checkpoints: written by all processes, loaded on any layout, complete or absent."""
 
 import errno
 import itertools
@@ -26,7 +26,7 @@ from legato.trainer.processes.launch import run_workers
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 def cut(sizes, counts):
-    """Cut a box of these sizes by a grid of these counts, torch.chunk's way; yield slices, some of them empty."""
+    """Cut a box of these sizes into a grid of these counts, like torch.chunk; yield slices, some of them empty."""
     sides = []
     for size, count in zip(sizes, counts, strict=True):
         step = -(-size // count)
@@ -54,8 +54,8 @@ def test_any_block_is_read_from_the_parts_of_any_grid(tmp_path_factory, box, cop
 
     def save(rank):
         place = places[rank.rank]
-        part = ShardBlock(tensor[place].clone(), sizes, tuple(side.start for side in place))
-        contents = {"state_dict": {"w": part, "plain": torch.ones(2)}, "moments": [part], "rank": rank.rank}
+        block = ShardBlock(tensor[place].clone(), sizes, tuple(side.start for side in place))
+        contents = {"state_dict": {"w": block, "plain": torch.ones(2)}, "moments": [block], "rank": rank.rank}
         commit.write(directory, contents, ranks=rank)
 
     on_ranks(len(places), save)
@@ -71,8 +71,8 @@ def test_any_block_is_read_from_the_parts_of_any_grid(tmp_path_factory, box, cop
 
 def test_parts_that_do_not_make_up_the_whole_are_refused(tmp_path):
     def save(rank):
-        part = ShardBlock(torch.ones(2), (5,), (rank.rank * 2,))  # the last number is missing
-        commit.write(tmp_path / "a", {"state_dict": {"w": part}}, ranks=rank)
+        block = ShardBlock(torch.ones(2), (5,), (rank.rank * 2,))  # the last number is missing
+        commit.write(tmp_path / "a", {"state_dict": {"w": block}}, ranks=rank)
 
     on_ranks(2, save)
     with pytest.raises(CheckpointError, match=r"state_dict\.w: the shards of 'w' do not make up a tensor of shape"):
@@ -102,18 +102,18 @@ def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_nothing(tmp_path,
         return really(path, *arguments, **named)
 
     monkeypatch.setattr(os, "open", full)
-    said = []
+    messages = []
 
     def fails(rank):
         with pytest.raises(CheckpointError) as caught:
             save(rank, 2)
-        said.append((rank.rank, str(caught.value)))
+        messages.append((rank.rank, str(caught.value)))
 
     on_ranks(2, fails)
-    said = dict(said)
-    assert "Rank 1 could not write its part of the checkpoint" in said[0]
-    assert "No space left on device" in said[0]
-    assert "No space left on device" in said[1]
+    messages = dict(messages)
+    assert "Rank 1 could not write its part of the checkpoint" in messages[0]
+    assert "No space left on device" in messages[0]
+    assert "No space left on device" in messages[1]
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert torch.equal(reading.read_checkpoint(tmp_path / "step-00000001")["state_dict"]["w"], torch.ones(4))
@@ -134,15 +134,15 @@ OPTIONS = {**RUNS["adamw"], "max_epochs": 6, "enable_checkpointing": True, "limi
 
 
 def grouped():
-    """The layouts by their number of processes: each number is started once."""
-    found = {}
+    """Group the layouts by their number of processes, so that each number starts once."""
+    results = {}
     for name, (processes, strategy) in LAYOUTS.items():
-        found.setdefault(processes, {})[name] = strategy
-    return found
+        results.setdefault(processes, {})[name] = strategy
+    return results
 
 
 class Looks(lg.Callback):
-    """Saves the state that training begins with, reads it back whole, and stops."""
+    """Saves the initial state of the training, reads it back in full, and stops."""
 
     def __init__(self, folder):
         self.folder, self.found = folder, None
@@ -156,7 +156,7 @@ class Looks(lg.Callback):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Train two steps on every layout; return the folder with a checkpoint of each."""
+    """Train two steps on every layout; return the folder with a checkpoint of each layout."""
     root = tmp_path_factory.mktemp("saved")
 
     def work(processes, layouts):
@@ -184,20 +184,20 @@ def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
         files = {path.name: path.stat().st_size for path in of(saved, name).iterdir()}
         assert all(f"model-{rank:05d}.safetensors" in files for rank in range(4)) or name == "single"
         sizes[name] = files
-    whole = sizes["single"]["model.safetensors"] + sizes["single"]["tensors.safetensors"]
+    total = sizes["single"]["model.safetensors"] + sizes["single"]["tensors.safetensors"]
     for name in ("shard", "shard x tensor"):
         for rank in range(4):
-            own = sum(size for file, size in sizes[name].items() if f"-{rank:05d}." in file)
-            assert own < whole / 2  # headers of the tiny model included
-        assert sizes[name]["model.safetensors"] + sizes[name]["tensors.safetensors"] < whole / 3
+            share = sum(size for file, size in sizes[name].items() if f"-{rank:05d}." in file)
+            assert share < total / 2  # headers of the tiny model included
+        assert sizes[name]["model.safetensors"] + sizes[name]["tensors.safetensors"] < total / 3
 
 
 @pytest.mark.slow
 def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
-    """Weights and optimizer states as they were, to the last bit, whichever processes wrote them."""
+    """Weights and optimizer states are equal to the last bit, whichever processes wrote them."""
 
     def work(processes, layouts):
-        found = {}
+        results = {}
         for (name, strategy), source in itertools.product(layouts.items(), LAYOUTS):
             looks = Looks(tmp_path / f"{name}-{source}")
             fit(
@@ -208,13 +208,13 @@ def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
                 callbacks=[looks],
                 resume=of(saved, source),
             )
-            found[name, source] = looks.found
-        return found
+            results[name, source] = looks.found
+        return results
 
     wanted = {name: reading.read_checkpoint(of(saved, name)) for name in LAYOUTS}
     for processes, layouts in grouped().items():
-        found = run_workers(lambda p=processes, group=layouts: work(p, group), processes)
-        for (name, source), (weights, moments) in found.items():
+        results = run_workers(lambda p=processes, group=layouts: work(p, group), processes)
+        for (name, source), (weights, moments) in results.items():
             theirs = wanted[source]
             assert weights.keys() == theirs["state_dict"].keys()
             for key, value in theirs["state_dict"].items():
@@ -227,7 +227,7 @@ def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GPT, CNN])
 def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(tmp_path, kind):
-    """Four processes that share everything, two that cut layers, one, two with whole copies, four again."""
+    """Four processes with sharded weights, two with cut layers, one, two with full copies, and four again."""
     legs = ["shard", "tensor", "single", "ddp", "shard x tensor"]
 
     def leg(number, name):
@@ -252,9 +252,9 @@ def test_export(saved, tmp_path, capsys):
     assert main(["export", str(of(saved, "shard x tensor")), str(target)]) == 0
     assert str(target) in capsys.readouterr().out
     expected = reading.read_checkpoint(of(saved, "shard x tensor"))["state_dict"]
-    found = load_file(target)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    results = load_file(target)
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(results[name], expected[name]) for name in results)
     assert main(["export", str(of(saved, "single")), str(target)]) == 1
     assert "exists already" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "b.safetensors")]) == 1

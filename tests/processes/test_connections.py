@@ -1,4 +1,4 @@
-"""Connections that are opened in a context are shut down together; others are not touched."""
+"""Connections that are opened in a context are shut down together; other connections stay open."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from legato.trainer.processes import connections
 
 @pytest.fixture
 def connect():
-    """A function that opens a TCP connection, and returns both ends."""
+    """Return a function that opens a TCP connection and returns both ends."""
     with ExitStack() as opened:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
 
@@ -42,14 +42,14 @@ def test_a_number_that_is_another_connection_by_now(connect):
         near, _ = connect()
     number = near.fileno()
     near.close()
-    other = connect()
-    if other[0].fileno() != number:  # a lower one was free
-        os.dup2(other[0].fileno(), number)
+    peer = connect()
+    if peer[0].fileno() != number:  # a lower one was free
+        os.dup2(peer[0].fileno(), number)
     connections.shut_down()
-    if other[0].fileno() != number:
+    if peer[0].fileno() != number:
         os.close(number)
-    other[0].sendall(b"x")
-    assert other[1].recv(1) == b"x"
+    peer[0].sendall(b"x")
+    assert peer[1].recv(1) == b"x"
 
 
 def test_a_group_beside_the_default_one(connect):
@@ -84,7 +84,7 @@ def test_connections_to_a_store_stay(connect):
 
 
 def test_a_default_timeout_of_the_script_leaves_connections_as_they_are(connect):
-    """Python makes a socket non-blocking that it looks at under one, and torch's store then loses an answer."""
+    """A default timeout would make the inspected socket non-blocking, and torch's store would lose an answer."""
     near, _ = connect()
     near.settimeout(None)
     socket.setdefaulttimeout(5)

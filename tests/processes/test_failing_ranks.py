@@ -1,4 +1,4 @@
-"""One rank fails, in every way, at every place: the job ends with its own error last and alone, and nothing is left."""
+"""A rank fails in every way and place: the job ends with only that rank's error, and leaves nothing behind."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ WHO = 1
 
 
 class Boom(Exception):
-    """What goes wrong on one rank."""
+    """The error of a failing rank."""
 
 
 def fail(way):
@@ -38,7 +38,7 @@ def fail(way):
 
 
 class Failing(Validated):
-    """Fails on one rank, at its second chance."""
+    """Fails on one rank, at the second call."""
 
     def __init__(self, way, place):
         super().__init__()
@@ -67,7 +67,7 @@ class Failing(Validated):
 
 
 class FailsInWorker(Dataset):
-    """The worker of one rank fails at a sample that this rank reads."""
+    """The loader worker of one rank fails at a sample."""
 
     def __init__(self, way):
         self.data, self.way = make_data(32), way
@@ -110,28 +110,28 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
     )
     with pytest.raises(Exception) as caught:
         made.fit(task, data, make_loader(18) if place == "validation" else None)
-    said = "".join(traceback.format_exception(caught.value)).rstrip()
-    last = said.splitlines()[-1]
+    text = "".join(traceback.format_exception(caught.value)).rstrip()
+    last = text.splitlines()[-1]
     if way == "raises":
         assert isinstance(caught.value, Boom)
         assert last.endswith("Boom: what went wrong")
-        assert ", in fail\n" in said
+        assert ", in fail\n" in text
     elif place == "loader worker":
         assert "DataLoader worker" in last or "FileNotFoundError" in last  # where its broken connection surfaces first
-        assert f"Rank {WHO} of {processes} failed" in said
+        assert f"Rank {WHO} of {processes} failed" in text
     else:
         words = "was killed by SIGKILL" if way == "is killed" else "failed with WorkerError"
-        assert f"Rank {WHO} of {processes} {words}" in said
+        assert f"Rank {WHO} of {processes} {words}" in text
         assert (f"of rank {WHO} ended fit at step" in last) == (way == "leaves")
     if place != "loader worker":  # whose own connection to its rank may show
-        assert "onnection closed" not in said
-        assert "onnection reset" not in said
+        assert "onnection closed" not in text
+        assert "onnection reset" not in text
     for checkpoint in Path(tmp_path).rglob("step-*"):
         assert (checkpoint / "manifest.json").exists() or "." in checkpoint.name
 
 
 class KillsServer(Validated):
-    """Kills the server that its process was forked from."""
+    """Kills the fork server of its process."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_rank == 1 and self.global_step == 3:

@@ -1,4 +1,4 @@
-"""Ranks that another launcher started: the last words of each name the rank that failed first; they end in seconds."""
+"""Ranks of another launcher end within seconds, and each error names the rank that failed first."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ class Failing(Line):
 
 @pytest.fixture
 def ended(tmp_path):
-    """Return a function that runs two ranks, and returns their exit codes and what they said."""
+    """Return a function that runs two ranks and returns their exit codes and outputs."""
     shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
     (tmp_path / "failing.py").write_text(MODULE)
     trainer = {"accelerator": "cpu", "strategy": "ddp", "max_epochs": 1, "threads": 1, "enable_progress_bar": False}
@@ -60,11 +60,11 @@ def ended(tmp_path):
             start = partial(subprocess.Popen, [sys.executable, "-m", *words], **pipes)
         ranks = [start(cwd=tmp_path, env={**environment, "RANK": str(rank)}) for rank in range(2)]
         try:
-            said = ["".join(rank.communicate(timeout=120)) for rank in ranks]
+            outputs = ["".join(rank.communicate(timeout=120)) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-        return [rank.returncode for rank in ranks], said
+        return [rank.returncode for rank in ranks], outputs
 
     return run
 
@@ -75,34 +75,34 @@ def ended(tmp_path):
     [("import", 2, "OSError: no data on this node"), ("init", 1, "no room on this node")],
 )
 def test_a_rank_that_fails_before_the_rendezvous_ends_the_others(ended, who, when, code, words):
-    codes, said = ended(who, when)
-    assert codes == [code, code], said
-    assert words in said[who]
-    assert f"legato: Rank {who} of 2 failed before the rendezvous: " in said[1 - who]
-    assert words in said[1 - who]
+    codes, outputs = ended(who, when)
+    assert codes == [code, code], outputs
+    assert words in outputs[who]
+    assert f"legato: Rank {who} of 2 failed before the rendezvous: " in outputs[1 - who]
+    assert words in outputs[1 - who]
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_is_named_by_the_others(ended, who):
-    codes, said = ended(who, "step")
-    assert codes == [1, 1], said
-    assert "ValueError: a bad sample" in said[who]
-    last = said[1 - who].strip().splitlines()[-1]
+    codes, outputs = ended(who, "step")
+    assert codes == [1, 1], outputs
+    assert "ValueError: a bad sample" in outputs[who]
+    last = outputs[1 - who].strip().splitlines()[-1]
     assert last.startswith(f"legato: Rank {who} of 2 failed first: ValueError: a bad sample (")
     assert "failing.py:" in last
 
 
 def test_a_rank_that_exits_is_named_by_the_others(ended):
-    codes, said = ended(1, "exit")
-    assert codes == [1, 3], said
-    assert "legato: Rank 1 of 2 failed first: SystemExit: 3 (" in said[0]
+    codes, outputs = ended(1, "exit")
+    assert codes == [1, 3], outputs
+    assert "legato: Rank 1 of 2 failed first: SystemExit: 3 (" in outputs[0]
 
 
 @pytest.mark.parametrize(
     ("who", "words"), [(0, "has ended without an error message"), (1, "no rank has reported an error")]
 )
 def test_a_rank_that_was_killed_is_suspected(ended, who, words):
-    codes, said = ended(who, "kill")
+    codes, outputs = ended(who, "kill")
     assert codes[who] == -signal.SIGKILL
     assert codes[1 - who] == 1
-    assert words in said[1 - who].strip().splitlines()[-1]
+    assert words in outputs[1 - who].strip().splitlines()[-1]

@@ -1,6 +1,6 @@
-"""Python's garbage collections: when they run, what they find, and that all is put back.
+"""Python's garbage collections: when they run, what they free, and that the settings are restored.
 
-They look at every object, of which a process that has collected all tests has a million: what collects runs in workers.
+They visit every object, and a process that has collected all tests has a million. So collections run in workers.
 """
 
 import gc
@@ -19,7 +19,7 @@ from legato.trainer.processes.launch import run_workers
 
 
 class Node:
-    """Refers to itself, so that only the garbage collector frees it."""
+    """Refers to itself, so that only the garbage collector can free it."""
 
     def __init__(self):
         self.itself = self
@@ -58,7 +58,7 @@ class Littering(Tiny):
 
 
 def in_worker(work):
-    """Make a test of a function of a folder: run in a new process, it must leave collections to Python again."""
+    """Run a function of a folder as a test in a new process, which must return collections to Python."""
 
     def test(tmp_path):
         run_workers(partial(restoring, work, tmp_path), 1)
@@ -67,7 +67,7 @@ def in_worker(work):
 
 
 def often(seconds):
-    """Collect every so many seconds, in this worker."""
+    """Collect at a short interval in this worker."""
     agreement.FIRST_COLLECTION = agreement.COLLECTION_SECONDS = seconds
 
 

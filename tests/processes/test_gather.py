@@ -1,4 +1,4 @@
-"""Task.all_gather: uneven shares, groups, what ranks must agree on, and gradients that go back to all ranks."""
+"""Task.all_gather: uneven shares, groups, disagreements of ranks, and gradients for all ranks."""
 
 import re
 import warnings
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 class Asks(lg.Task):
-    """Calls `ask` in a hook or step of an evaluation, and keeps what came of it."""
+    """Calls `ask` in a hook or step of an evaluation and keeps the result."""
 
     def __init__(self, ask, at="on_validation_epoch_end"):
         super().__init__()
@@ -51,7 +51,7 @@ class Asks(lg.Task):
 
 
 def asked(ask, samples=10, batch_size=2, processes=2, at="on_validation_epoch_end", loader=None, **options):
-    """Return what `ask` came to on every rank: its answer, or the error's type and text."""
+    """Return the result of `ask` on every rank, or the error's type and text."""
     task = Asks(ask, at)
     trainer = lg.Trainer(**{**QUIET, "strategy": "ddp", "devices": processes, **options})
     numbers = TensorDataset(torch.arange(samples, dtype=torch.float32))
@@ -76,12 +76,12 @@ def everything(task, rank):
 def of_a_group(task, rank):
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = groups[rank == 2]
-    found = task.all_gather(torch.tensor([rank]), group=mine), task.all_gather(rank, group=dist.group.WORLD)
+    results = task.all_gather(torch.tensor([rank]), group=mine), task.all_gather(rank, group=dist.group.WORLD)
     try:
         task.all_gather(torch.ones(1), group=groups[rank != 2])
     except TaskError as error:
-        return *found, str(error)
-    return found
+        return *results, str(error)
+    return results
 
 
 class Unsized(IterableDataset):
@@ -101,19 +101,19 @@ ASKED = {
 
 
 def two_ranks():
-    found = {name: asked(ask, 10 if name != "uneven" else 7) for name, ask in ASKED.items()}
-    found["in steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 8, at="validation_step")
-    found["in uneven steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 10, at="validation_step")
-    return found
+    results = {name: asked(ask, 10 if name != "uneven" else 7) for name, ask in ASKED.items()}
+    results["in steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 8, at="validation_step")
+    results["in uneven steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 10, at="validation_step")
+    return results
 
 
 def every_rank(function):
-    """Return what `function` returned on each rank."""
+    """Return the results of `function` on all ranks."""
 
     def work():
-        own = function()
+        indices = function()
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
+        dist.all_gather_object(every, indices)
         return every
 
     return work
@@ -127,26 +127,26 @@ def two():
 @pytest.mark.slow
 def test_everything_in_a_collection_comes_back_in_its_place(two):
     for rank in two:
-        found = rank["everything"]
-        assert found["tensor"].tolist() == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
-        assert [one.tolist() for one in found["numbers"]] == [[0, 1], [0.5, 1.5], [False, True], [[0, 1], [1, 2]]]
-        assert found["box"].value.tolist() == [0, 1]
-        assert (found["box"].value.dtype, found["box"].note) == (torch.int16, "text")
-        assert isinstance(found["pair"], Pair)
-        assert found["pair"].left.tolist() == [[1], [1 + 2j]]
-        assert found["pair"].right.tolist() == [0, 1]
-        assert [tuple(one.shape) for one in found["odd"]] == [(2, 1), (2, 0, 4), (2, 1)]
-        assert found["odd"][2].tolist() == [[True], [False]]
-        assert found["other"] is None
+        results = rank["everything"]
+        assert results["tensor"].tolist() == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
+        assert [item.tolist() for item in results["numbers"]] == [[0, 1], [0.5, 1.5], [False, True], [[0, 1], [1, 2]]]
+        assert results["box"].value.tolist() == [0, 1]
+        assert (results["box"].value.dtype, results["box"].note) == (torch.int16, "text")
+        assert isinstance(results["pair"], Pair)
+        assert results["pair"].left.tolist() == [[1], [1 + 2j]]
+        assert results["pair"].right.tolist() == [0, 1]
+        assert [tuple(item.shape) for item in results["odd"]] == [(2, 1), (2, 0, 4), (2, 1)]
+        assert results["odd"][2].tolist() == [[True], [False]]
+        assert results["other"] is None
 
 
 @pytest.mark.slow
 def test_uneven_shares_come_as_a_list(two):
     for rank in two:
-        found = rank["uneven"]
-        assert sorted(torch.cat(list(found)).tolist()) == list(range(7))
-        assert [len(one) for one in found] == [4, 3]
-        assert [tuple(one.shape) for one in rank["strided"]] == [(3, 2), (2, 2)]
+        results = rank["uneven"]
+        assert sorted(torch.cat(list(results)).tolist()) == list(range(7))
+        assert [len(item) for item in results] == [4, 3]
+        assert [tuple(item.shape) for item in rank["strided"]] == [(3, 2), (2, 2)]
         assert torch.equal(rank["strided"][1], torch.arange(6.0).view(2, 3).t()[1:] + 1)
         assert torch.cat(list(rank["in steps"])).tolist() == [4.0, 5.0, 6.0, 7.0]
 
@@ -181,16 +181,16 @@ def test_in_steps_all_ranks_must_take_part(two):
 
 @pytest.mark.slow
 def test_a_group_is_asked_and_no_other():
-    for rank, found in enumerate(run_workers(every_rank(lambda: {"group": asked(of_a_group, processes=3)}), 3)):
-        own, whole, refused = found["group"]
-        assert own.tolist() == ([[2]] if rank == 2 else [[0], [1]])
-        assert whole.tolist() == [0, 1, 2]
+    for rank, results in enumerate(run_workers(every_rank(lambda: {"group": asked(of_a_group, processes=3)}), 3)):
+        indices, world, refused = results["group"]
+        assert indices.tolist() == ([[2]] if rank == 2 else [[0], [1]])
+        assert world.tolist() == [0, 1, 2]
         assert f"rank {rank}, which is not in that group" in refused
 
 
 @pytest.mark.slow
 def test_an_unsized_stream_that_ends_unevenly_is_refused_when_it_does():
-    """Rank 1 has no batch in the last round, and does not wait for the others in silence."""
+    """Rank 1 has no batch in the last round, and must not wait for the others silently."""
     stream = DataLoader(Unsized(), batch_size=1)
     trainer = lg.Trainer(**QUIET, strategy="ddp", devices=2)
     with pytest.raises(TaskError, match="equally often"):
@@ -198,9 +198,9 @@ def test_an_unsized_stream_that_ends_unevenly_is_refused_when_it_does():
 
 
 def test_one_process_has_one_rank():
-    found = asked(lambda task, rank: task.all_gather({"x": torch.ones(2), "n": 3}), strategy="single", devices=1)
-    assert found["x"].tolist() == [[1.0, 1.0]]
-    assert found["n"].tolist() == [3]
+    results = asked(lambda task, rank: task.all_gather({"x": torch.ones(2), "n": 3}), strategy="single", devices=1)
+    assert results["x"].tolist() == [[1.0, 1.0]]
+    assert results["n"].tolist() == [3]
 
 
 # --- with a gradient --------------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ class Contrastive(lg.Task):
     def training_step(self, batch, batch_idx):
         ours, theirs = self.first(batch[0]), self.second(batch[0])
         every = list(self.all_gather(theirs, **self.options))
-        own = torch.arange(len(ours)) + sum(map(len, every[: self.global_rank]))
-        loss = functional.cross_entropy(ours @ torch.cat(every).T, own)
+        indices = torch.arange(len(ours)) + sum(map(len, every[: self.global_rank]))
+        loss = functional.cross_entropy(ours @ torch.cat(every).T, indices)
         self.log("loss", loss)
         return loss
 
@@ -249,7 +249,7 @@ def train(task, rows=16, **options):
 def by_hand(sizes=((4, 4), (4, 4)), length=16):
     """Train on the batches of all ranks in one process: the mean over all rows, each against all columns.
 
-    Rows from `length` on are the first ones again.
+    After `length` the rows repeat from the first.
     """
     task, start = Contrastive(), 0
     optimizer = task.configure_optimizers()
@@ -284,12 +284,12 @@ def gradient_cases():
 
 @pytest.mark.slow
 def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
-    found = run_workers(gradient_cases, 2)
+    results = run_workers(gradient_cases, 2)
     for name in ("ddp", "bitwise", "manual", "fsdp", "of a group"):
-        torch.testing.assert_close(found[name], by_hand(), rtol=1e-5, atol=1e-6, msg=name)
-    torch.testing.assert_close(found["short last batch"], by_hand(((4, 4), (4, 2))), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found["accumulated"], by_hand(((4, 4),)), rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(found["ddp"], torch.cat([p.detach().flatten() for p in Contrastive().parameters()]))
+        torch.testing.assert_close(results[name], by_hand(), rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(results["short last batch"], by_hand(((4, 4), (4, 2))), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results["accumulated"], by_hand(((4, 4),)), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(results["ddp"], torch.cat([p.detach().flatten() for p in Contrastive().parameters()]))
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_what_cannot_mean_the_same_is_refused_by_name(options, words, with_gradi
 
 
 class ByTorch(Contrastive):
-    """Gathers by torch's own function, which takes as many rows of each rank."""
+    """Gathers with torch's function, which needs equally many rows from each rank."""
 
     def training_step(self, batch, batch_idx):
         with warnings.catch_warnings():
@@ -322,8 +322,8 @@ class ByTorch(Contrastive):
             import torch.distributed.nn as differentiable
 
             every = torch.cat(differentiable.all_gather(self.second(batch[0])))
-        own = torch.arange(len(batch[0])) + len(batch[0]) * self.global_rank
-        return functional.cross_entropy(self.first(batch[0]) @ every.T, own)
+        indices = torch.arange(len(batch[0])) + len(batch[0]) * self.global_rank
+        return functional.cross_entropy(self.first(batch[0]) @ every.T, indices)
 
 
 @pytest.mark.slow
@@ -335,9 +335,9 @@ def test_a_replica_of_each_process_may_call_torchs_collectives():
 @pytest.mark.parametrize("kind", [Contrastive, ByTorch])
 @pytest.mark.parametrize(("rows", "last"), [(13, (3, 3)), (14, (3, 3)), (9, (1, 1))])
 def test_even_shares_let_a_contrastive_step_gather_as_many_rows_of_each_rank(kind, rows, last):
-    found = train(kind(), rows, use_distributed_sampler="even")[0]
+    results = train(kind(), rows, use_distributed_sampler="even")[0]
     sizes = ((4, 4), last)
-    torch.testing.assert_close(found, by_hand(sizes, rows), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results, by_hand(sizes, rows), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs that stop moving: ended within hang_timeout by one message that says which rank is where; nothing is left."""
+"""Hanging runs end within hang_timeout with one message that has each rank's position, and leave nothing behind."""
 
 import inspect
 import os
@@ -24,7 +24,7 @@ TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """After the test no process is left that was not there before but the fork server and its helper."""
+    """After the test no new process is left, except the fork server and its helper."""
     warm_up()
     assert wait_until(lambda: len(children()) >= 2)
     before = children()
@@ -33,13 +33,13 @@ def nothing_left():
 
 
 def line_of(function, text):
-    """Where in this file a line of a function stands."""
+    """Return the number in this file of a line of a function."""
     lines, first = inspect.getsourcelines(function)
     return first + next(index for index, line in enumerate(lines) if text in line)
 
 
 class Stuck(Dataset):
-    """One of its samples never comes."""
+    """Reading one of the samples never returns."""
 
     def __init__(self, bad, rank=None):
         self.data, self.bad, self.rank = make_data(32), bad, rank
@@ -55,7 +55,7 @@ class Stuck(Dataset):
 
 
 def hanging(made, task, *loaders):
-    """Train until the run is ended, and return what is said."""
+    """Train until the run is ended, and return the error's text."""
     with pytest.raises(HangError) as caught:
         made.fit(task, *loaders)
     assert "No progress for 2 s (trainer.hang_timeout)" in str(caught.value)
@@ -69,23 +69,23 @@ def stacks(made, rank):
 @pytest.mark.slow
 def test_a_sample_that_never_comes(trainer):
     made = trainer(logger=True, **TWO)
-    said = hanging(made, Tiny(), DataLoader(Stuck(20), 4))
+    output = hanging(made, Tiny(), DataLoader(Stuck(20), 4))
     line = line_of(Stuck.__getitem__, "the line that is named")
-    assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(__getitem__\) for \d+ s, at step 3", said), said
-    assert re.search(r"rank 0 waits in .* for \d+ s, at step 3", said), said
-    assert "The others wait for rank 1." in said
+    assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(__getitem__\) for \d+ s, at step 3", output), output
+    assert re.search(r"rank 0 waits in .* for \d+ s, at step 3", output), output
+    assert "The others wait for rank 1." in output
     assert f'test_hangs.py", line {line} in __getitem__' in stacks(made, 1)
     assert "train_step" in stacks(made, 0)
-    assert str(made.run_dir / "hang") in said
+    assert str(made.run_dir / "hang") in output
 
 
 @pytest.mark.slow
 def test_a_loader_worker_that_is_stuck(trainer):
     made = trainer(logger=True, **TWO)
-    said = hanging(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
+    output = hanging(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
     line = line_of(Stuck.__getitem__, "the line that is named")
-    assert f"rank 1 waits for a loader's worker, which is in test_hangs.py:{line} (__getitem__)" in said
-    assert "The others wait for rank 1." in said
+    assert f"rank 1 waits for a loader's worker, which is in test_hangs.py:{line} (__getitem__)" in output
+    assert "The others wait for rank 1." in output
     assert "Loader worker" in stacks(made, 1)
 
 
@@ -100,11 +100,11 @@ def test_a_collective_that_one_rank_calls_alone(trainer):
                 distributed.all_reduce(torch.ones(1), group=self.group)  # alone
 
     made = trainer(logger=True, **TWO)
-    said = hanging(made, Alone(), make_loader(32))
+    output = hanging(made, Alone(), make_loader(32))
     line = line_of(Alone.on_train_batch_end, "# alone")
-    assert f"rank 0 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in said
-    assert re.search(r"rank 1 waits in ", said)
-    assert "All ranks wait for each other" in said
+    assert f"rank 0 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
+    assert re.search(r"rank 1 waits in ", output)
+    assert "All ranks wait for each other" in output
 
 
 @pytest.mark.slow
@@ -115,9 +115,9 @@ def test_a_validation_that_hangs(trainer):
                 time.sleep(600)
             super().validation_step(batch, batch_idx)
 
-    said = hanging(trainer(**TWO), Sleeps(), make_loader(16), make_loader(32))
+    output = hanging(trainer(**TWO), Sleeps(), make_loader(16), make_loader(32))
     assert re.search(
-        r"rank 0 is in test_hangs\.py:\d+ \(validation_step\) for \d+ s, at step \d, batch 2 of valid", said
+        r"rank 0 is in test_hangs\.py:\d+ \(validation_step\) for \d+ s, at step \d, batch 2 of valid", output
     )
 
 
@@ -128,9 +128,9 @@ def test_a_process_that_is_stopped_does_not_answer(trainer):
             if self.global_rank == 1 and batch_idx == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    said = hanging(trainer(**TWO), Stops(), make_loader(32))
-    assert "rank 1 does not answer" in said
-    assert "The others wait for rank 1." in said
+    output = hanging(trainer(**TWO), Stops(), make_loader(32))
+    assert "rank 1 does not answer" in output
+    assert "The others wait for rank 1." in output
 
 
 @pytest.mark.slow
@@ -175,13 +175,13 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
 
     made = trainer(devices=2, strategy="ddp", logger=True)
     made.fit(Slow(), make_loader(48))
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     assert made.global_step == 6
-    assert "The run continues" in said
+    assert "The run continues" in output
     line = line_of(Slow.on_train_batch_end, "the line that is named")
-    told = re.findall(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) for \d+ s, at step", said)
-    assert 1 <= len(told) <= 3, said  # after 1 s, then after twice as many
-    assert "The others wait for rank 1." in said
+    reports = re.findall(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) for \d+ s, at step", output)
+    assert 1 <= len(reports) <= 3, output  # after 1 s, then after twice as many
+    assert "The others wait for rank 1." in output
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
 
 
@@ -245,7 +245,7 @@ class Rows(IterableDataset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "output"),
     [
         ((48, 32), r"rank 0: more \(rank 0 waits in .*\); rank 1: 8 batches, 32 samples read"),
         ((32, 48), r"rank 0: 8 batches, 32 samples read; rank 1: more \("),
@@ -253,20 +253,20 @@ class Rows(IterableDataset):
         ((32, 31), r"rank 0: 8 batches, 32 samples read; rank 1: 8 batches, 31 samples read"),
     ],
 )
-def test_streams_of_different_lengths(trainer, rows, said):
-    """Seen at their ends, within seconds, also where the ranks take equally many steps."""
+def test_streams_of_different_lengths(trainer, rows, output):
+    """Detected at their ends within seconds, even if the ranks take equally many steps."""
 
     class Uneven(Tiny):
         def train_dataloader(self):
             return DataLoader(Rows(rows[self.trainer.global_rank]), 4)
 
-    with pytest.raises(DisagreementError, match=f"different lengths on different ranks in epoch 0: {said}"):
+    with pytest.raises(DisagreementError, match=f"different lengths on different ranks in epoch 0: {output}"):
         trainer(devices=2, strategy="ddp").fit(Uneven())
 
 
 @pytest.mark.slow
 def test_streams_of_one_length(trainer):
-    """Also where one run comes after another in the same processes."""
+    """Also for a second run in the same processes."""
 
     def work():
         steps = []
@@ -282,7 +282,7 @@ def test_streams_of_one_length(trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "map"])
 def test_own_shares_of_different_lengths(trainer, kind):
-    """They are trained on to the end of the longest."""
+    """The run trains to the end of the longest share."""
 
     class Uneven(Validated):
         def loader(self, rows):
@@ -320,11 +320,11 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
     try:
         assert wait_until(lambda: errors.exists() and "rendezvous" in errors.read_text(), 60)
         os.kill(process.pid, signal.SIGTERM)  # it is deaf no longer, either
-        said = process.communicate(timeout=60)[1]
+        output = process.communicate(timeout=60)[1]
     finally:
         process.kill()
     assert process.returncode in (75, 128 + signal.SIGTERM)
-    assert re.search(r"rank 1 waits for the other processes to join it \(.*rendezvous.* at start-up", said), said
+    assert re.search(r"rank 1 waits for the other processes to join it \(.*rendezvous.* at start-up", output), output
 
 
 LATE = """
@@ -374,7 +374,7 @@ def test_an_epoch_that_one_rank_leaves(trainer, ranks):
 
 
 class Surplus(Tiny):
-    """Rank 1 calls a collective of `size` numbers once more than rank 0; with `regular` both call one each step."""
+    """Rank 1 calls a collective of `size` numbers one more time; with `regular` both ranks call it in each step."""
 
     def __init__(self, size, regular=False):
         super().__init__()
@@ -391,12 +391,12 @@ class Surplus(Tiny):
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
 def test_a_surplus_collective_pairs_with_nothing_of_legatos(trainer, reproducible):
     made = trainer(**TWO, reproducible=reproducible)
-    said = hanging(made, Surplus(1), make_loader(32))
+    output = hanging(made, Surplus(1), make_loader(32))
     line = line_of(Surplus.on_train_batch_end, "# surplus")
-    assert f"rank 1 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in said
-    assert "rank 0 waits in " in said
-    assert "All ranks wait for each other" in said
-    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said
+    assert f"rank 1 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in output
+    assert "rank 0 waits in " in output
+    assert "All ranks wait for each other" in output
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in output
 
 
 @pytest.mark.slow
@@ -417,13 +417,13 @@ def test_a_collective_in_a_step_that_has_no_batch_for_a_rank(trainer):
             distributed.barrier()
             return super().training_step(batch, batch_idx)
 
-    said = hanging(trainer(**TWO), Gathers(), make_loader(10))
-    assert re.search(r"this step has no batch for rank 1, .*\. Set drop_last=True", said)
+    output = hanging(trainer(**TWO), Gathers(), make_loader(10))
+    assert re.search(r"this step has no batch for rank 1, .*\. Set drop_last=True", output)
 
 
 @pytest.mark.slow
 def test_a_surplus_collective_at_the_end(trainer):
-    """Rank 1 has done its work while rank 0 waits for it."""
+    """Rank 1 has finished while rank 0 waits for it."""
 
     class Late(Tiny):
         def teardown(self, stage):
@@ -438,7 +438,7 @@ def test_a_surplus_collective_at_the_end(trainer):
 
 @pytest.mark.slow
 def test_collectives_of_the_script_that_are_unlike(trainer):
-    """gloo ends a process in which unlike ones meet; its thread cannot be asked."""
+    """gloo aborts a process in which different collectives meet, without a call to Python."""
     with pytest.raises(WorkerError, match=r"of 2 was killed by SIGABRT.* different collectives"):
         trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus(100, regular=True), make_loader(32))
 

@@ -1,4 +1,4 @@
-"""Where processes stand in a group that others have started, and how they meet."""
+"""The places of processes that another launcher has started, and their rendezvous."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""More processes than cores: 32 start, train, log, save, lose one and go on; what a process sends, counted."""
+"""More processes than cores: 32 start, train, log, save, lose a rank and resume; a process's traffic is counted."""
 
 import json
 import resource
@@ -17,7 +17,7 @@ MANY = 32
 
 
 class Limited(scale.Tiny):
-    """Lowers its process's limit of open files when it arrives in a worker, before the ranks meet."""
+    """Lowers a worker's limit of open files before the rendezvous."""
 
     def __setstate__(self, state):
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -35,7 +35,7 @@ def test_a_run_that_logs_saves_and_loses_a_process(tmp_path, monkeypatch):
 
 
 class Alike:
-    """A group whose ranks all say what this one says."""
+    """A group in which all ranks have this rank's values."""
 
     def __init__(self, size):
         self.size = size
@@ -46,7 +46,7 @@ class Alike:
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(2, 1), (100, 1), (1024, 10.24)])
 def test_agreements_come_rarer_among_many(ranks, seconds, monkeypatch):
-    """Of a run of 100 steps a second."""
+    """For a run with 100 steps per second."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     agreement, met = Agreement(Alike(ranks), 0, 0.0), []
@@ -64,7 +64,7 @@ FRAME = 48
 
 
 class Written(lg.Callback):
-    """Writes to a file how many bytes rank 0 gives to its sockets in a log point and in an agreement."""
+    """Writes the bytes that rank 0 sends in a log point and in an agreement to a file."""
 
     def __init__(self, path):
         self.path = path
@@ -83,11 +83,11 @@ class Written(lg.Callback):
         return after["wchar:"] - before["wchar:"] - FRAME * (after["syscw:"] - before["syscw:"])
 
     def written(self):
-        found, before = self.counters(), None
-        while found != before:  # gloo's thread may still tell peers that it is ready
+        counts, before = self.counters(), None
+        while counts != before:  # gloo's thread may still tell peers that it is ready
             time.sleep(0.2)
-            found, before = self.counters(), found
-        return found
+            counts, before = self.counters(), counts
+        return counts
 
     def counters(self):
         lines = Path("/proc/self/io").read_text().splitlines()
@@ -96,11 +96,11 @@ class Written(lg.Callback):
 
 @pytest.mark.slow
 def test_the_counted_bytes_are_those_that_are_sent(tmp_path):
-    """A simulation of 4 processes, and 4 processes."""
+    """Compares a simulation of 4 processes with 4 real processes."""
     path, ranks, values = tmp_path / "sent", 4, 5
     options = {"devices": ranks, "strategy": "ddp", "logger": False, "callbacks": [Written(path)]}
     scale.make_trainer(tmp_path, 3, **options).fit(scale.Tiny(values), DataLoader(scale.Vectors(), 4))
     counted = scale.simulate(ranks, 96, values)
     for part, sent in zip(("log point", "agreement"), json.loads(path.read_text()), strict=True):
-        expected = sum(scale.messages(name, *found, ranks)[1] for name, found in counted[part].items())
+        expected = sum(scale.messages(name, *counts, ranks)[1] for name, counts in counted[part].items())
         assert sent == pytest.approx(expected, abs=16), part  # a ring's pieces are whole numbers of 8 bytes

@@ -1,4 +1,4 @@
-"""A process group that the script has made itself: joined where it fits, else refused with both numbers; left alive."""
+"""A process group that the script has made: joined if it fits, otherwise refused with both sizes; never destroyed."""
 
 import os
 import traceback
@@ -34,26 +34,26 @@ REFUSED = {
 
 
 def worker(rank, folder, init_method):
-    """What `mp.spawn` calls in a tutorial."""
+    """The function that a tutorial passes to `mp.spawn`."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
         group = dist.group.WORLD
-        found = {name: outcome(folder / name, **options) for name, options in FITS.items()}
+        outcomes = {name: outcome(folder / name, **options) for name, options in FITS.items()}
         for name, options in REFUSED.items():
             try:
                 fit(Net(), default_root_dir=folder / name, **options)
             except ConfigError as error:
-                found[name] = str(error)
-        found["alone"] = fit(Net(), cluster="off").world_size
+                outcomes[name] = str(error)
+        outcomes["alone"] = fit(Net(), cluster="off").world_size
         total = torch.ones(1)
         dist.all_reduce(total)
-        found["alive"] = dist.group.WORLD is group and total.item() == 2
+        outcomes["alive"] = dist.group.WORLD is group and total.item() == 2
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"{init_method}-2", rank=rank, world_size=2)
-        found["again"] = flat(fitted(devices=2, strategy="ddp"))
+        outcomes["again"] = flat(fitted(devices=2, strategy="ddp"))
         dist.destroy_process_group()
-        torch.save(found, folder / f"found-{rank}")
+        torch.save(outcomes, folder / f"found-{rank}")
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         raise
@@ -108,12 +108,12 @@ def test_a_group_of_the_script_is_joined(ranks, name):
     folder, (first, second) = ranks
     expected = in_one(Net())
     alone = lg.Trainer(**QUIET)
-    for rank, found in enumerate((first[name], second[name])):
-        assert found["place"] == (rank, rank, 0, 2, 1)
-        assert torch.allclose(found["weights"], expected, atol=1e-6)
-        assert found["run_dir"] == str(folder / name / "default" / "version_0")
-        assert torch.allclose(found["predicted"], torch.cat(alone.predict(Measures(), loader(10))))
-        validated, tested = found["measured"]
+    for rank, outcomes in enumerate((first[name], second[name])):
+        assert outcomes["place"] == (rank, rank, 0, 2, 1)
+        assert torch.allclose(outcomes["weights"], expected, atol=1e-6)
+        assert outcomes["run_dir"] == str(folder / name / "default" / "version_0")
+        assert torch.allclose(outcomes["predicted"], torch.cat(alone.predict(Measures(), loader(10))))
+        validated, tested = outcomes["measured"]
         assert tested[0] == pytest.approx(alone.test(Measures(), loader(10), verbose=False)[0])
         assert validated[0].keys() == {"val/loss"}
     assert [path.name for path in (folder / name / "default").iterdir()] == ["version_0"]
@@ -132,15 +132,15 @@ def test_a_group_of_the_script_is_joined(ranks, name):
     ],
 )
 def test_a_group_that_does_not_fit_is_refused(ranks, name, words):
-    _, found = ranks
-    for rank in found:
+    _, outcomes = ranks
+    for rank in outcomes:
         for word in words:
             assert word in rank[name]
 
 
 def test_the_group_is_left_alive_and_another_one_is_joined_too(ranks):
-    _, found = ranks
-    for rank in found:
+    _, outcomes = ranks
+    for rank in outcomes:
         assert rank["alive"]
         assert rank["alone"] == 1
         assert torch.allclose(rank["again"], in_one(Net()), atol=1e-6)

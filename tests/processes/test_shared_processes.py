@@ -1,4 +1,4 @@
-"""Of many cases in the same processes one that fails, or hangs, takes no other one along."""
+"""Among many cases in the same processes, a case that fails or hangs does not affect the others."""
 
 import time
 
@@ -24,17 +24,17 @@ def trains():
 
 
 def test_a_case_that_fails_is_reported_by_itself(tmp_path):
-    found = run_cases({"first": trains, "fails": fails_on_one_rank, "last": trains}, 2, tmp_path / "cases")
-    assert list(found) == ["first", "fails", "last"]
-    assert torch.equal(found["first"], found["last"])
+    results = run_cases({"first": trains, "fails": fails_on_one_rank, "last": trains}, 2, tmp_path / "cases")
+    assert list(results) == ["first", "fails", "last"]
+    assert torch.equal(results["first"], results["last"])
     with pytest.raises(LookupError, match="rank 1 lacks it"):
-        found["fails"]
+        results["fails"]
 
 
 def test_a_case_that_hangs_is_reported_by_itself(tmp_path, capfd):
     cases = {"first": lambda: 1, "hangs": lambda: time.sleep(600), "last": lambda: 2}
-    found = run_cases(cases, 2, tmp_path / "cases", seconds=2)
-    assert (found["first"], found["last"]) == (1, 2)
+    results = run_cases(cases, 2, tmp_path / "cases", seconds=2)
+    assert (results["first"], results["last"]) == (1, 2)
     with pytest.raises(WorkerError, match="Rank"):
-        found["hangs"]
+        results["hangs"]
     assert "test_shared_processes.py" in capfd.readouterr().err  # where it was

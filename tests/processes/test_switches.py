@@ -1,4 +1,4 @@
-"""What changes bits beside the run: the page lists it, workers get it, a record has it, a resume compares it."""
+"""Switches that change bits: the page lists them, workers copy them, records store them, and a resume compares them."""
 
 import importlib.metadata
 import json
@@ -49,14 +49,14 @@ def as_before():
 
 
 def others():
-    """Another value for each switch that can be set by itself."""
+    """Return a different value for each switch that can be set alone."""
     here = {name: value for name, value in read_switches().items() if name not in (*FOLLOWS, *OF_CUDA)}
     values = {name: OTHER.get(name, not value) for name, value in here.items()}
     return {name: value for name, value in values.items() if not name.startswith("fp32_precision_mkldnn")}
 
 
 class Tells(Tiny):
-    """Brings back the switches of a worker."""
+    """Returns the switches of a worker."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Tells(Tiny):
         for name, value in read_switches().items():
             self.register_buffer(name.replace(".", "_"), torch.tensor(list(repr(value).encode())))
 
-    def told(self):
+    def output(self):
         names = {name: name.replace(".", "_") for name in SWITCHES}
         buffers = dict(self.named_buffers())
         return {name: bytes(buffers[key].tolist()).decode() for name, key in names.items() if key in buffers}
@@ -125,10 +125,10 @@ def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, ca
     monkeypatch.setenv("NCCL_MAX_NCHANNELS", "4")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     make_trainer(tmp_path, max_epochs=2, threads=2, **options).fit(Tiny(), make_loader(), resume="auto")
-    told = caplog.text + capfd.readouterr().err
+    output = caplog.text + capfd.readouterr().err
     as_set = "New values: mkldnn: True -> False, CUBLAS_WORKSPACE_CONFIG: None -> :16:8, NCCL_MAX_NCHANNELS: None -> 4."
-    assert as_set in told
-    assert "From here on, last bits may differ: threads: 1 -> 2." in told
+    assert as_set in output
+    assert "From here on, last bits may differ: threads: 1 -> 2." in output
     trainer = make_trainer(tmp_path / "exact", max_epochs=1, reproducible="bitwise", **options)
     trainer.fit(Tiny(), make_loader(), resume="auto")
     start = json.loads((Path(trainer.run_dir) / "environment.json").read_text())["starts"][0]
@@ -152,7 +152,7 @@ def test_split_products_are_a_switch_of_their_own(tmp_path):
 
 @pytest.fixture
 def built_for_cuda(monkeypatch):
-    """What torch says where it was built for each vendor."""
+    """Values that torch reports in builds for each vendor."""
     for name in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, name, "13.0")
     config = torch.__config__.show()

@@ -1,4 +1,4 @@
-"""Several nodes: two network namespaces joined by a cable, under torchrun and Legato's launcher; elastic nodes."""
+"""Several nodes: two connected network namespaces, under torchrun and Legato's launcher; elastic nodes."""
 
 import re
 import shutil
@@ -75,7 +75,7 @@ finally:
 
 
 def alone():
-    """The same four replicas in one process."""
+    """The same four replicas in a single process."""
     import torch
     from launched_task import Line
 
@@ -120,31 +120,31 @@ def on_two_nodes(*command):
 def test_two_nodes_with_torchrun(cable, folder):
     node = "$0 $1 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$NODE_RANK"
     command = f"{node} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT script.py"
-    out, errors, other = on_two_nodes("bash", "-c", command, *PYTHON)
+    out, errors, second = on_two_nodes("bash", "-c", command, *PYTHON)
     assert out.count(alone()) == 2
-    assert other.count(alone()) == 2
+    assert second.count(alone()) == 2
     assert errors.count("4 processes on 2 nodes, started by torchrun, met at 10.77.0.1:29400") == 1
     assert "node 0 " in errors
     assert "node 1 " in errors
-    assert "met at" not in other  # said once
+    assert "met at" not in second  # said once
 
 
 @pytest.mark.slow
 def test_two_nodes_with_legatos_own_launcher(cable, folder):
-    out, errors, other = on_two_nodes(*PYTHON, "script.py", "own")
+    out, errors, second = on_two_nodes(*PYTHON, "script.py", "own")
     assert out.count(alone()) == 2
-    assert other.count(alone()) == 2
+    assert second.count(alone()) == 2
     assert errors.count("4 processes on 2 nodes, started by legato, met at 10.77.0.1:29400") == 1
     assert "ranks 0-1 on cpu" in errors
     assert "ranks 2-3 on cpu" in errors
-    assert "met at" not in other
+    assert "met at" not in second
 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
     script = 'GLOO_SOCKET_IFNAME=lo; "$@" 2>&1; echo code $?'
-    out, _, other = on_two_nodes("bash", "-c", script, "bash", *PYTHON, "script.py", "own")
-    for text in (out, other):
+    out, _, second = on_two_nodes("bash", "-c", script, "bash", *PYTHON, "script.py", "own")
+    for text in (out, second):
         assert re.search(r"WorkerError: Rank \d of 4 cannot connect to the others", text)
         assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to" in text
         assert "code 1" in text
@@ -159,22 +159,22 @@ def test_ranks_that_cannot_connect_end_with_one_sentence(cable, folder):
     ],
 )
 def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, limit, head):
-    """Rank 1 loses the store besides, which is on the node of rank 0, and learns from nobody what the others do."""
+    """Rank 1 also loses the store, which is on rank 0's node, so it cannot read the other ranks' positions."""
     (folder / "cut.py").write_text(CUT)
-    out, _, other = on_two_nodes("bash", "-c", '"$@" 2>&1; echo code $?', "bash", *PYTHON, "cut.py", limit)
+    out, _, second = on_two_nodes("bash", "-c", '"$@" 2>&1; echo code $?', "bash", *PYTHON, "cut.py", limit)
     assert "code 1" in out
     assert "rank 1 does not answer: it is stopped, has ended, has no network" in out
-    assert "code 1" in other
-    assert head in other
-    assert "The positions of the other ranks are unknown: The ranks' store has not answered for 10 s." in other
-    assert "rank 1 waits in backward, for the other ranks' gradients" in other
-    cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", other)))
+    assert "code 1" in second
+    assert head in second
+    assert "The positions of the other ranks are unknown: The ranks' store has not answered for 10 s." in second
+    assert "rank 1 waits in backward, for the other ranks' gradients" in second
+    cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", second)))
     assert ended - cut < 60  # as long as it takes, it is not until the network is there again
 
 
 @pytest.mark.slow
 def test_torchruns_elastic_nodes(folder):
-    """Two agents of one to two nodes, whose store neither of them takes along when it ends first."""
+    """Two agents with one to two nodes, whose store survives the agent that ends first."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     words = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
     words += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false,last_call_timeout=8"]

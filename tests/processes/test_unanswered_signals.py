@@ -1,4 +1,4 @@
-"""Runs that hang in user code and are told to end: ended in time, by force, after their stacks; a save is finished."""
+"""Runs that hang in the user's code after a signal end in time, by force, after a dump of stacks and a save."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ TWO = {"devices": 2, "strategy": "ddp"}
 
 @contextmanager
 def running(folder, *arguments, stderr=None, **options):
-    """A run in a process and session of its own; nothing of it lives on."""
+    """A run in a new process and session, of which nothing survives."""
     process = Forked(unanswered_run.run_with, folder, arguments, options, stderr=stderr)
     try:
         assert wait_until((folder / "stuck").exists, 60) or process.poll() is not None
@@ -32,13 +32,13 @@ def running(folder, *arguments, stderr=None, **options):
 
 
 def stuck(folder):
-    """The process that hangs, once it does so, which is a moment later."""
+    """Return the hanging process, once it hangs."""
     time.sleep(0.5)
     return int((folder / "stuck").read_text())
 
 
 def press_twice(process, whom):
-    """Press Ctrl-C, and again; further where a busy machine brought two so late that they counted as one."""
+    """Press Ctrl-C twice, and again if a busy machine delivers two presses so late that they count as one."""
     while process.poll() is None:
         with suppress(ProcessLookupError):
             os.kill(whom, signal.SIGINT)
@@ -46,7 +46,7 @@ def press_twice(process, whom):
 
 
 def end(process, code, seconds=60):
-    """Wait for the end; return what was said."""
+    """Wait for the end; return the output."""
     errors = process.communicate(timeout=seconds)[1]
     assert process.returncode == code, errors
     assert wait_until(lambda: not members(process.pid), 20), members(process.pid)
@@ -54,10 +54,10 @@ def end(process, code, seconds=60):
 
 
 def checkpoints(folder):
-    found = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
-    for path in found:
+    saved = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    for path in saved:
         find.verify(path)
-    return [path.name for path in found]
+    return [path.name for path in saved]
 
 
 HOW = ("sleep", "swallows", "lock", "python", "library", "loader")
@@ -96,9 +96,9 @@ def test_two_processes(tmp_path, how, whom):
         pytest.skip("nobody hears it")
     with running(tmp_path, how, 1, **TWO) as process:
         rank = stuck(tmp_path)
-        other = next(one for one in ranks_of(process) if one != rank)
+        peer = next(process_id for process_id in ranks_of(process) if process_id != rank)
         os.kill(
-            {"the launcher": process.pid, "the rank that hangs": rank, "the other rank": other}[whom], signal.SIGTERM
+            {"the launcher": process.pid, "the rank that hangs": rank, "the other rank": peer}[whom], signal.SIGTERM
         )
         errors = end(process, 128 + signal.SIGTERM)
     assert "unanswered_run.py" in errors or whom == "the other rank"
@@ -116,8 +116,12 @@ def test_ctrl_c_twice_to_the_launcher(tmp_path):
 
 
 def ranks_of(process):
-    """The workers of a launcher: group leaders in its session."""
-    return [one for one in members(process.pid) if os.getpgid(one) == one and one != process.pid]
+    """Return the workers of a launcher: the group leaders in its session."""
+    return [
+        process_id
+        for process_id in members(process.pid)
+        if os.getpgid(process_id) == process_id and process_id != process.pid
+    ]
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_what_comes_before_and_after_the_steps(tmp_path, how):
 
 @pytest.mark.slow
 def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path):
-    """The launcher tells that one to end: that it did not answer is a consequence."""
+    """The launcher asks that rank to end, so its missing answer is a consequence."""
     with running(tmp_path, "setup", **TWO) as process:
         errors = end(process, 1)
     assert "LookupError: the other rank fails" in errors
@@ -142,7 +146,7 @@ def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_save_that_moves_is_finished_first(tmp_path, number):
-    """Its files take less than the grace time each, but together more: it is waited for as long as it moves."""
+    """Each file takes less than the grace time, but all together more: the run waits as long as the save progresses."""
     grace = 4 * unanswered_run.SLOW
     with running(tmp_path, "slow save", grace=grace) as process:
         assert wait_until((tmp_path / "saving").exists, 30)
@@ -162,7 +166,7 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_closed_terminal(tmp_path):
-    """SIGHUP is answered as SIGTERM is: with a checkpoint and the code that requests a restart."""
+    """SIGHUP is answered like SIGTERM, with a checkpoint and the exit code that requests a restart."""
     with running(tmp_path, "moves", max_epochs=100) as process:
         os.kill(stuck(tmp_path), signal.SIGHUP)
         errors = end(process, RESUME_ME)
@@ -200,7 +204,7 @@ def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
 
 
 def test_a_process_with_many_open_files_hears_signals():
-    """As one among many ranks: select() takes file numbers below 1024 only."""
+    """As among many ranks: select() takes only file numbers below 1024."""
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         with SignalWatch() as watch:
@@ -216,7 +220,7 @@ def test_a_process_with_many_open_files_hears_signals():
 @pytest.mark.slow
 @pytest.mark.parametrize(("forked", "seconds"), [(False, 1.5), (True, 0.0), (True, 0.1), (True, 0.4)])
 def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, forked, seconds):
-    """The server that workers are forked from is told, too; not forked, while it imports torch."""
+    """The fork server also gets the signal, while it imports torch and before it forks."""
     script = tmp_path / "script.py"
     script.write_text(STARTS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
     if forked:
@@ -260,7 +264,7 @@ unanswered_run.run(Path({folder!r}), "library", 1, devices=2, strategy="ddp")
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    """The agent passes SIGTERM on; the ranks end themselves, before the agent would kill them without a word."""
+    """The agent forwards SIGTERM, and the ranks end themselves before the agent kills them."""
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
     words = "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)

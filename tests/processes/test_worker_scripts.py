@@ -1,4 +1,4 @@
-"""Whole scripts that start workers: run once, stopped by Ctrl-C, killed, or one on each node."""
+"""Scripts that start workers: run once, stopped by Ctrl-C, killed, or started on each node."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ except Mistake as error:
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    """Its classes, lambdas and what its loaders' workers send travel all the same."""
+    """Its classes, its lambdas and the batches of its loader workers are sent anyway."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
@@ -129,7 +129,7 @@ run_workers(work, 2)
 
 
 def test_workers_die_with_their_caller(tmp_path: Path) -> None:
-    """One waits in a collective, the other runs in circles; the private folder goes too."""
+    """One waits in a collective, the other loops forever; the private folder is removed too."""
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)
     process = Forked(run_script, script, str(tmp_path), env=os.environ | {"TMPDIR": str(tmp_path)})

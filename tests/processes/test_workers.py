@@ -1,4 +1,4 @@
-"""Legato's own workers: how they start, answer, fail, stop and are cleaned up after."""
+"""Legato's workers: start, results, failures, end and clean-up."""
 
 import os
 import resource
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Refusal(Exception):
-    """Does not unpickle: its constructor takes other arguments than it passes on."""
+    """Does not unpickle: its constructor takes other arguments than it passes to its base class."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason} ({code})")
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run in a clean environment; after the test no process, file in the temporary folder or shared memory is left."""
+    """Run in a clean environment; the test leaves no process, temporary file or shared memory behind."""
     for name in ("RANK", "WORLD_SIZE", "LEGATO_WORKER", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     launch.warm_up()  # before the environment is this test's: the server keeps that which it began with
@@ -145,7 +145,7 @@ def test_workers_see_the_caller_as_it_is_now(
 
 @pytest.mark.slow
 def test_a_module_arrives_without_hooks_on_its_parameters() -> None:
-    """Torch's own way gives each an empty dict of hooks, for which every backward calls Python."""
+    """Torch's reduction gives each an empty dict of hooks, so that every backward calls Python."""
     module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     module[1].weight, module[0].bias.requires_grad = module[0].weight, False
     module[0].weight.mark = "kept"  # type: ignore[assignment]
@@ -176,7 +176,7 @@ def test_a_task_that_cannot_travel_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the caller through a finder of its own, so that it travels by name."""
+    """The caller finds it with a custom finder, so it is sent by name."""
     from importlib.machinery import PathFinder
 
     (tmp_path / "hidden_module.py").write_text("def work(): return 1")
@@ -197,7 +197,7 @@ def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_broken_import_shows_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers tells that torchvision does not fit torch."""
+    """As transformers reports that torchvision does not fit torch."""
     script = """
 import os
 if os.environ.get("BROKEN"):
@@ -222,7 +222,7 @@ def work(): return 1
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """A disk that is full, as far as files are concerned that are larger than `size` bytes."""
+    """A disk that is full for files of more than `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -259,7 +259,7 @@ def test_an_error_whose_report_cannot_be_written_is_printed(capfd: pytest.Captur
 
 
 class Composed(Exception):
-    """Makes a message of its argument."""
+    """Formats its argument into a message."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} requires a closure.")
@@ -333,7 +333,7 @@ def test_a_rank_that_goes_without_an_error(end: Callable[[], None], message: str
 
 @pytest.mark.slow
 def test_survivors_that_do_not_listen_are_killed() -> None:
-    """As is what the failed rank has started."""
+    """And so are the processes that the failed rank has started."""
 
     def work() -> None:
         if join().rank == 1:
@@ -430,12 +430,14 @@ def test_nothing_listens_beyond_loopback() -> None:
     def work() -> list[str]:
         join()
         all_reduce()
-        found = []
+        hosts = []
         for process in [psutil.Process(caller), *psutil.Process(caller).children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):  # an earlier test's
-                found += [one.laddr.ip for one in process.net_connections() if one.status == "LISTEN"]
+                hosts += [
+                    connection.laddr.ip for connection in process.net_connections() if connection.status == "LISTEN"
+                ]
         all_reduce()
-        return found
+        return hosts
 
     addresses = run_workers(work, 2)
     assert len(addresses) >= 3  # the caller's store, and each rank's gloo

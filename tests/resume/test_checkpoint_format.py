@@ -1,4 +1,4 @@
-"""Another file format: what a class of the user's own writes, a run goes on from to the bit."""
+"""A user's checkpoint format: a run resumes from it without a changed bit."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from legato.base.errors import CheckpointError, ConfigError
 
 
 class TorchFile:
-    """One file by torch.save, in a folder beside the runs if `folder` is given."""
+    """A file written by torch.save, in a folder beside the runs if `folder` is set."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class TorchFile:
 
 
 class Stops(lg.Callback):
-    """Asks the process to end after a step."""
+    """Asks this process to end after a step."""
 
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3:
@@ -50,15 +50,15 @@ def weights_of(task: Tiny) -> list[torch.Tensor]:
 
 
 def test_a_run_in_another_format_goes_on_to_the_bit(tmp_path: Path) -> None:
-    whole, first, second = Tiny(), Tiny(), Tiny()
-    make_trainer(tmp_path / "whole", max_epochs=2).fit(whole, make_loader())
+    reference, first, second = Tiny(), Tiny(), Tiny()
+    make_trainer(tmp_path / "whole", max_epochs=2).fit(reference, make_loader())
     saves = lg.callbacks.Checkpoint(every_n_train_steps=1, save_top_k=-1, dirpath=tmp_path / "files")
     options = {"checkpoint_format": TorchFile(), "enable_checkpointing": True}
     make_trainer(tmp_path / "first", max_steps=4, callbacks=[saves], **options).fit(first, make_loader())
     assert sorted(path.name for path in (tmp_path / "files").glob("*.pt")) == ["1.pt", "2.pt", "3.pt", "4.pt"]
     trainer = make_trainer(tmp_path / "second", max_epochs=2, checkpoint_format=TorchFile())
     trainer.fit(second, make_loader(), ckpt_path=tmp_path / "files" / "3.pt")
-    assert all(map(torch.equal, weights_of(whole), weights_of(second)))
+    assert all(map(torch.equal, weights_of(reference), weights_of(second)))
 
 
 def test_only_the_newest_stays_and_no_other_runs_file_is_removed(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_only_the_newest_stays_and_no_other_runs_file_is_removed(tmp_path: Path)
     trainer.fit(Tiny(), make_loader())
     kept = list((trainer.run_dir / "checkpoints").glob("*.pt"))
     assert [path.name for path in kept] == ["3.pt"]
-    other = make_trainer(tmp_path, max_steps=1, checkpoint_format=TorchFile())
-    other.fit(Tiny(), make_loader())
+    fresh = make_trainer(tmp_path, max_steps=1, checkpoint_format=TorchFile())
+    fresh.fit(Tiny(), make_loader())
     with pytest.raises(CheckpointError, match="another run wrote it"):
-        other.remove_checkpoint(kept[0])
+        fresh.remove_checkpoint(kept[0])
     trainer.remove_checkpoint(kept[0])
     assert not kept[0].exists()
 

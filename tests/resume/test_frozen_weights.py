@@ -1,4 +1,4 @@
-"""Runs whose weights are mostly frozen: what their checkpoints hold, on each layout, and exact resumes."""
+"""Runs with mostly frozen weights: the contents of their checkpoints on each layout, and exact resumes."""
 
 import shutil
 from argparse import Namespace
@@ -22,7 +22,7 @@ BASE = {"body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"}
 
 
 class Adapted(lg.Task):
-    """A wide frozen body, and a head that is trained."""
+    """A wide frozen body and a trained head."""
 
     def __init__(self, norm: bool = False):
         super().__init__()
@@ -42,13 +42,13 @@ class Adapted(lg.Task):
 
 
 class Keep(lg.Callback):
-    """Keeps the weights of each epoch, as they are when the checkpoint is saved."""
+    """Keeps the weights of each epoch at the time of the save."""
 
     def __init__(self):
         self.weights = {}
 
     def on_train_epoch_end(self, trainer, task):
-        self.weights[trainer.global_step] = {name: one.clone() for name, one in task.state_dict().items()}
+        self.weights[trainer.global_step] = {name: tensor.clone() for name, tensor in task.state_dict().items()}
 
 
 def fit(folder, epochs, task=None, resume=None, callbacks=(), saves=None, **options):
@@ -74,27 +74,27 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_holds_what_is_trained_and_resumes_exactly(tmp_path, layout):
     options = {"replicas": 2, **LAYOUTS[layout]} if layout == "one" else LAYOUTS[layout]
-    whole, _ = fit(tmp_path / "whole", 4, **options)
+    reference, _ = fit(tmp_path / "whole", 4, **options)
     _, path = fit(tmp_path / "cut", 2, **options)
     bases = list((tmp_path / "cut" / "base").iterdir())
     assert len(bases) == (1 if layout in ("one", "ddp") else 2)  # each rank its shards, once
     assert set().union(*files_of(path).values()) == {"head.weight", "head.bias"}
     assert sum(file.stat().st_size for file in Path(path).iterdir()) < 20_000 < 4 * WIDE * WIDE
     again, _ = fit(tmp_path / "cut", 4, resume=path, **options)
-    assert_same_bits(again, whole)
+    assert_same_bits(again, reference)
     assert sorted((tmp_path / "cut" / "base").iterdir()) == sorted(bases)
-    other = "fsdp" if layout in ("one", "ddp") else "one"
+    target_layout = "fsdp" if layout in ("one", "ddp") else "one"
     if layout != "tensor":  # whose one group of ranks is one replica
-        elsewhere, newer = fit(tmp_path / "elsewhere", 4, resume=path, **LAYOUTS[other])
-        assert_close(elsewhere, whole)
+        elsewhere, newer = fit(tmp_path / "elsewhere", 4, resume=path, **LAYOUTS[target_layout])
+        assert_close(elsewhere, reference)
         # those that were there have other shards
-        assert len(list((tmp_path / "elsewhere" / "base").iterdir())) == (2 if other == "fsdp" else 1)
+        assert len(list((tmp_path / "elsewhere" / "base").iterdir())) == (2 if target_layout == "fsdp" else 1)
         assert set().union(*files_of(newer).values()) == {"head.weight", "head.bias"}
     assert_same_bits(Adapted.load_from_checkpoint(path), fit(tmp_path / "two", 2, **options)[0])
 
 
 class Edits(lg.Callback):
-    """Changes a frozen weight behind the trainer's back."""
+    """Changes a frozen weight without the trainer's knowledge."""
 
     def on_train_epoch_start(self, trainer, task):
         task.body[2].weight.data[0] += 1
@@ -112,7 +112,7 @@ class Unfreeze(BaseFinetuning):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_frozen_and_changes_all_the_same_is_right_in_each_checkpoint(tmp_path, asynchronous):
     keep, saves = Keep(), Checkpoint(dirpath=tmp_path, save_top_k=-1, asynchronous=asynchronous)
-    whole, _ = fit(tmp_path, 4, Adapted(norm=True), callbacks=[Edits(), Unfreeze(), keep], saves=saves)
+    reference, _ = fit(tmp_path, 4, Adapted(norm=True), callbacks=[Edits(), Unfreeze(), keep], saves=saves)
     assert len(keep.weights) == 4
     for step, weights in keep.weights.items():
         path = tmp_path / find.directory_name(step)
@@ -123,7 +123,7 @@ def test_what_is_frozen_and_changes_all_the_same_is_right_in_each_checkpoint(tmp
         assert ("body.2.bias" in held, "body.0.weight" in held) == (False, step > 10)
     second = tmp_path / find.directory_name(10)
     again, _ = fit(tmp_path / "again", 4, Adapted(norm=True), second, callbacks=[Edits(), Unfreeze(), Keep()])
-    assert_same_bits(again, whole)
+    assert_same_bits(again, reference)
 
 
 def test_the_option_and_a_save_by_hand(tmp_path):

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if nothing had been: weights to the bit, points, callbacks, hooks."""
+"""A resumed run equals the uninterrupted one: weights to the bit, points, callbacks and hooks."""
 
 import math
 
@@ -25,7 +25,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_stopped_after_every_step_is_the_undisturbed_run(tmp_path, undisturbed):
-    """With another number of loading processes each time, weights that begin elsewhere, and in one run directory."""
+    """Each resume has other loader workers and other initial weights, in the same run directory."""
     for stop in range(1, STEPS):
         trainer, _ = fit(tmp_path, workers=2 if stop % 5 == 0 else 0, weights=stop - 1, max_steps=stop)
         assert trainer.global_step == stop
@@ -54,7 +54,7 @@ class StopsAt(lg.Callback):
 
 @pytest.mark.parametrize("averages", [False, True])
 def test_a_run_goes_on_without_the_validation_of_its_stop(tmp_path, averages):
-    """EarlyStopping and other callbacks count the validations of the undisturbed run."""
+    """EarlyStopping and other callbacks count the validations of the uninterrupted run."""
     ends = []
     for folder, stops in (("whole", [STEPS]), ("stopped", [4, STEPS])):
         for stop in stops:
@@ -67,7 +67,7 @@ def test_a_run_goes_on_without_the_validation_of_its_stop(tmp_path, averages):
 
 
 class SavesEverywhere(lg.callbacks.MonitoringCallback):
-    """Saves in every hook in which it may, and notes what it has seen."""
+    """Saves in every hook that allows it, and records the calls of hooks."""
 
     def __init__(self, folder=None):
         self.folder, self.seen = folder, []
@@ -104,7 +104,7 @@ AGAIN = {"on_train_start", "on_train_epoch_start"}
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [4, 1.0], ids=["within", "at the end"])
 def test_a_run_goes_on_from_every_hook(tmp_path, interval):
-    """Nothing is done twice or left out: not the end of an epoch, not a validation, not a point."""
+    """No end of an epoch, validation or point is repeated or left out."""
     arguments = {"val_check_interval": interval, "logger": [JSONLinesLogger()], "max_epochs": 2}
     saver = SavesEverywhere(tmp_path / "saved")
     trainer, task = fit(tmp_path / "whole", [saver], checkpoint=False, **arguments)
@@ -124,9 +124,9 @@ def test_a_run_goes_on_from_every_hook(tmp_path, interval):
         seen = [event for event in after.seen if event[0] not in again]
         assert seen == [event for event in saver.seen[index + 1 :] if event[0] not in again], folder
         if step < trainer.global_step:
-            found = lines(trainer.run_dir)
-            assert {at: found[at] for at in found if at > step} == {at: points[at] for at in points if at > step}
-            assert found.get(step, {}).items() <= points.get(step, {}).items()
+            logged = lines(trainer.run_dir)
+            assert {at: logged[at] for at in logged if at > step} == {at: points[at] for at in points if at > step}
+            assert logged.get(step, {}).items() <= points.get(step, {}).items()
 
 
 def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [6, 11, 12])
 def test_what_validation_logs_is_not_judged_between_validations(tmp_path, stop):
-    """Validation is every second epoch: a resume in between must not look at the old value once more."""
+    """With validation every second epoch, a resume in between must not judge the old value again."""
 
     def run(folder, **arguments):
         settings = {"val_check_interval": 1.0, "check_val_every_n_epoch": 2, "max_epochs": 6, "logger": False}
@@ -173,11 +173,11 @@ def test_what_validation_logs_is_not_judged_between_validations(tmp_path, stop):
         trainer.fit(Net(frequency=2), *loaders(), resume="auto")
         return trainer
 
-    whole = run("whole")
+    reference = run("whole")
     run("stopped", max_steps=stop)
     resumed = run("stopped")
-    assert summary(resumed, None)["stopping"] == summary(whole, None)["stopping"]
-    assert summary(resumed, None)["best"] == summary(whole, None)["best"]
+    assert summary(resumed, None)["stopping"] == summary(reference, None)["stopping"]
+    assert summary(resumed, None)["best"] == summary(reference, None)["best"]
 
 
 def test_the_timer_goes_on_over_resumes(tmp_path, clock):
@@ -275,7 +275,7 @@ def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_p
 
 # --- other settings ---------------------------------------------------------------------------------------------------
 class Rated(Tiny):
-    """SGD with settings, and with a scheduler where one is given."""
+    """SGD with settings and, optionally, a scheduler."""
 
     def __init__(self, scheduler=None, **settings):
         super().__init__()
@@ -310,13 +310,13 @@ def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_pa
     first.save_checkpoint(tmp_path / "first")
     caplog.clear()
     trainer(max_epochs=2).fit(Rated(scheduler, **now), make_loader(), resume=tmp_path / "first")
-    told = [message for message in caplog.messages if "with settings that differ" in message]
-    assert len(told) == (said is not None)
-    assert said is None or f"Values from the checkpoint: {said}" in told[0]
+    warnings = [message for message in caplog.messages if "with settings that differ" in message]
+    assert len(warnings) == (said is not None)
+    assert said is None or f"Values from the checkpoint: {said}" in warnings[0]
 
 
 class Counts(torch.nn.Linear):
-    """A layer with a state that is no tensor: how often it was called."""
+    """A layer whose extra state is not a tensor: the number of its calls."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""A resume on other data than the run has begun on: told, refused within an epoch, and by bitwise."""
+"""A resume on changed data is reported, and refused within an epoch and under bitwise."""
 
 import random
 
@@ -16,7 +16,7 @@ SAMPLES, STEPS = 24, 6
 
 
 class Rows(Dataset):
-    """Rows with noise from the generators that Legato keys; `shift` makes other data of it."""
+    """Rows with noise from the generators that Legato keys; `shift` changes the data."""
 
     def __init__(self, shift=0.0, length=SAMPLES, noise=None):
         self.shift, self.length, self.noise, self.epoch, self.read = shift, length, noise, 0, 0
@@ -30,8 +30,8 @@ class Rows(Dataset):
     def __getitem__(self, index):
         self.read += 1
         noise = torch.rand(1) + random.random() + np.random.rand() + self.epoch
-        own = 0.0 if self.noise is None else self.noise.random()
-        return torch.full((3,), float(index)) + noise + self.shift + own, torch.zeros(1)
+        shift_of_row = 0.0 if self.noise is None else self.noise.random()
+        return torch.full((3,), float(index)) + noise + self.shift + shift_of_row, torch.zeros(1)
 
 
 def loader(dataset, workers=0, **options):
@@ -39,7 +39,7 @@ def loader(dataset, workers=0, **options):
 
 
 def run(path, data, **options):
-    """Train, with a checkpoint of each step; go on with what is there."""
+    """Train with a checkpoint of each step; resume an existing run."""
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "save_code": False}
     callbacks = [lg.callbacks.Checkpoint(every_n_train_steps=1)]
     arguments = {
@@ -131,11 +131,11 @@ def test_the_order_and_the_numbers_of_a_resumed_run_are_those_of_an_undisturbed_
         trainer.fit(task, loader(data, shuffle=False, sampler=sampler), resume="auto")
         return task.sums, data.read
 
-    whole, read = kept(tmp_path / "whole")
+    reference, read = kept(tmp_path / "whole")
     assert read == 2 * SAMPLES  # a new run reads nothing twice
     first, _ = kept(tmp_path / "stopped", max_steps=4)
     rest, read = kept(tmp_path / "stopped")
-    assert first + rest == whole
+    assert first + rest == reference
     assert read == 2 * SAMPLES - 4 * 4 + 2 * 4
 
 

@@ -1,4 +1,4 @@
-"""Loaders and data modules with a state of their own, and iterables without, go on where they stood."""
+"""Loaders and data modules with a state, and iterables without one, resume at their position."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from legato.trainer.data.sampling import epoch_key, mix, permutation
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_goes_on_from_its_own_state(tmp_path, workers, caplog):
-    """At every step, without a batch read again; bitwise too where the loader itself can (in this process)."""
+    """At every step, without reading a batch again; also bitwise, if the loader loads in this process."""
 
     def run(folder, dataset, **arguments):
         trainer, task = make_trainer(tmp_path / folder, **arguments), Net()
@@ -59,7 +59,7 @@ class Plain:
 
 
 class Split(IterableDataset):
-    """24 samples, of which each loader worker reads a part."""
+    """24 samples, of which each loader worker reads a share."""
 
     def __iter__(self):
         worker = get_worker_info()
@@ -133,7 +133,7 @@ def test_a_data_module_keeps_its_state(tmp_path):
 
 # --- samplers of samplers -------------------------------------------------------------------------------------------
 class Wrapping(Sampler):
-    """Yields what another sampler yields, which it keeps under a name of its own; draws from a generator, too."""
+    """Wraps another sampler in an attribute with an uncommon name; also draws from a generator."""
 
     def __init__(self, inner, generator=None):
         self.inner, self.source = inner, generator
@@ -148,15 +148,15 @@ class Wrapping(Sampler):
 
 
 class Batches(BatchSampler):
-    """A user's kind of batch sampler."""
+    """A user's batch sampler."""
 
 
 class Passed(DataLoader):
-    """A loader whose batches are passed through."""
+    """A loader whose batches pass through unchanged."""
 
 
 class Several(Wrapping):
-    """Yields what several samplers yield, one after the other."""
+    """Yields the indices of several samplers in sequence."""
 
     def __init__(self, samplers):
         self.samplers = samplers
@@ -192,13 +192,13 @@ def test_samplers_draw_the_same_after_a_resume_wherever_their_generators_are(tra
         made.fit(task, make(tiny.make_data(12)), resume=resume)
         return task, made
 
-    whole, _ = run()
-    assert not torch.equal(torch.cat(whole.seen[:3]), torch.cat(whole.seen[3:6]))
+    reference, _ = run()
+    assert not torch.equal(torch.cat(reference.seen[:3]), torch.cat(reference.seen[3:6]))
     for stop in (1, 3, 4, 8):
         run(max_steps=stop)[1].save_checkpoint(tmp_path / f"{stop}")
         task, _ = run(tmp_path / f"{stop}")
-        assert all(map(torch.equal, task.seen, whole.seen[stop:]))
-        tiny.assert_same_bits(task, whole)
+        assert all(map(torch.equal, task.seen, reference.seen[stop:]))
+        tiny.assert_same_bits(task, reference)
 
 
 def test_generators_of_samplers_are_seeded_once_and_apart():
@@ -214,7 +214,7 @@ def test_generators_of_samplers_are_seeded_once_and_apart():
 
 # --- far into an epoch ------------------------------------------------------------------------------------------------
 class Endless(Dataset):
-    """Two thousand million samples; remembers which were read."""
+    """Two billion samples; records the indices that were read."""
 
     def __init__(self):
         self.read = []
@@ -229,7 +229,7 @@ class Endless(Dataset):
 
 @pytest.mark.parametrize("done", [1, 125_000_000])
 def test_a_resume_at_the_thousand_millionth_sample_reads_what_one_at_the_eighth_reads(tmp_path, done):
-    """A step takes 8 samples: 2 replicas with 4 each. The checkpoint is that of step 1, as if it were of `done`."""
+    """A step takes 8 samples: 2 replicas with 4 each. The checkpoint of step 1 is changed to that of step `done`."""
     saver = lg.callbacks.Checkpoint(every_n_train_steps=1)
     options = {"replicas": 2, "max_epochs": -1, "enable_checkpointing": True}
     first = tiny.make_trainer(tmp_path, **options, max_steps=1, callbacks=[saver])

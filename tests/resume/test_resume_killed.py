@@ -1,4 +1,4 @@
-"""A run that was killed, anywhere, or moved to other processes goes on as if nothing had been."""
+"""A run that was killed anywhere or moved to other processes equals the uninterrupted run."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory):
 
 
 class Killer(lg.callbacks.CheckpointCallback):
-    """Ends this process by SIGKILL in the n-th call of a hook."""
+    """Kills this process with SIGKILL in the n-th call of a hook."""
 
     def __init__(self, hook, count):
         self.left = count
@@ -82,12 +82,12 @@ def test_a_run_killed_anywhere_is_the_undisturbed_run(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "count"), [KILLS[0], KILLS[2], KILLS[3], KILLS[8]])
 def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undisturbed, hook, count):
-    """resume=auto finds what it saved there; its run directory has no checkpoint."""
-    own = {"dirpath": tmp_path / "own"}
+    """resume=auto finds the checkpoints elsewhere; the run directory has none."""
+    elsewhere = {"dirpath": tmp_path / "own"}
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
-        run_workers(lambda: fit(tmp_path / "runs", [Killer(hook, count)], **own) and None, 1)
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(hook, count)], **elsewhere) and None, 1)
     has_checkpoint = any(tmp_path.glob("own/step-*"))
-    trainer, task = fit(tmp_path / "runs", weights=6 if has_checkpoint else 0, **own)
+    trainer, task = fit(tmp_path / "runs", weights=6 if has_checkpoint else 0, **elsewhere)
     assert torch.equal(everything(trainer, task), undisturbed["everything"])
     assert summary(trainer, task) == undisturbed["summary"]
     assert lines(trainer.run_dir) == undisturbed["lines"]
@@ -95,17 +95,17 @@ def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undi
     assert trainer.run_dir.name == ("version_0" if has_checkpoint else "version_1")
     assert not any((tmp_path / "runs").glob("*/*/checkpoints/step-*"))
     with pytest.raises(ConfigError, match="own' holds checkpoints of another run"):
-        fit(tmp_path / "others", **own)
+        fit(tmp_path / "others", **elsewhere)
 
 
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tmp_path, undisturbed, caplog):
-    own = {"dirpath": tmp_path / "own"}
+    elsewhere = {"dirpath": tmp_path / "own"}
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
-        run_workers(lambda: fit(tmp_path / "runs", [Killer(*KILLS[2])], **own) and None, 1)
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(*KILLS[2])], **elsewhere) and None, 1)
     for path in tmp_path.glob("own/step-*/model.safetensors"):
         path.write_bytes(b"damaged" + path.read_bytes()[7:])
-    trainer, task = fit(tmp_path / "runs", **own)
+    trainer, task = fit(tmp_path / "runs", **elsewhere)
     assert "is damaged" in caplog.text
     assert torch.equal(everything(trainer, task), undisturbed["everything"])
     assert lines(trainer.run_dir) == undisturbed["lines"]
@@ -114,7 +114,7 @@ def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tm
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undisturbed):
-    """Until it gets through; the moments fall into reading, computing, logging and writing as they come."""
+    """Until the run completes; it is killed while it reads, computes, logs and writes."""
     chance = random.Random(time.time_ns())
     delays = [chance.uniform(0.02, 0.6) for _ in range(5)]
 
@@ -140,9 +140,9 @@ def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undistu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
-    """One rank is killed in step 4, the other in the validation after step 7; the job ends as if nothing had been."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_killed_processes_of_ddp_are_started_again(tmp_path, elsewhere):
+    """One rank is killed in step 4, the other in the validation after step 7; the result is unchanged."""
 
     class KillsRank(lg.Callback):
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
@@ -158,13 +158,13 @@ def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     two = {"strategy": "ddp", "devices": 2}
-    whole, task = fit(tmp_path / "whole", **two)
-    folder = {"dirpath": tmp_path / "own"} if own else {}
+    reference, task = fit(tmp_path / "whole", **two)
+    folder = {"dirpath": tmp_path / "own"} if elsewhere else {}
     trainer, restarted = fit(tmp_path / "killed", [KillsRank()], max_restarts=2, **two, **folder)
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-3", "killed-7"}
     ours, theirs = (torch.cat(tensors_of(each.state_dict())) for each in (restarted, task))
     assert torch.equal(ours, theirs)
-    assert lines(trainer.run_dir) == lines(whole.run_dir)
+    assert lines(trainer.run_dir) == lines(reference.run_dir)
     assert trainer.run_dir.name == "version_0"
 
 
@@ -191,7 +191,7 @@ def test_an_evaluation_that_starts_again_keeps_to_its_checkpoint(tmp_path):
 
 
 class Noted(Net):
-    """Notes which samples a step had."""
+    """Records the samples of each step."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -209,7 +209,7 @@ class Noted(Net):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    """From 1 to 3, to 2 and back to 1, in the middle of epochs: the same samples in each step, and the same weights."""
+    """From 1 to 3, to 2 and back to 1, in the middle of epochs: each step has the same samples and weights."""
 
     def leg(processes, folder, max_steps, workers=0):
         strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {}
@@ -219,16 +219,16 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         seen = [entry for rank in trainer.strategy.collectives.gather_objects(task.seen) for entry in rank]
         return seen, torch.cat(tensors_of(task.state_dict())), trainer.run_dir
 
-    expected, weights, whole = leg(1, "whole", -1)
+    expected, weights, reference = leg(1, "whole", -1)
     seen = []
     for processes, max_steps in ((1, 2), (3, 5), (2, 7), (1, -1)):
         run = lambda p=processes, m=max_steps: leg(p, "moved", m, workers=p % 2)  # noqa: E731
-        part, result, run_dir = run_workers(run, processes) if processes > 1 else run()
-        seen += part
+        steps, result, run_dir = run_workers(run, processes) if processes > 1 else run()
+        seen += steps
     assert sorted(seen) == sorted(expected)
     assert torch.allclose(result, weights, rtol=0, atol=1e-6)
     assert run_dir.name == "version_0"
-    ours, theirs = lines(run_dir), lines(whole)
+    ours, theirs = lines(run_dir), lines(reference)
     assert ours.keys() == theirs.keys()
     for step, record in theirs.items():
         assert ours[step] == pytest.approx(record, abs=1e-6), step
@@ -241,8 +241,8 @@ def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, 
         assert "replicas, which take turns" not in caplog.text
         trainer, _ = fit(tmp_path, max_steps=4, replicas=None)
     assert trainer.state.replicas == 2
-    (said,) = [message for message in caplog.messages if "replicas, which take turns" in message]
-    assert said.startswith("The run keeps its 2 replicas, which take turns on 1 process, so each step has")
+    (log_line,) = [message for message in caplog.messages if "replicas, which take turns" in message]
+    assert log_line.startswith("The run keeps its 2 replicas, which take turns on 1 process, so each step has")
 
 
 @pytest.mark.slow

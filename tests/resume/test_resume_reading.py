@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each byte once in the job, nothing kept of it once it is taken over, damage seen by all."""
+"""A resume reads each byte of a checkpoint once in the job, frees it after loading, and reports damage on all ranks."""
 
 import gc
 import weakref
@@ -44,10 +44,10 @@ class Wide(lg.Task):
         assert len(self.loaded) > 6
 
     def on_train_start(self):
-        """Note which tensors of the checkpoint are still there, but for those that the optimizer goes on with."""
+        """Record the checkpoint's tensors that still exist, without those that the optimizer uses."""
         gc.collect()
-        own = {id(value) for state in self.optimizers().state.values() for value in state.values()}
-        kept = [found for ref in self.loaded if (found := ref()) is not None and id(found) not in own and found.ndim]
+        ids = {id(value) for state in self.optimizers().state.values() for value in state.values()}
+        kept = [sizes for ref in self.loaded if (sizes := ref()) is not None and id(sizes) not in ids and sizes.ndim]
         holders = [item for item in gc.get_objects() if type(item) is dict and "optimizer_states" in item]
         self.left = [tuple(tensor.shape) for tensor in kept], len(holders)
 
@@ -90,7 +90,7 @@ def size_of(folder):
 
 
 def train_and_go_on(folder, strategy):
-    """Return the bytes that a resume of this rank reads, and what is left of them."""
+    """Return the bytes that a resume of this rank reads, and the bytes that stay in memory."""
     fit(folder, strategy, 2)
     before = bytes_read()
     _, task = fit(folder, strategy, 2)  # nothing is left to do, so nothing is written either
@@ -100,17 +100,17 @@ def train_and_go_on(folder, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(tmp_path, strategy):
     def work():
-        found = [None, None]
-        torch.distributed.all_gather_object(found, train_and_go_on(tmp_path, strategy))
-        return found
+        sizes = [None, None]
+        torch.distributed.all_gather_object(sizes, train_and_go_on(tmp_path, strategy))
+        return sizes
 
     ranks = run_workers(work, 2)
     size = size_of(tmp_path)
     assert size > 3 * 4 * WIDTH * WIDTH
     # together, not each: what all ranks need is read by rank 0 and broadcast
-    assert sum(own for own, _ in ranks) < size + BESIDES[strategy]
+    assert sum(ids for ids, _ in ranks) < size + BESIDES[strategy]
     if strategy == "fsdp":
-        assert max(own for own, _ in ranks) < 0.6 * size
+        assert max(ids for ids, _ in ranks) < 0.6 * size
     for _, left in ranks:
         assert left == ([], 0)
 
@@ -124,8 +124,8 @@ def test_the_process_that_starts_the_workers_reads_next_to_nothing(tmp_path):
 
 
 def test_one_process_reads_it_once(tmp_path):
-    own, left = train_and_go_on(tmp_path, "single")
-    assert own < size_of(tmp_path) + BESIDES["single"]
+    ids, left = train_and_go_on(tmp_path, "single")
+    assert ids < size_of(tmp_path) + BESIDES["single"]
     assert left == ([], 0)
 
 
@@ -136,9 +136,9 @@ def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd
     damage(folder / "step-00000002" / file)
     trainer, _ = fit(tmp_path, strategy, 3)
     assert trainer.global_step == 3
-    said = capfd.readouterr().err
-    assert "Skipping the incomplete checkpoint step-00000002" in said
-    assert f"{file} is damaged" in said
+    output = capfd.readouterr().err
+    assert "Skipping the incomplete checkpoint step-00000002" in output
+    assert f"{file} is damaged" in output
     damage(folder / "step-00000003" / file)
     with pytest.raises(CheckpointError, match=f"{file} is damaged"):  # the one that was asked for
         fit(tmp_path, strategy, 4, resume=folder / "step-00000003")
@@ -146,8 +146,8 @@ def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd
         damage(folder / name / file)
     with pytest.raises(CheckpointError, match="There is no complete checkpoint at"):
         fit(tmp_path, strategy, 4)
-    said = capfd.readouterr().err
-    assert all(said.count(f"Skipping the incomplete checkpoint step-0000000{step}") == 1 for step in (1, 2, 3))
+    output = capfd.readouterr().err
+    assert all(output.count(f"Skipping the incomplete checkpoint step-0000000{step}") == 1 for step in (1, 2, 3))
 
 
 def damage(path):

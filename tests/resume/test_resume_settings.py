@@ -1,4 +1,4 @@
-"""A resume with other settings than before: refused, listed or matched, and silent where nothing has changed."""
+"""A resume with changed settings is refused, or lists or matches them; without changes it logs nothing."""
 
 import re
 
@@ -15,7 +15,7 @@ TOLD = "The run resumes with settings that differ"
 
 
 class Rated(Tiny):
-    """An optimizer with settings, a scheduler where one is given."""
+    """An optimizer with settings and, optionally, a scheduler."""
 
     def __init__(self, scheduler=None, kind=SGD, interval="step", dtype=None, order=None, **settings):
         super().__init__()
@@ -27,11 +27,11 @@ class Rated(Tiny):
 
     def training_step(self, batch, batch_idx):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
-        return super().training_step([part.to(self.dtype) for part in batch], batch_idx)
+        return super().training_step([text.to(self.dtype) for text in batch], batch_idx)
 
     def configure_optimizers(self):
-        given = self.parameters() if self.order is None else self.order(self)
-        optimizer = self.kind(given, **self.settings)
+        weights = self.parameters() if self.order is None else self.order(self)
+        optimizer = self.kind(weights, **self.settings)
         if self.scheduler is None:
             return optimizer
         return {
@@ -41,7 +41,7 @@ class Rated(Tiny):
 
 
 class Run:
-    """Runs in one run directory, first until `stop` steps, and each time with other settings."""
+    """Runs in the same run directory, first until step `stop`, with other settings each time."""
 
     def __init__(self, folder, caplog):
         self.folder, self.caplog = folder, caplog
@@ -58,10 +58,10 @@ class Run:
 
     @property
     def told(self):
-        """The message about other settings, or None."""
-        found = [message for message in self.caplog.messages if message.startswith(TOLD)]
-        assert len(found) < 2
-        return found[0] if found else None
+        """The message about changed settings, or None."""
+        resumes = [message for message in self.caplog.messages if message.startswith(TOLD)]
+        assert len(resumes) < 2
+        return resumes[0] if resumes else None
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ SAMPLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_end(run, name):
-    before, now, said = SAMPLES[name]
+    before, now, expected = SAMPLES[name]
 
     class Task(Rated):
         def training_step(self, batch, batch_idx):
@@ -106,14 +106,14 @@ def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_e
         run(Task(), **now)
     assert run.task.seen == []
     message = str(caught.value)
-    assert all(part in message for part in [*said, "trainer.resume_at=epoch", "resume=PATH"])
+    assert all(text in message for text in [*expected, "trainer.resume_at=epoch", "resume=PATH"])
     assert len(message.splitlines()) <= 6
     # the way out, in the same run directory
     trainer = run(Task(), resume_at="epoch", max_epochs=2, **now)
     assert trainer.run_dir == first.run_dir
     assert trainer.current_epoch == 2
     assert trainer.global_step == 4 + len(run.task.seen) // now.get("accumulate_grad_batches", 1)
-    assert all(part in run.told for part in [*said, "epoch 0 ends here, after 4 steps"])
+    assert all(text in run.told for text in [*expected, "epoch 0 ends here, after 4 steps"])
     # nothing has changed since then
     run(Task(), resume_at="epoch", **now)
     assert run.told is None
@@ -124,7 +124,7 @@ def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_e
 
 
 def test_the_epoch_that_ends_early_has_its_end(run):
-    """Validation, hooks and schedulers come as after a hook that leaves the epoch; once, also if it is saved then."""
+    """Validation, hooks and schedulers run as after a hook that leaves the epoch, and only once, also with a save."""
 
     class Task(Rated):
         def __init__(self):
@@ -244,15 +244,15 @@ def with_task(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_changes_the_training_is_listed_once_and_refused_by_bitwise(run, name):
-    before, now, said = TRAINING[name]
+    before, now, expected = TRAINING[name]
     run(max_steps=4, **with_task(before))
     run(max_steps=6, **with_task(before))
     assert run.told is None
     run(max_steps=8, **with_task(now))
-    assert said in run.told
+    assert expected in run.told
     listed = run.told
     run(max_steps=9, **with_task(now))
-    if "Values from the checkpoint" in said:
+    if "Values from the checkpoint" in expected:
         assert run.told == listed  # it still does not count
     else:
         assert run.told is None
@@ -260,13 +260,13 @@ def test_what_changes_the_training_is_listed_once_and_refused_by_bitwise(run, na
 
 @pytest.mark.parametrize("name", sorted(TRAINING.keys() - {"kernels"}))  # with bitwise they are deterministic anyway
 def test_bitwise_refuses_what_changes_the_training(run, name):
-    before, now, said = TRAINING[name]
+    before, now, expected = TRAINING[name]
     run(max_steps=4, reproducible="bitwise", **with_task(before))
     with pytest.raises(ConfigError, match="bitwise would not keep the same bits") as caught:
         run(max_steps=5, reproducible="bitwise", **with_task(now))
     message = str(caught.value)
     assert len(message.splitlines()) <= 6
-    assert said.removeprefix("Values from the checkpoint: ").split("=")[0] in message
+    assert expected.removeprefix("Values from the checkpoint: ").split("=")[0] in message
     run(max_steps=5, **with_task(now))
     assert "reproducible: bitwise -> order" in run.told
     run(max_steps=6, reproducible="bitwise", **with_task(now))
@@ -299,13 +299,13 @@ def one_cycle(steps):
 @pytest.mark.parametrize("make", [cosine, one_cycle, sequence], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("at", [10, 18])
 def test_a_run_that_is_made_longer_follows_the_schedule_of_its_new_length(run, make, at):
-    """As if it had been so long from the beginning; and the message says from where to where the rate goes."""
+    """As if the run had this length from the start; the message has the old and the new rate."""
     run(Rated(make(18)), max_steps=at, max_epochs=4)
     run(Rated(make(36)), max_epochs=4)
     rates, told = run.task.rates, run.told
-    whole = Rated(make(36))
-    make_trainer(run.folder / "whole", max_epochs=4).fit(whole, shuffled())
-    assert rates == pytest.approx(whole.rates[at:], rel=1e-6)
+    reference = Rated(make(36))
+    make_trainer(run.folder / "whole", max_epochs=4).fit(reference, shuffled())
+    assert rates == pytest.approx(reference.rates[at:], rel=1e-6)
     was, now = re.search(r"learning rate: (\S+) -> ([^,. ]+\.?[^,. ]*)", told).groups()
     assert float(now) == pytest.approx(rates[0])
     assert float(was) != pytest.approx(rates[0])
@@ -379,9 +379,9 @@ def test_reordered_parameters_are_matched_by_name(run, was, now):
     run(Equal(now), max_steps=9)
     assert "optimizers.0.params: another order" in run.told
     assert "weight_decay" not in run.told
-    whole = Equal(was)
-    make_trainer(run.folder / "whole", max_steps=9).fit(whole, shuffled())
-    for ours, theirs in zip(run.task.parameters(), whole.parameters(), strict=True):
+    reference = Equal(was)
+    make_trainer(run.folder / "whole", max_steps=9).fit(reference, shuffled())
+    for ours, theirs in zip(run.task.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 

@@ -1,4 +1,4 @@
-"""One owner of saves: what callbacks and the user ask for at once is done one after another, and nothing is lost."""
+"""The saver runs simultaneous saves of callbacks and the user one by one, and loses none."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from legato.trainer.checkpoints import find
 
 
 class Large(Tiny):
-    """Has 16 MB that are saved, which takes a while."""
+    """Has 16 MB of state, so that a save takes a while."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Evaluated(Tiny):
 
 
 class SavingBefore(lg.Callback):
-    """Saves by itself after every step, as a user may: next to what the Checkpoint callback writes, or before it."""
+    """Saves after every step as a user may, beside or before the saves of the Checkpoint callback."""
 
     def __init__(self, name: str = "step-{:08d}", **options: Any) -> None:
         self.name, self.options = name, options
@@ -47,7 +47,7 @@ class SavingBefore(lg.Callback):
 
 
 class Saving(SavingBefore, lg.callbacks.CheckpointCallback):
-    """Saves over what the Checkpoint callback has written."""
+    """Overwrites the checkpoints of the Checkpoint callback."""
 
 
 def names_in(folder: Path) -> list[str]:
@@ -77,14 +77,14 @@ def test_two_callbacks_one_of_them_in_the_background(tmp_path: Path, strategy: s
     "saving", [Saving("step-{:07d}0"), Saving("mine"), Saving(), Saving(asynchronous=True), SavingBefore("mine")]
 )
 def test_a_save_by_the_user_leaves_one_in_the_background_alone(tmp_path: Path, saving: Saving) -> None:
-    """Into the same folder, at the same step, before it, over it, in the background too."""
+    """In the same folder, at the same step, before it, over it, and also in the background."""
     callback = Checkpoint(every_n_train_steps=1, asynchronous=True, save_top_k=-1)
     trainer = make_trainer(tmp_path, callbacks=[callback, saving], enable_checkpointing=True)
     trainer.fit(Large(), make_loader())
-    found = names_in(trainer.run_dir / "checkpoints")
-    assert set(steps(1, 2, 3, 4, 5)) <= set(found)
-    assert set(found) - set(steps(1, 2, 3, 4, 5)) <= {"mine", *steps(10, 20, 30, 40, 50)}
-    for name in found:
+    names = names_in(trainer.run_dir / "checkpoints")
+    assert set(steps(1, 2, 3, 4, 5)) <= set(names)
+    assert set(names) - set(steps(1, 2, 3, 4, 5)) <= {"mine", *steps(10, 20, 30, 40, 50)}
+    for name in names:
         find.verify(trainer.run_dir / "checkpoints" / name)
 
 
@@ -118,18 +118,20 @@ def test_two_callbacks_for_one_folder_are_refused_however_it_is_spelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = tmp_path / "own"
-    own.mkdir()
-    (tmp_path / "link").symlink_to(own)
-    other = {"same": own / "." / ".." / "own", "through a link": tmp_path / "link", "relative": Path("own")}[spelling]
-    callbacks: list[Any] = [Checkpoint(dirpath=own), Checkpoint(dirpath=other)]
+    target = tmp_path / "own"
+    target.mkdir()
+    (tmp_path / "link").symlink_to(target)
+    spelled = {"same": target / "." / ".." / "own", "through a link": tmp_path / "link", "relative": Path("own")}[
+        spelling
+    ]
+    callbacks: list[Any] = [Checkpoint(dirpath=target), Checkpoint(dirpath=spelled)]
     trainer = make_trainer(tmp_path / "runs", callbacks=callbacks, enable_checkpointing=True)
     with pytest.raises(ConfigError, match="Two Checkpoint callbacks write to the same folder"):
         trainer.fit(Tiny(), make_loader())
 
 
 class Leaving(lg.Callback):
-    """Leaves the folder in which the script was started, as a task that reads its data elsewhere may."""
+    """Changes the working directory, as a task that reads its data elsewhere may."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can hold the state of a run is told before its first step."""
+"""A state that no checkpoint can hold is reported before the first step."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from legato.callbacks import Callback, Checkpoint
 
 
 class Untold(torch.Tensor):
-    """A tensor that says nothing of what it is made of."""
+    """A wrapper tensor without __tensor_flatten__."""
 
     def __new__(cls, plain):
         made = torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
@@ -22,7 +22,7 @@ class Untold(torch.Tensor):
 
 
 class Odd(Tiny):
-    """Has what no checkpoint holds, in one place."""
+    """Has a value that no checkpoint can hold in one of several places."""
 
     def __init__(self, place):
         super().__init__()

@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder of an object store; a dead one is taken over, a living one never."""
+"""One run at a time writes to a folder of a store; the lock of a dead run is taken over, that of a living run never."""
 
 import json
 import threading

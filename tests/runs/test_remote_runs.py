@@ -1,4 +1,4 @@
-"""Runs whose run.root is an address: mirrored, resumed, listed; on the store in memory that fsspec has."""
+"""Runs whose run.root is an address are mirrored, resumed and listed; with fsspec's in-memory store."""
 
 import shutil
 import uuid
@@ -21,7 +21,7 @@ from legato.trainer.runs import lock, remote
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of this machine; waits are short."""
+    """The local cache, with short waits."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(stores, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(lock, "END_WAIT", 0.2)
@@ -34,12 +34,12 @@ def root() -> str:
 
 
 def names(root: str) -> list[str]:
-    found = MemoryFileSystem().find(root)
-    return [name.removeprefix(f"/{root.partition('://')[2]}/") for name in found]
+    objects = MemoryFileSystem().find(root)
+    return [name.removeprefix(f"/{root.partition('://')[2]}/") for name in objects]
 
 
 def train(root: str, steps: int, stop: Callable[[int], object] = lambda step: None) -> lg.Trainer:
-    """Train with a checkpoint every second step, going on where there is something to go on from."""
+    """Train with a checkpoint every second step; resume an existing run."""
 
     class Stop(lg.Callback):
         def on_train_batch_end(self, trainer: lg.Trainer, *rest: Any) -> None:
@@ -126,10 +126,10 @@ def test_a_run_goes_on_when_only_its_files_cannot_be_uploaded(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
     trainer = train(root, 6)
     assert trainer.global_step == 6
-    told = [record.message for record in caplog.records if "Slow down" in record.message]
-    assert len(told) == 2
-    assert "cannot be uploaded" in told[0]
-    assert all(str(trainer.run_dir) in message and f"{root}/tiny/version_0" in message for message in told)
+    warnings = [record.message for record in caplog.records if "Slow down" in record.message]
+    assert len(warnings) == 2
+    assert "cannot be uploaded" in warnings[0]
+    assert all(str(trainer.run_dir) in message and f"{root}/tiny/version_0" in message for message in warnings)
     assert "tiny/version_0/checkpoints/step-00000006/manifest.json" in names(root)
 
 
@@ -204,8 +204,8 @@ def test_commands_take_addresses(
     ],
 )
 def test_places_are_checked(place: str, problem: str | None) -> None:
-    found = place_problem(place)
-    assert found is None if problem is None else problem in str(found)
+    objects = place_problem(place)
+    assert objects is None if problem is None else problem in str(objects)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a run directory tells of its run, and what is found below a folder; with real runs."""
+"""Contents of a run directory, and the search below a folder, with real runs."""
 
 import json
 import math
@@ -46,8 +46,8 @@ def fit(folder, task=None, resume=None, **options):
 
 
 def only_run(folder):
-    (found,) = find_runs(folder)
-    return found
+    (arrays,) = find_runs(folder)
+    return arrays
 
 
 # --- how a run stands -------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_a_finished_run_says_so_with_its_step_time_and_best_value(tmp_path):
     assert len(values) == 2
     assert run.best == BestValue("val_loss", "min", pytest.approx(min(values)))
     assert run.seconds == pytest.approx(trainer.elapsed, abs=1)
-    assert [one.step for one in run.checkpoints if one.complete] == [5, 10]
+    assert [item.step for item in run.checkpoints if item.complete] == [5, 10]
     assert run.checkpoints[0].size == sum(path.stat().st_size for path in run.checkpoints[0].path.iterdir())
     assert not run.is_empty
     assert time.time() - 100 < run.began < time.time()
@@ -86,7 +86,7 @@ def interrupts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "error", "state", "said"),
+    ("end", "error", "state", "expected"),
     [
         (fails, ZeroDivisionError, "failed", "ZeroDivisionError: a bug of the user"),
         (exits, WorkerError, "failed", "sys.exit(0) in exits ("),
@@ -94,12 +94,12 @@ def interrupts():
         (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit, "preempted", "ended by a signal"),
     ],
 )
-def test_a_run_that_ends_early_says_why(tmp_path, end, error, state, said):
+def test_a_run_that_ends_early_says_why(tmp_path, end, error, state, expected):
     with pytest.raises(error):
         fit(tmp_path, Ends(end))
     run = only_run(tmp_path)
     assert run.state == state
-    assert said in run.error
+    assert expected in run.error
     assert (f"in {end.__name__}\n" in run.traceback) == (state == "failed")
     if error is SystemExit:  # which has left a checkpoint
         fit(tmp_path, resume="auto")
@@ -114,7 +114,7 @@ def wait_in_training(folder):
 def test_a_killed_run_has_failed_and_a_running_one_runs(tmp_path):
     process = Forked(wait_in_training, str(tmp_path))
     try:
-        assert wait_until(lambda: any(one.step == 1 for one in find_runs(tmp_path)), 60)
+        assert wait_until(lambda: any(item.step == 1 for item in find_runs(tmp_path)), 60)
         run = only_run(tmp_path)
         assert (run.state, run.error) == ("running", "")
         assert 0 < run.seconds < 100
@@ -154,8 +154,8 @@ def test_workers_leave_the_error_of_the_rank_that_failed_first(tmp_path):
 # --- finding ----------------------------------------------------------------------------------------------------------
 def record(path, **values):
     path.mkdir(parents=True, exist_ok=True)
-    known = {"legato": "0.1.0", "id": "a", "state": "done", "created": 1.0, "began": 1.0, "ended": 2.0}
-    (path / RUN_FILE).write_text(json.dumps({**known, **values}))
+    fields = {"legato": "0.1.0", "id": "a", "state": "done", "created": 1.0, "began": 1.0, "ended": 2.0}
+    (path / RUN_FILE).write_text(json.dumps({**fields, **values}))
     return path
 
 
@@ -166,7 +166,7 @@ def test_runs_are_found_below_a_folder_and_nothing_else(tmp_path):
     (tmp_path / "lightning_logs/version_0").mkdir(parents=True)
     (tmp_path / "lightning_logs/version_0/hparams.yaml").write_text("{}")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert [one.name for one in find_runs(tmp_path)] == ["a/version_9", "a/version_10", "team/b/version_0"]
+    assert [item.name for item in find_runs(tmp_path)] == ["a/version_9", "a/version_10", "team/b/version_0"]
     assert not is_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"'.*/tem' is not a folder. Did you mean 'team'\?"):
         find_runs(tmp_path / "tem")
@@ -230,15 +230,15 @@ torn {"step
 
 def test_metrics_are_arrays_of_one_length(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(LINES)
-    found = RunDirectory(tmp_path).metrics
-    assert found["step"].tolist() == [1, 2, 4]
-    assert found["step"].dtype == numpy.int64
-    assert found["loss"].tolist()[0] == 0.5
-    assert numpy.isnan(found["loss"][1])
-    assert found["loss"][2] == -math.inf
-    assert numpy.isnan(found["val/acc"]).tolist() == [True, False, True]
+    arrays = RunDirectory(tmp_path).metrics
+    assert arrays["step"].tolist() == [1, 2, 4]
+    assert arrays["step"].dtype == numpy.int64
+    assert arrays["loss"].tolist()[0] == 0.5
+    assert numpy.isnan(arrays["loss"][1])
+    assert arrays["loss"][2] == -math.inf
+    assert numpy.isnan(arrays["val/acc"]).tolist() == [True, False, True]
     record(tmp_path)
-    assert lg.runs.open(tmp_path).metrics.keys() == found.keys()
+    assert lg.runs.open(tmp_path).metrics.keys() == arrays.keys()
     assert lg.runs.open(tmp_path / "metrics.jsonl").metrics["step"].tolist() == [1, 2, 4]
     (tmp_path / "metrics.jsonl").unlink()
     assert lg.runs.open(tmp_path).metrics == {}
@@ -286,7 +286,7 @@ def test_reading_a_run_does_not_load_torch(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="its file system has no such names")
 def test_a_folder_whose_name_is_no_text(tmp_path, monkeypatch):
-    """Refused for runs, since TensorBoard cannot write there; a working directory is written down as it is."""
+    """Refused for runs, because TensorBoard cannot write there; as a working directory it is recorded unchanged."""
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     odd.mkdir()
     monkeypatch.chdir(odd)
@@ -300,7 +300,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path, monkeypatch):
 
 
 def test_a_program_without_stdout_and_stderr(tmp_path, monkeypatch):
-    """As pythonw and daemons are."""
+    """Like pythonw and daemons."""
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     trainer = lg.Trainer(default_root_dir=tmp_path, max_steps=1)

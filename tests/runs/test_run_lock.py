@@ -1,4 +1,4 @@
-"""One run at a time writes to a run directory; who has died, however it was, does not keep it."""
+"""One run at a time writes to a run directory; a dead run does not block it, however it died."""
 
 import json
 import os
@@ -27,14 +27,14 @@ STARTING = 60.0
 
 
 class Inputs(Tiny):
-    """Can predict."""
+    """Data for predict."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0])
 
 
 class Standing(lg.Callback):
-    """Stands still after some step, until it is told to go on; what it forked before lives on after it."""
+    """Pauses after a step until a file appears; a child that it has forked outlives it."""
 
     def __init__(self, folder: Path, step: int, forks: bool) -> None:
         self.folder, self.step, self.forks = folder, step, forks
@@ -52,7 +52,7 @@ class Standing(lg.Callback):
 
 
 def train(folder: Path, step: int = -1, devices: int = 1, forks: bool = False, **options: Any) -> lg.Trainer:
-    """Train 5 steps with a log, saving each, going on where there is something to go on from."""
+    """Train 5 steps with a log and save each; resume an existing run."""
     callbacks = [Checkpoint(every_n_train_steps=1, dirpath=options.pop("dirpath", None))]
     chosen: dict[str, Any] = {"logger": True, "log_every_n_steps": 1, "enable_checkpointing": True, **options}
     if devices > 1:
@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def standing(tmp_path: Path) -> Iterator[Any]:
-    """Starts runs that stand still, and ends them."""
+    """Starts runs that pause, and ends them."""
     started = []
 
     def start(step: int = 3, **options: Any) -> Forked:
@@ -90,7 +90,7 @@ def _train(folder: Path, step: int, options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "devices"), [(3, 1), (0, 1), (3, 2)])
 def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: Any, step: int, devices: int) -> None:
-    """In the middle, before there is a checkpoint, and with workers, whose parent has the right to write."""
+    """In the middle, before the first checkpoint, and with workers, whose parent holds the lock."""
     first = standing(step, devices=devices)
     before = contents(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -113,7 +113,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: A
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices: int) -> None:
-    """Not even where a child lives on that it had forked; and its workers are gone before the next run writes."""
+    """Not even if a forked child survives; and its workers have ended before the next run writes."""
     first = standing(devices=devices, forks=True)
     workers = [int(path.read_text()) for path in tmp_path.glob("stands-*")]
     child = int((tmp_path / "child").read_text())
@@ -131,10 +131,10 @@ def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices:
 
 @pytest.mark.slow
 def test_a_folder_of_its_own_has_one_writer_too(tmp_path: Path, standing: Any) -> None:
-    own = tmp_path / "own"
-    standing(dirpath=own, logger=False)
+    checkpoints = tmp_path / "own"
+    standing(dirpath=checkpoints, logger=False)
     with pytest.raises(ConfigError, match="own is in use by process"):
-        train(tmp_path, dirpath=own, logger=False, run_name="other")
+        train(tmp_path, dirpath=checkpoints, logger=False, run_name="other")
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
 
 # --- seen from outside ------------------------------------------------------------------------------------------------
 def far_holder(folder: Path, **values: Any) -> None:
-    """Leave what a run on another machine has in a folder, in the form that filelock and Legato write."""
+    """Write the lock files of a run on another machine, in the form of filelock and Legato."""
     holder = {"host": "far", "machine": "another", "pid": 7, "started": "1", "stage": "fit", "since": "today", **values}
     lines = ["filelock/2", f"pid={holder['pid']}", f"host={holder['host']}", "mode=lease", "token=abc"]
     lines += [f"duration={run_lock.LEASE!r}", "start=1", ""]
@@ -188,7 +188,7 @@ def far_holder(folder: Path, **values: Any) -> None:
 
 @pytest.fixture
 def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine counts as dead after moments."""
+    """A short lease, so that another machine counts as dead soon."""
     monkeypatch.setattr(run_lock, "LEASE", 1.5)
     monkeypatch.setattr(run_lock, "END_WAIT", 0.3)
 
@@ -223,7 +223,7 @@ def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(tmp_path: Path) -
 
 
 def test_a_holder_on_this_machine_that_stands_still_keeps_it(tmp_path: Path) -> None:
-    """As one that SIGSTOP stops, or a laptop that sleeps: it touches the file no more, and is alive."""
+    """As after SIGSTOP or on a sleeping laptop: the holder no longer touches the file, but is alive."""
     first, second = RunLock(tmp_path, "fit"), RunLock(tmp_path, "fit")
     first.take()
     os.utime(tmp_path / LOCK, (0, 0))
@@ -238,7 +238,7 @@ def test_a_holder_on_this_machine_that_stands_still_keeps_it(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("pid", [2**22 - 1, os.getpid()], ids=["gone", "given again"])
 def test_a_dead_process_of_this_machine_does_not_keep_it(tmp_path: Path, pid: int) -> None:
-    """Nor another process that has its number now."""
+    """Nor does another process that now has its id."""
     lock = RunLock(tmp_path, "fit")
     lock.take()
     holder = json.loads((tmp_path / HOLDER).read_text())

@@ -1,4 +1,4 @@
-"""What a run directory says of how the run was started: command, host, versions, code."""
+"""The record of a run's starts in its directory: command, host, versions, code."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def git(folder, *words):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder under git with one commit, which is the working folder."""
+    """A git repository with one commit, as the working directory."""
     folder = tmp_path / "project"
     folder.mkdir()
     git(folder, "init", "-q", "-b", "work")
@@ -138,10 +138,10 @@ def test_large_changes_are_named_and_not_stored(project, monkeypatch):
     monkeypatch.setattr(run_record, "LARGEST_DIFF", 1000)
     (project / "net.py").write_text("width = 9\n" * 1000)
     made = fit(project)
-    found = read_starts(made.run_dir)[0]["git"]
-    assert found["changed"] == ["net.py"]
-    assert found["diff_bytes"] > 1000
-    assert found["diff_file"] is None
+    repository = read_starts(made.run_dir)[0]["git"]
+    assert repository["changed"] == ["net.py"]
+    assert repository["diff_bytes"] > 1000
+    assert repository["diff_file"] is None
 
 
 @pytest.mark.parametrize("trouble", ["no git", "no repository", "no commit", "slow"])
@@ -200,11 +200,11 @@ def test_the_command_line_stores_the_config_as_it_was_given(tmp_path, monkeypatc
     done = completed(run_module, "legato", *words)
     assert done.returncode == 0, done.stderr
     folder = Path("runs/default/version_0")
-    given = (folder / "config_given.yaml").read_text()
-    assert "max_epochs: 1" in given
-    assert next(line for line in given.splitlines() if "max_epochs" in line).endswith("# override")
-    assert "line.yaml:" in given
-    assert "gradient_clip_val" not in given
+    explicit = (folder / "config_given.yaml").read_text()
+    assert "max_epochs: 1" in explicit
+    assert next(line for line in explicit.splitlines() if "max_epochs" in line).endswith("# override")
+    assert "line.yaml:" in explicit
+    assert "gradient_clip_val" not in explicit
     assert "gradient_clip_val" in (folder / "config.yaml").read_text()
     (start,) = read_starts(folder)
     assert start["arguments"][1:] == list(words)
