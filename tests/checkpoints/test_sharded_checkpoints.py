@@ -145,12 +145,12 @@ class Looks(lg.Callback):
     """Saves the initial state of the training, reads it back in full, and stops."""
 
     def __init__(self, folder):
-        self.folder, self.found = folder, None
+        self.folder, self.restored = folder, None
 
     def on_train_start(self, trainer, task):
         trainer.save_checkpoint(self.folder)
         saved = reading.read_checkpoint(self.folder)
-        self.found = saved["state_dict"], saved["optimizer_states"][0]["state"]
+        self.restored = saved["state_dict"], saved["optimizer_states"][0]["state"]
         trainer.should_stop = True
 
 
@@ -208,7 +208,7 @@ def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
                 callbacks=[looks],
                 resume=of(saved, source),
             )
-            results[name, source] = looks.found
+            results[name, source] = looks.restored
         return results
 
     wanted = {name: reading.read_checkpoint(of(saved, name)) for name in LAYOUTS}
@@ -241,7 +241,7 @@ def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(tmp_pa
         return flat(task)
 
     for number, name in enumerate(legs):
-        weights = run_workers(lambda n=number, one=name: leg(n, one), LAYOUTS[name][0])
+        weights = run_workers(lambda n=number, layout=name: leg(n, layout), LAYOUTS[name][0])
     expected, _ = in_one(kind("adamw"), **{**RUNS["adamw"], "max_epochs": 6})
     assert float((weights - expected).abs().max()) < 5e-6
 

@@ -99,7 +99,7 @@ def test_full_collections_run_between_steps(folder):
 def test_garbage_of_steps_is_freed_on_the_way(folder):
     task = Littering(objects=10, pause=0.02)
     alive = []
-    task.on_train_end = lambda: alive.extend(one() is not None for one in task.garbage)
+    task.on_train_end = lambda: alive.extend(reference() is not None for reference in task.garbage)
     before = gc.get_threshold()
     gc.set_threshold(10**8, *before[1:])  # nothing but what is asked for
     try:
@@ -211,7 +211,7 @@ def test_all_ranks_pause_at_the_same_steps(tmp_path):
         made.fit(task, make_loader(80))
         mine = torch.zeros(made.global_step + 1)
         mine[[step for _, step, ours in task.places if ours]] = 1
-        return [one.tolist() for one in made.strategy.collectives.gather_objects(mine)]
+        return [item.tolist() for item in made.strategy.collectives.gather_objects(mine)]
 
     first, second = run_workers(work, 2)
     assert first == second

@@ -38,16 +38,16 @@ class Asks(lg.Task):
     def __init__(self, ask, at="on_validation_epoch_end"):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.ask, self.at, self.seen, self.found = ask, at, [], None
+        self.ask, self.at, self.seen, self.answer = ask, at, [], None
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.seen.append(batch)
         if self.at == "validation_step":
-            self.found = self.ask(self, batch)
+            self.answer = self.ask(self, batch)
 
     def on_validation_epoch_end(self):
         if self.at == "on_validation_epoch_end":
-            self.found = self.ask(self, self.global_rank)
+            self.answer = self.ask(self, self.global_rank)
 
 
 def asked(ask, samples=10, batch_size=2, processes=2, at="on_validation_epoch_end", loader=None, **options):
@@ -59,7 +59,7 @@ def asked(ask, samples=10, batch_size=2, processes=2, at="on_validation_epoch_en
         trainer.validate(task, loader or DataLoader(numbers, batch_size), verbose=False)
     except (DisagreementError, TaskError) as error:
         return type(error).__name__, str(error)
-    return task.found
+    return task.answer
 
 
 def everything(task, rank):

@@ -66,7 +66,7 @@ class Tells(Tiny):
         for name, value in read_switches().items():
             self.register_buffer(name.replace(".", "_"), torch.tensor(list(repr(value).encode())))
 
-    def output(self):
+    def switches(self):
         names = {name: name.replace(".", "_") for name in SWITCHES}
         buffers = dict(self.named_buffers())
         return {name: bytes(buffers[key].tolist()).decode() for name, key in names.items() if key in buffers}
@@ -79,15 +79,15 @@ def test_all_switches_travel_to_workers(tmp_path):
     assert {name: repr(value) for name, value in wanted.items()}.items() <= script.items()
     task = Tells()
     make_trainer(tmp_path, devices=2, strategy="ddp", precision="64-true").fit(task, make_loader())
-    assert task.told() == script
+    assert task.switches() == script
 
 
 def test_the_newer_switches_of_matrix_products_travel(tmp_path):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     task = Tells()
     make_trainer(tmp_path, devices=2, strategy="ddp").fit(task, make_loader())
-    assert task.told()["fp32_precision_cuda.matmul"] == "'tf32'"
-    assert "matmul_precision" not in task.told()
+    assert task.switches()["fp32_precision_cuda.matmul"] == "'tf32'"
+    assert "matmul_precision" not in task.switches()
 
 
 def fit(folder, **options):
@@ -147,7 +147,7 @@ def test_split_products_are_a_switch_of_their_own(tmp_path):
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     task, names = Tells(), ("fp16_reduced_precision", "fp16_split_k", "bf16_reduced_precision", "bf16_split_k")
     make_trainer(tmp_path, **TWO).fit(task, make_loader())
-    assert [task.told()[name] for name in names] == ["False", "True", "False", "False"]
+    assert [task.switches()[name] for name in names] == ["False", "True", "False", "False"]
 
 
 @pytest.fixture

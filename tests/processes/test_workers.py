@@ -382,15 +382,15 @@ def test_signals_reach_every_worker_and_75_comes_back(number: signal.Signals, tm
     caller = os.getpid()
 
     def work() -> None:
-        told: list[int] = []
-        signal.signal(number, lambda number, _: told.append(number))
+        received: list[int] = []
+        signal.signal(number, lambda number, _: received.append(number))
         place = join()
         all_reduce()
         if place.rank == 0:
             os.kill(caller, number)
-        while not told:
+        while not received:
             time.sleep(0.01)
-        (tmp_path / f"told-{place.rank}").write_text(str(told))
+        (tmp_path / f"told-{place.rank}").write_text(str(received))
         sys.exit(75)
 
     handler = signal.getsignal(number)

@@ -131,7 +131,7 @@ class LocalFolder:
             if path.name not in (name, temporary_path(self.path / name, REPLACED).name) or path.is_symlink():
                 continue
             files = path / manifest.MANIFEST, path / manifest.STATE_FILE
-            # a user may choose a checkpoint's name; its files then tell it from other folders
+            # a user may choose a checkpoint's name; its files then distinguish it from other folders
             if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
                 candidates[name] = path.name
         return list(candidates.values())

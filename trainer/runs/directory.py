@@ -248,7 +248,7 @@ class RunDirectory:
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
-        # a running run writes only points
+        # during the run only points are written
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
         values = [value for value in self.metrics.get(metric, ()) if math.isfinite(value)]
