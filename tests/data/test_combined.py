@@ -31,7 +31,7 @@ MODES = (*BY_POSITION, "max_size", "sequential")
 
 
 class Numbers(Dataset):
-    """Item i is (the number of the dataset, i, a random number); counts what is read."""
+    """Item i is (the number of the dataset, i, a random number); counts its reads."""
 
     def __init__(self, length, number=0):
         self.length, self.number, self.read = length, number, 0
@@ -188,7 +188,7 @@ def test_augmentation_is_the_same_in_workers(workers):
 
 
 class Epochs(Numbers):
-    """Says in place of its number which epoch it was told."""
+    """Yields the epoch set by set_epoch instead of its number."""
 
     def set_epoch(self, epoch):
         self.number = epoch
@@ -308,7 +308,7 @@ def test_an_evaluation_takes_each_combined_batch_once(trainer, mode, batches, lo
 
 
 class Graphs:
-    """Batch of a class of its own, which can be iterated as a loader can."""
+    """A custom batch class that is iterable like a loader."""
 
     def __init__(self, points):
         self.points = points
@@ -339,7 +339,7 @@ BATCH_LISTS = {
 
 
 class Kinds(Tiny):
-    """Remembers which batches of which loader its steps were given."""
+    """Records the batches of each loader that its steps received."""
 
     def __init__(self):
         super().__init__()
@@ -381,7 +381,7 @@ class Twice:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 class Pairs(Tiny):
-    """Learns from a batch of each of two loaders; remembers what it was given."""
+    """Learns from a batch of each of two loaders; records these batches."""
 
     def __init__(self):
         super().__init__()

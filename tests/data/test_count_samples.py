@@ -79,7 +79,7 @@ def test_tensors_without_dimensions_do_not_count(trainer):
 
 # --- how many samples a batch has -------------------------------------------------------------------------------------
 class Graphs:
-    """What PyG's Batch says of itself."""
+    """The attributes of PyG's Batch."""
 
     num_graphs = 4
 

@@ -83,7 +83,7 @@ def test_a_list_of_batches_is_dealt_out_to_replicas(trainer):
 
 
 class Endless:
-    """A loader of one's own without an end, that says how many batches an epoch has."""
+    """An endless custom loader with a length."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -105,7 +105,7 @@ def test_an_endless_loader_ends_at_its_length(trainer):
 
 
 class EndlessLoader(DataLoader):
-    """A subclass of torch's loader without an end, that says how many batches an epoch has."""
+    """An endless subclass of torch's DataLoader with a length."""
 
     def __len__(self):
         return 4
@@ -219,7 +219,7 @@ def indices_of(task, data):
 
 
 class Epochs(Sampler):
-    """Yields two thirds of the samples, turned by the epoch that it was told."""
+    """Yields two thirds of the samples, rotated by the epoch set by set_epoch."""
 
     def __init__(self):
         self.epoch, self.told = 0, []

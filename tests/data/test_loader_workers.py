@@ -108,7 +108,7 @@ def test_a_worker_that_is_done_is_not_blamed_for_another_ones_error(trainer):
 
 
 class Counted(IterableDataset):
-    """A stream with a length, of which each worker reads a part; `more` samples come after that length."""
+    """A stream with a length, split between workers; `more` samples follow beyond that length."""
 
     def __init__(self, samples, more=0):
         self.samples, self.more = samples, more
@@ -139,7 +139,7 @@ class Evaluated(lg.Task):
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset", "ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_evaluation_sees_the_short_batch_of_each_worker(trainer, processes):
-    """Three workers of 34, 33 and 33 samples have 15 batches of 8, where the length is 13."""
+    """Three workers with 34, 33 and 33 samples have 15 batches of 8, although the length is 13."""
 
     def evaluate():
         strategy = "ddp" if processes > 1 else "single"

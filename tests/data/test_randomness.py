@@ -26,7 +26,7 @@ Draws = tuple[Any, ...]
 
 
 def draw() -> Draws:
-    """Draw from each generator, from each in two ways, one of which keeps half of a pair for the next call."""
+    """Draw from each generator in two ways; one of them keeps half of a pair for the next call."""
     return (
         random.random(),
         random.gauss(0, 1),

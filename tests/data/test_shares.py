@@ -28,7 +28,7 @@ def place():
 
 
 class Numbers(Dataset):
-    """Numbers of a range, with noise from a generator of its own or from the global one."""
+    """Numbers of a range, with noise from its own generator or the global one."""
 
     def __init__(self, numbers, noise=None):
         self.numbers, self.noise = numbers, noise
@@ -72,7 +72,7 @@ class OtherBatches(BatchSampler):
 
 
 class Sum(lg.Task):
-    """A weight that a step lowers by the mean of its samples; keeps what it has seen."""
+    """A weight that a step lowers by the mean of its samples; records the samples."""
 
     def __init__(self, train, validate=None):
         super().__init__()
@@ -106,7 +106,7 @@ QUIET |= {"max_epochs": 1, "num_sanity_val_steps": 0, "accelerator": "cpu", "sav
 
 
 def train(train, validate=None, **options):
-    """Return what all ranks have trained on and validated, the weight and the steps; or the error's text."""
+    """Return all ranks' training and validation samples, the weight and the steps; or the error's text."""
     layout = {"strategy": "ddp", "devices": place()[1]}
     task, trainer = Sum(train, validate), lg.Trainer(**{**QUIET, **layout, **options})
     try:
@@ -262,7 +262,7 @@ def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
 
 
 class Told(Ranks):
-    """Two ranks, of which the other one has read other samples."""
+    """Two ranks, the other of which has read different samples."""
 
     size = 2
 

@@ -10,7 +10,7 @@ from legato.base.errors import DataError
 
 
 class Runs(Dataset):
-    """Twenty samples, of which the one at `bad` is read from an iterator that is used up."""
+    """Twenty samples; the one at `bad` is read from an exhausted iterator."""
 
     def __init__(self, bad=13):
         self.data, self.bad = make_data(20), bad

@@ -100,7 +100,7 @@ class Validating(Dropping):
 
 
 class Drawing(Tiny):
-    """Keeps what it draws in its steps."""
+    """Records the random numbers of its steps."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ def test_off_leaves_the_generators_alone(trainer, loader):
 
 # --- where a stream ends ----------------------------------------------------------------------------------------------
 class Longer(torch.utils.data.IterableDataset):
-    """Samples that workers share out, so that their short last batches are more than the length says."""
+    """Samples split between workers, whose short last batches exceed the length."""
 
     def __len__(self):
         return 20

@@ -14,7 +14,7 @@ SAMPLES = 26
 
 
 class Counting(IterableDataset):
-    """Samples with noise, of which each worker reads a part: another number each, so that one ends before the other."""
+    """Samples with noise, split unevenly between workers, so that one ends before the other."""
 
     def __init__(self):
         self.place, self.read = 0, 0

@@ -180,7 +180,7 @@ class Trained(lg.Task):
 
 
 def train_on_shares(shares, kind=Stream, accumulate=1, task=None, loader=DataLoader, resume=None, **arguments):
-    """Train on this process's own share of (samples, batch size); return what is the same on every process."""
+    """Train on this process's share of (samples, batch size); return the values that are equal on every process."""
     task = task or Trained()
     options = {"strategy": "ddp", "devices": len(shares), "use_distributed_sampler": False}
     trainer = lg.Trainer(**{**QUIET, **options, "accumulate_grad_batches": accumulate, **arguments})
@@ -236,7 +236,7 @@ def test_shares_of_any_length_are_trained_on_to_their_end(shares):
 
 
 def test_a_run_on_uneven_shares_stops_validates_and_saves_together(tmp_path):
-    """Between the ends of the shares, where the processes know different lengths of an epoch."""
+    """Between the ends of the shares, when processes have different epoch lengths."""
     shares = ((10, 2), (26, 3))
 
     def work():

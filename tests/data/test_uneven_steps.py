@@ -86,7 +86,7 @@ def test_a_process_without_a_batch_does_as_the_others(two, tmp_path, layout, nam
 
 
 class Notes(lg.Callback):
-    """Notes for what it is called."""
+    """Records the calls of its hooks."""
 
     def __init__(self):
         self.seen = []
@@ -96,7 +96,7 @@ class Notes(lg.Callback):
 
 
 class LateNotes(Notes, lg.callbacks.MonitoringCallback):
-    """Notes for what a callback is called that judges what the others have done."""
+    """Records the hook calls of a MonitoringCallback."""
 
 
 def test_what_judges_is_called_there_with_none():

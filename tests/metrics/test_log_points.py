@@ -142,7 +142,7 @@ def test_a_sum_that_a_hook_logs_once_counts_once(tmp_path):
 
 
 class Shown(Tiny):
-    """Remembers what the progress bar shows after each batch and at the end of each epoch."""
+    """Records the progress bar's values after each batch and at the end of each epoch."""
 
     def __init__(self):
         super().__init__()

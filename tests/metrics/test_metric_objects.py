@@ -232,7 +232,7 @@ def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, befor
 
 # --- states reduced by "mean" -----------------------------------------------------------------------------------------
 class Running(torchmetrics.Metric):
-    """The mean of all updates, in a state that ranks merge by "mean", and one that stands for no number at first."""
+    """The mean of all updates, in a state merged by "mean", and a state that is no valid number at first."""
 
     full_state_update = False
 
@@ -280,7 +280,7 @@ def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
 
 
 class Composed(Tiny):
-    """Logs a sum of two metrics, of which one is logged by itself as well, and a mean state within a sum."""
+    """Logs a sum of two metrics, one of which it also logs alone, and a mean state within a sum."""
 
     def __init__(self):
         super().__init__()
@@ -409,7 +409,7 @@ def test_a_hook_computes_metrics_though_a_rank_had_no_batch(trainer):
 
 # --- where a metric comes from ----------------------------------------------------------------------------------------
 class Late(Tiny):
-    """Logs a metric that a hook makes, or one that is no module of the task."""
+    """Logs a metric created in a hook, or one that is not a module of the task."""
 
     def __init__(self, hidden):
         super().__init__()

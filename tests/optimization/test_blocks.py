@@ -17,7 +17,7 @@ from legato.trainer.strategies.batch_norm import synchronize
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
 class Halved(nn.BatchNorm2d):
-    """A batch norm with a forward of its own."""
+    """A batch norm with a custom forward."""
 
     def forward(self, input):
         return super().forward(input) / 2
@@ -217,7 +217,7 @@ def test_compile_options_that_are_none_are_refused(refused):
 
 
 class Stack(Tiny):
-    """Calls a Sequential, and layers in a list, that no module of its own calls."""
+    """Calls a Sequential, and layers in a list, from its step."""
 
     def __init__(self):
         super().__init__()

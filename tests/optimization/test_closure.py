@@ -98,7 +98,7 @@ def test_values_are_logged_once_a_batch(play):
 
 
 class Sharp(torch.optim.SGD):
-    """Sharpness-aware minimization as it is commonly written; its step has a default that it refuses."""
+    """Sharpness-aware minimization as it is commonly written; its step refuses its default argument."""
 
     @torch.no_grad()
     def step(self, closure=None):

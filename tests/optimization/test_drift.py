@@ -64,7 +64,7 @@ def test_running_statistics_may_differ_between_steps(reproducible):
 
 
 class Alone(lg.strategies.GroupStrategy):
-    """Each process trains by itself, as between two averages of local SGD."""
+    """Each process trains independently, as between two averages of local SGD."""
 
     def join(self, *arguments):
         super().join(*arguments)

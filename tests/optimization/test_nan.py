@@ -168,7 +168,7 @@ def test_skip_drops_exactly_the_bad_steps(trainer, options, only_gradient):
             return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
 
     class Knows(Scheduled):
-        """Puts everything back by itself."""
+        """Restores everything."""
 
         def optimizer_step(self, epoch, batch_idx, optimizer, closure):
             if self.trainer.global_step not in (0, 2):

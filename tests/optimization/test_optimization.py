@@ -244,7 +244,7 @@ def test_fsdp_takes_one_loss_alone(refused):
 
 
 class Counts:
-    """A scheduler that has to be told a number."""
+    """A scheduler whose step needs a number."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -144,7 +144,7 @@ def test_two_processes_share_a_device(tmp_path, two_replicas):
 
 @pytest.mark.slow
 def test_each_process_sees_the_one_device_that_a_launcher_gives_it(tmp_path, two_replicas):
-    """As under SLURM's --gpus-per-task=1: two ranks of a node, each with a first device of its own."""
+    """As under SLURM's --gpus-per-task=1: two ranks of a node, each of which sees one device with index 0."""
     slurm = {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
     slurm |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
     arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}

@@ -96,7 +96,7 @@ def test_tasks_and_callbacks_agree_on_the_hooks_they_share():
 
 # --- a run that records -----------------------------------------------------------------------------------------------
 def play(block, counts, title=None):
-    """Return the calls that the drawing promises: `counts` says how often each kind of block runs."""
+    """Return the calls that the drawing promises; `counts`: how often each kind of block runs."""
     calls = []
     for item in block.items:
         if not isinstance(item, Block):
@@ -357,7 +357,7 @@ def test_a_rank_without_a_loss_does_not_end_the_run_of_another(trainer, caplog):
 
 
 def test_an_epoch_of_which_no_batch_was_left_blames_no_return(trainer, tmp_path, caplog):
-    """A finished run that is resumed, one that goes on with the end of an epoch, and one whose epoch a hook leaves."""
+    """A finished run that is resumed, one resumed at the end of an epoch, and one whose epoch a hook skips."""
     saved = {}
 
     class Saves(lg.Callback):

@@ -241,7 +241,7 @@ class WithNet(KeepsAll):
 
 
 def test_what_only_a_subclass_cannot_keep_is_its_own_to_leave_out(trainer, refused):
-    """The base sees the subclass's arguments too, before the subclass can say what it leaves out."""
+    """The base also sees the subclass's arguments, before the subclass can exclude some."""
     task = WithNet(torch.nn.Linear(1, 1), True)
     assert dict(task.hparams) == {"lr": 0.3}
     trainer().fit(task, make_loader())

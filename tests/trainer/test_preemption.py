@@ -29,7 +29,7 @@ TWO = {"hold": "step-4", "pace": 0.1, "devices": 2, "strategy": "ddp"}  # what a
 
 
 class Running:
-    """A run in a process group of its own, as a terminal or a scheduler starts it."""
+    """A run in its own process group, as started by a terminal or a scheduler."""
 
     def __init__(self, folder: Path, what: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> None:
         """`what`: options of a run, a function with its arguments, or the words of a command."""
@@ -85,7 +85,7 @@ def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, tor
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """The names of all checkpoints, every one of which must be whole."""
+    """Return the names of all checkpoints, each of which must be complete."""
     found = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
     for path in found:
         find.verify(path)
@@ -93,7 +93,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def stopped_at(run: Running) -> int:
-    """Return the step that the run says it stopped at, in one line, with the code that requests a restart."""
+    """Return the step at which the run stopped, from its log line, which has the code that requests a restart."""
     lines = [line for line in run.errors.splitlines() if "stopped at step" in line]
     assert len(lines) == 1, run.errors
     assert "is complete" in lines[0]
@@ -179,7 +179,7 @@ def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_any_moment(tmp_path, undisturbed):
-    """A run that is told to end, ever later after its start, and resumed each time."""
+    """A run that a signal ends ever later after its start, resumed each time."""
     with running(tmp_path, (preempted_run.sweep, tmp_path, {"pace": 0.02}, 0.035)) as run:
         assert run.end(300) == 0
     ends = json.loads(run.output)
@@ -378,7 +378,7 @@ def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, monkeypatch,
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
 class Slurm:
-    """A job 4711 whose squeue and scontrol are scripts; scontrol notes what it was called with."""
+    """A job 4711 whose squeue and scontrol are scripts; scontrol records its arguments."""
 
     def __init__(self, folder: Path, state: str = "RUNNING", scontrol: str = "") -> None:
         self.noted = folder / "scontrol"

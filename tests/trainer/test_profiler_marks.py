@@ -189,7 +189,7 @@ class OnlyNext:
 
 
 def test_an_iterator_stays_open_for_another_epoch():
-    """A loop over it leaves it open as well, where it ends before the iterator does."""
+    """A loop over it also leaves it open if the loop ends first."""
     endless = iter(range(10**9))
     generator = (number for number in endless)
     for start in (0, 2):

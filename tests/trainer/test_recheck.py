@@ -31,7 +31,7 @@ RANKS = {
 
 # --- a flipped bit ----------------------------------------------------------------------------------------------------
 class Flip(torch.autograd.Function):
-    """Flips a bit of a gradient, where it is told to."""
+    """Flips a bit of a gradient on request."""
 
     @staticmethod
     def forward(context, value, flips):
@@ -135,7 +135,7 @@ def test_wrong_hardware_is_not_tried_again():
 
 # --- no false alarm, and the same run ---------------------------------------------------------------------------------
 class Rich(Net):
-    """Most of what a step leaves behind: statistics, metrics, buffers, logged values."""
+    """Most of a step's effects: statistics, metrics, buffers, logged values."""
 
     def __init__(self, **options):
         super().__init__(dropout=0.3, norm=True)
@@ -161,7 +161,7 @@ class Rich(Net):
 
 
 class Keeps(Rich):
-    """Clears its gradients every other step, by itself."""
+    """Clears its gradients itself, every other step."""
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if self.global_step % 2:
@@ -169,7 +169,7 @@ class Keeps(Rich):
 
 
 class Steps(Rich):
-    """Steps by itself, and logs the loss that the closure returns."""
+    """Steps its optimizer, and logs the loss that the closure returns."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(optimizer_closure)
@@ -285,7 +285,7 @@ class Draws(lg.Callback):
 
 
 def test_the_dropout_masks_after_a_recheck_are_those_of_a_run_without_it():
-    """Without keyed generators, where each draw moves what follows."""
+    """Without keyed generators, where each draw changes the following ones."""
     weights = []
     for every in (None, 1):
         task = Net(dropout=0.5)

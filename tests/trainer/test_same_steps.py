@@ -63,7 +63,7 @@ class Stream(IterableDataset):
 
 
 class Backwards(Sampler):
-    """Counts down from a start that depends on the epoch it was told."""
+    """Counts down from a start that depends on the epoch set by set_epoch."""
 
     def __init__(self, length):
         self.length, self.epoch = length, 0
@@ -111,7 +111,7 @@ def make_loader(kind, length, batch_size, drop_last, workers=0):
 
 
 class Recorder(lg.Task):
-    """Notes what each step sees and draws."""
+    """Records the samples and random numbers of each step."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Recorder(lg.Task):
 
 
 def run(case, processes):
-    """Train, and return on every process what all of them saw; or the error."""
+    """Train, and return all processes' records on every process; or the error."""
     task = Recorder()
     strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {"strategy": "single"}
     trainer = lg.Trainer(**{**QUIET, **strategy}, replicas=case["replicas"], accumulate_grad_batches=case["accumulate"])

@@ -44,7 +44,7 @@ trainer: {max_steps: 1, accelerator: cpu, enable_checkpointing: false}
 
 
 def fit(folder, *words):
-    """Train by the command line in a fresh Python; return what each rank noted."""
+    """Train by the command line in a new Python process; return each rank's records."""
     (folder / "one_step.py").write_text(TASK)
     (folder / "one.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "legato", "fit", "one.yaml", *words]

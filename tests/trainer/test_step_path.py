@@ -252,7 +252,7 @@ class Open(Small):
 
 
 class Weighs(Open):
-    """Returns what each batch weighs."""
+    """Returns the weight of each batch."""
 
     def training_step(self, batch, batch_idx):
         weight = (batch[1] > 2).sum()

@@ -56,7 +56,7 @@ def test_editors_show_the_trainers_arguments_with_their_texts():
 # --- a user's project -------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Return a function that makes an environment with what this one has, but Legato as it is told."""
+    """Return a function that makes an environment like this one, with Legato installed as requested."""
     wheels = tmp_path_factory.mktemp("wheels")
 
     def make(kind, *install):
