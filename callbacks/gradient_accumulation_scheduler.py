@@ -26,8 +26,7 @@ class GradientAccumulationScheduler(Callback):
         counts = [value for pair in scheduling.items() for value in pair]
         if not scheduling or not all(isinstance(value, int) and not isinstance(value, bool) for value in counts):
             raise ConfigError(
-                f"GradientAccumulationScheduler: scheduling must map epochs to numbers of batches, such as "
-                f"{{0: 8, 4: 4}}, got {scheduling!r}."
+                f"GradientAccumulationScheduler: expected batches by epoch, such as {{0: 8, 4: 4}}, got {scheduling!r}."
             )
         if min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(

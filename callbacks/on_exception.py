@@ -29,9 +29,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename or not is_name(filename):
-            raise ConfigError(
-                f"OnExceptionCheckpoint: filename must be a folder name without '/', such as 'crash', got {filename!r}."
-            )
+            raise ConfigError(f"OnExceptionCheckpoint: filename must be a folder name without '/', got {filename!r}.")
         self.dirpath, self.filename = to_absolute(dirpath), filename
 
     @property

@@ -48,9 +48,7 @@ class PredictionWriter(Callback):
             prediction: Return value of `predict_step`.
             batch_indices: Dataset indices of the batch's samples; None if the data have no indices.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define write_on_batch_end, or use write_interval='epoch'."
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end for this write_interval.")
 
     def write_on_epoch_end(
         self, trainer: "Trainer", task: "Task", predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -61,9 +59,7 @@ class PredictionWriter(Callback):
             predictions: One prediction per batch; with several loaders, one list per loader.
             batch_indices: One list per loader (even for a single loader) with the dataset indices of each batch.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define write_on_epoch_end, or use write_interval='batch'."
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end for this write_interval.")
 
     def on_predict_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Discard the predictions of the previous call."""

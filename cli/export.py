@@ -174,9 +174,7 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
         # torch.export treats a size of 1 as constant
-        raise TaskError(
-            "example_input_array has a single sample, so the exported forward would accept no other number. Use two."
-        )
+        raise TaskError("example_input_array has a single sample, so forward would accept no other number. Use two.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:

@@ -285,11 +285,7 @@ class Plan:
         share = used / memory
         # the sum excludes temporary tensors and fragmentation
         verdict = (
-            "does not fit"
-            if share > 1
-            else "fits"
-            if share <= 1 - RESERVED
-            else "may not fit, since the driver needs memory too"
+            "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: drivers need memory"
         )
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

@@ -421,9 +421,7 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
     # a config may come from an untrusted source, and os.system is a function
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
-        raise ConfigError(
-            f"{path!r} is not allowed: from the standard library, a config may only build {', '.join(BUILDABLE)}."
-        )
+        raise ConfigError(f"{path!r} is not allowed: from the standard library only {', '.join(BUILDABLE)} are.")
     try:
         target = load(path)
     except ConfigError as error:

@@ -221,9 +221,9 @@ def test_a_live_object_is_named_and_handed_over(thing, trainer, tmp_path, caplog
     made.fit(task, make_loader())
     made.save_checkpoint(tmp_path / "one")
     made.save_checkpoint(tmp_path / "two")
-    told = [message for message in caplog.messages if "Checkpoints do not hold" in message]
-    assert len(told) == 1
-    assert "Keeps.load_from_checkpoint(path, thing=...)" in told[0]
+    messages = [message for message in caplog.messages if "Checkpoints do not hold" in message]
+    assert len(messages) == 1
+    assert "Keeps.load_from_checkpoint(path, thing=...)" in messages[0]
     assert task.hparams.thing is thing
     again = Keeps.load_from_checkpoint(tmp_path / "one", thing=5)
     assert again.hparams.thing == 5

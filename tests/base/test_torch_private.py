@@ -122,15 +122,15 @@ class Parted(nn.Module):
 
 
 def test_the_parts_of_a_module():
-    module, other = Parted(), Parted()
+    module, second = Parted(), Parted()
     assert set(torch_private.own_buffers(module)) == {"mean", "late"}
-    other.extra = nn.Linear(2, 2)
+    second.extra = nn.Linear(2, 2)
     del module.again
-    torch_private.set_module_parts(module, torch_private.module_parts(other))
-    assert module.extra is other.extra
-    assert module.weight is other.weight
+    torch_private.set_module_parts(module, torch_private.module_parts(second))
+    assert module.extra is second.extra
+    assert module.weight is second.weight
     assert module.late is None
-    assert module.state_dict().keys() == other.state_dict().keys()
+    assert module.state_dict().keys() == second.state_dict().keys()
 
 
 def test_a_copy_shares_what_is_no_tensor_and_has_the_tensors_given():

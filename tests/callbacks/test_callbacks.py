@@ -178,8 +178,8 @@ def test_rates_by_epoch(tmp_path, interval, expected):
     ],
 )
 def test_names_of_rates(tmp_path, build, expected):
-    found = names_logged(fit_with_rates(tmp_path, build))
-    assert {name for name in found if not name.startswith("throughput/")} == expected
+    names = names_logged(fit_with_rates(tmp_path, build))
+    assert {name for name in names if not name.startswith("throughput/")} == expected
 
 
 def test_momentum_and_weight_decay(tmp_path):
@@ -259,11 +259,11 @@ def test_durations_that_are_none(value):
 @given(st.text(alphabet="0123456789:-. ", max_size=14) | st.text(max_size=8))
 def test_any_text_is_a_duration_or_refused(text):
     try:
-        found = parse_duration(text)
+        duration = parse_duration(text)
     except ConfigError:
         return
     days, hours, minutes, seconds = map(int, text.split(":"))
-    assert found == timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    assert duration == timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
 def test_a_timer_stops_the_run(tmp_path, caplog, clock):

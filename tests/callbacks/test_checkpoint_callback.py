@@ -42,13 +42,13 @@ def step_of(path):
 def test_without_a_monitor_the_newest_is_kept(tmp_path):
     saves = Saves()
     trainer = fit(tmp_path, Checkpoint(), saves, num_sanity_val_steps=1)
-    found = trainer.checkpoint_callback
+    callback = trainer.checkpoint_callback
     assert saves.steps == [4, 8, 12]
     assert kept(trainer) == [12]
-    assert step_of(found.last_model_path) == step_of(found.best_model_path) == 12
-    assert found.best_model_score is None
-    assert found.best_k_models == {}
-    assert found.kth_best_model_path == ""
+    assert step_of(callback.last_model_path) == step_of(callback.best_model_path) == 12
+    assert callback.best_model_score is None
+    assert callback.best_k_models == {}
+    assert callback.kth_best_model_path == ""
 
 
 @pytest.mark.slow
@@ -216,16 +216,18 @@ def test_wrong_arguments_are_refused(options, message):
 def test_two_need_two_folders(tmp_path):
     with pytest.raises(ConfigError, match="Two Checkpoint callbacks write to the same folder"):
         fit(tmp_path, Checkpoint(), Checkpoint("val/score"), values=[0.5])
-    own = Checkpoint("val/score", "max", dirpath=tmp_path / "own", save_last=False)
-    trainer = fit(tmp_path, Checkpoint(), own, values=[0.5, 0.9, 0.1])
+    elsewhere = Checkpoint("val/score", "max", dirpath=tmp_path / "own", save_last=False)
+    trainer = fit(tmp_path, Checkpoint(), elsewhere, values=[0.5, 0.9, 0.1])
     assert kept(trainer) == [12]
     assert names_in(tmp_path / "own") == ["step-00000008"]
 
 
 def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
     def run(**options):
-        own = Checkpoint(dirpath=tmp_path / "own", every_n_train_steps=2, save_top_k=options.pop("save_top_k", -1))
-        return fit(tmp_path, own, values=[0.5], **options)
+        elsewhere = Checkpoint(
+            dirpath=tmp_path / "own", every_n_train_steps=2, save_top_k=options.pop("save_top_k", -1)
+        )
+        return fit(tmp_path, elsewhere, values=[0.5], **options)
 
     def there():
         return {path: path.read_bytes() for path in (tmp_path / "own").rglob("*") if path.is_file()}
@@ -265,8 +267,8 @@ def test_a_value_is_that_of_the_checkpoints_own_step_or_none(tmp_path, on_step, 
     callback = Checkpoint(monitor, save_top_k=-1, every_n_train_steps=every)
     fit(tmp_path, callback, task=EveryStep(on_step, on_epoch), max_epochs=2, log_every_n_steps=50)
     steps = {step for step in range(1, 9) if step % every == 0 or step == 8}
-    found = {step_of(name): score for name, score in callback.scores.items()}
-    assert found == {step: expected.get(step) for step in steps}
+    scores = {step_of(name): score for name, score in callback.scores.items()}
+    assert scores == {step: expected.get(step) for step in steps}
 
 
 @pytest.mark.parametrize("every", [{"every_n_train_steps": 2}, {"train_time_interval": 1e-9}])
@@ -304,10 +306,10 @@ def test_the_mean_of_a_part_of_an_epoch_is_compared_with_nothing(tmp_path, save_
         made = fit(tmp_path / folder, best, values=[0.5] * 3, task=Told([0.5] * 3), **options)
         return best, made
 
-    whole, _ = run("whole")
+    uninterrupted, _ = run("whole")
     run("stopped", max_steps=1)
     resumed, made = run("stopped", resume="auto")
-    assert resumed.best_model_score == whole.best_model_score == 5.0
+    assert resumed.best_model_score == uninterrupted.best_model_score == 5.0
     assert kept(made) == ([8, 12] if save_last else [8])
 
 
@@ -326,8 +328,8 @@ def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
     assert kept(undisturbed) == [8, 20, 24]
     names = {path.name for path in folder.iterdir()}
     assert names == {"step-00000001", "notes.txt", "step-00000008", "step-00000020", "step-00000024", "index.json"}
-    mine, other = resumed.checkpoint_callback, undisturbed.checkpoint_callback
-    assert mine.scores == other.scores
+    mine, theirs = resumed.checkpoint_callback, undisturbed.checkpoint_callback
+    assert mine.scores == theirs.scores
     assert step_of(mine.best_model_path) == 20
     assert str(folder) in mine.best_model_path
 
@@ -574,12 +576,12 @@ def test_a_run_that_failed_goes_on_from_its_last_finished_step(tmp_path, where, 
     tasks = Scripted(values), Failing(values, where), Scripted(values)
     for task in tasks[1:]:
         task.load_state_dict(tasks[0].state_dict())
-    whole = fit(tmp_path / "whole", task=tasks[0], **options)
+    uninterrupted = fit(tmp_path / "whole", task=tasks[0], **options)
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, saving, task=tasks[1], **options)
     assert saving.saved
     trainer = make_trainer(tmp_path / "again", **options)
     trainer.fit(tasks[2], loader(), loader(1), resume=tmp_path / "failed")
-    assert trainer.global_step == whole.global_step > step
+    assert trainer.global_step == uninterrupted.global_step > step
     assert torch.equal(tasks[2].net.weight, tasks[0].net.weight)
-    assert trainer.callback_metrics == whole.callback_metrics
+    assert trainer.callback_metrics == uninterrupted.callback_metrics

@@ -95,16 +95,16 @@ def test_a_resumed_run_goes_on_with_both(trainer, tmp_path):
         made.fit(task, make_loader(), make_loader(4), resume=resume)
         return task, average, made
 
-    whole, whole_average, _ = run(4)
+    uninterrupted, whole_average, _ = run(4)
     step = tmp_path / "kept" / "step-00000010"
     assert step.is_dir()
     again, again_average, made = run(4, resume=step)
-    assert_same_bits(whole, again)
+    assert_same_bits(uninterrupted, again)
     assert again_average.updates == whole_average.updates == 20
-    assert torch.equal(torch.stack(again.began), torch.stack(whole.began)[10:])
+    assert torch.equal(torch.stack(again.began), torch.stack(uninterrupted.began)[10:])
     averaged = Seen()
     made.validate(averaged, make_loader(4), ckpt_path=step)
-    assert torch.equal(averaged.validated[0], whole.validated[2])
+    assert torch.equal(averaged.validated[0], uninterrupted.validated[2])
 
 
 def test_whoever_takes_weights_from_a_checkpoint_gets_those_that_were_scored(trainer, tmp_path):
@@ -146,35 +146,35 @@ def test_two_processes_average_as_one(tmp_path):
         made.fit(task, loader(22), loader(10))
         return task, average
 
-    one, first = run(strategy="single", replicas=2)
+    single, first = run(strategy="single", replicas=2)
     two, second = run(**TWO)
-    assert_same_bits(one, two)
+    assert_same_bits(single, two)
     assert first.updates == second.updates
-    assert all(torch.equal(first.averaged_state_dict()[name], one.state_dict()[name]) for name in first.averages)
+    assert all(torch.equal(first.averaged_state_dict()[name], single.state_dict()[name]) for name in first.averages)
 
 
 @pytest.mark.slow
 def test_sharded_weights_are_averaged_in_parts(tmp_path):
     def work():
         torch.set_num_threads(1)
-        found, scores = [], []
+        weights, scores = [], []
         for strategy in ({"name": "fsdp"}, {"name": "ddp"}):
             task, average = Net(), ExponentialMovingAverage(0.8)
             keep = Checkpoint(dirpath=tmp_path / strategy["name"], save_top_k=-1)
             options = {**QUIET, **TWO, "strategy": strategy, "callbacks": [average, keep], "enable_checkpointing": True}
             made = lg.Trainer(**options)
             made.fit(task, loader(16), loader(8))
-            found.append(average.averaged_state_dict())
+            weights.append(average.averaged_state_dict())
             resumed = Net()
             options["callbacks"] = [ExponentialMovingAverage(0.8)]
             made = lg.Trainer(**{**options, "enable_checkpointing": False})
             made.fit(resumed, loader(16), loader(8), resume=tmp_path / strategy["name"] / "step-00000002")
-            found.append(options["callbacks"][0].averaged_state_dict())
+            weights.append(options["callbacks"][0].averaged_state_dict())
             options["callbacks"] = []
             made = lg.Trainer(**{**options, "enable_checkpointing": False})
             losses = made.validate(Net(), loader(8), ckpt_path=tmp_path / strategy["name"] / "step-00000002")
             scores.append(next(iter(losses[0].values())))
-        return *found, scores
+        return *weights, scores
 
     sharded, resumed, plain, also, scores = run_workers(work, 2, threads=1)
     loaded = Net.load_from_checkpoint(tmp_path / "fsdp" / "step-00000002")

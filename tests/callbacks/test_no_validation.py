@@ -28,7 +28,9 @@ def warned(trainer, caplog, monitor="val/loss", loader=None, **options):
     caplog.clear()
     with caplog.at_level(logging.WARNING, "legato"):
         made.fit(Validated(), make_loader(24, 4) if loader is None else loader, make_loader(8))
-    return [one.getMessage() for one in caplog.records if "ends before the first validation" in one.getMessage()]
+    return [
+        record.getMessage() for record in caplog.records if "ends before the first validation" in record.getMessage()
+    ]
 
 
 @pytest.mark.parametrize(

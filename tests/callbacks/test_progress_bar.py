@@ -116,11 +116,11 @@ def test_a_bar_on_a_terminal(tmp_path):
     assert re.search(r"epoch 1/2  validation  batch \d+/200", shown)
     assert re.search(r"sanity check  batch \d/2", shown)
     assert "█" in shown
-    head, first, *printed, second, said, end = screen(drawn)  # nothing else stays
+    head, first, *printed, second, summary, end = screen(drawn)  # nothing else stays
     assert printed == ["a message"]
     assert head.split() == ["epoch", "train/loss", "lr", "time"]
     assert [row.split()[0] for row in (first, second)] == ["1", "2"]
-    assert re.match(r"2 epochs, 400 steps in 0:00:\d\d, [\d.]+k? samples/s$", said)
+    assert re.match(r"2 epochs, 400 steps in 0:00:\d\d, [\d.]+k? samples/s$", summary)
     assert end == "END"
 
 
@@ -149,10 +149,10 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert done.returncode == 0, errors
     assert "\r" not in errors
     assert "\x1b" not in errors
-    first, blank, head, row, message, other, said, end = errors.splitlines()
+    first, blank, head, row, message, second, summary, end = errors.splitlines()
     assert re.match(r"epoch 1/2  step 1/200  .* samples/s  train/loss [\d.e-]+$", first)
     assert (blank, head.split()[:2], message) == ("", ["epoch", "train/loss"], "a message")
-    assert [line.split()[0] for line in (row, other, said, end)] == ["1", "2", "2", "END"]
+    assert [line.split()[0] for line in (row, second, summary, end)] == ["1", "2", "2", "END"]
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_no_bar_when_refresh_rate_is_0(tmp_path):
 def test_nothing_is_drawn_between_so_many_steps(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0.004, refresh_rate=100)
     assert code == 0
-    shown = {int(found) for found in re.findall(r"epoch 1/2  step (\d+)/200", plain(drawn))}
+    shown = {int(step) for step in re.findall(r"epoch 1/2  step (\d+)/200", plain(drawn))}
     assert 1 <= len(shown) <= 3
 
 
@@ -206,11 +206,13 @@ def test_a_notebook_has_a_bar_that_is_gone_at_the_end(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     outputs = notebook.cells[0].outputs
-    assert [one.output_type for one in outputs if one.output_type != "stream"] == ["display_data"]  # a single bar
-    said = "".join(one.text for one in outputs if one.output_type == "stream")
-    assert [row["epoch"] for row in rows(said)] == ["1", "2"]
-    assert re.search(r"\n2 epochs, \d+ steps in 0:00:\d\d", said)
-    first, last = re.findall(r"\('(.*?)', '(.*?)', '(.*?)', (True|False)\)", said)
+    assert [output.output_type for output in outputs if output.output_type != "stream"] == [
+        "display_data"
+    ]  # a single bar
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert [row["epoch"] for row in rows(text)] == ["1", "2"]
+    assert re.search(r"\n2 epochs, \d+ steps in 0:00:\d\d", text)
+    first, last = re.findall(r"\('(.*?)', '(.*?)', '(.*?)', (True|False)\)", text)
     assert first[:2] == last[:2] == ("", "")  # neither red nor with tqdm's own percentage
     assert re.match(r" .*left.*loss [\d.]+$", first[2])
     assert (first[3], last[3]) == ("False", "True")
@@ -222,8 +224,8 @@ def test_without_widgets_a_notebook_has_a_line_of_tqdm(play, monkeypatch, capsys
 
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ZMQInteractiveShell, version_info=(8,)))
     play(Rising(), enable_progress_bar=True)
-    said, drawn = capsys.readouterr()
-    assert [row["rising"] for row in rows(said)] == ["2.778"]  # the last batch is short
+    stdout, drawn = capsys.readouterr()
+    assert [row["rising"] for row in rows(stdout)] == ["2.778"]  # the last batch is short
     assert re.search(r"epoch 1/1  step 1/5 .*rising 1", drawn)
     assert "it/s" not in drawn
 
@@ -250,28 +252,28 @@ class RisingValidated(Rising):
 
 def rows(text):
     """Return the rows of the table, by column; the mark of the best is under "best"."""
-    found, head = [], []
+    steps, head = [], []
     for line in text.splitlines():
         cells = line.split()
         if cells[:1] == ["epoch"] and "time" in cells:
             head = cells
         elif head and cells and cells[0].isdigit() and len(cells) in (len(head), len(head) + 1):
-            found.append(dict(zip([*head, "best"], cells, strict=False)))
-    return found
+            steps.append(dict(zip([*head, "best"], cells, strict=False)))
+    return steps
 
 
 def test_the_table_has_means_of_the_epoch_and_marks_the_best(trainer, capsys):
     saved = lg.callbacks.Checkpoint(monitor="val/loss")
     options = {"max_epochs": 3, "enable_progress_bar": True, "enable_checkpointing": True, "callbacks": [saved]}
     trainer(**options).fit(RisingValidated([0.5, 0.25, 0.75]), make_loader(20), make_loader(4))
-    said = capsys.readouterr().err
-    found = rows(said)
-    assert [row["rising"] for row in found] == ["3", "3", "3"]  # the mean of 1 to 5, not the newest
-    assert [row["val/loss"] for row in found] == ["0.5", "0.25", "0.75"]
-    assert [row.get("best") for row in found] == ["*", "*", None]
-    assert {row["lr"] for row in found} == {"0.1"}
-    assert said.splitlines()[-1].endswith("best val/loss 0.25 at step 10")
-    assert said.splitlines()[-1].startswith("3 epochs, 15 steps in 0:00:0")
+    text = capsys.readouterr().err
+    table = rows(text)
+    assert [row["rising"] for row in table] == ["3", "3", "3"]  # the mean of 1 to 5, not the newest
+    assert [row["val/loss"] for row in table] == ["0.5", "0.25", "0.75"]
+    assert [row.get("best") for row in table] == ["*", "*", None]
+    assert {row["lr"] for row in table} == {"0.1"}
+    assert text.splitlines()[-1].endswith("best val/loss 0.25 at step 10")
+    assert text.splitlines()[-1].startswith("3 epochs, 15 steps in 0:00:0")
 
 
 def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
@@ -279,9 +281,11 @@ def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
     trainer(max_epochs=4, max_steps=7, **options).fit(Tiny(), make_loader(20))
     for _ in range(2):
         trainer(max_epochs=4, **options).fit(Tiny(), make_loader(20), resume="auto")
-    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "Nothing to train" in line]
-    assert [line.partition(" in ")[0] for line in told[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
-    assert told[2].startswith("Nothing to train: the run already ended at step 20 (by max_epochs")
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "Nothing to train" in line
+    ]
+    assert [line.partition(" in ")[0] for line in lines[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
+    assert lines[2].startswith("Nothing to train: the run already ended at step 20 (by max_epochs")
 
 
 def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(trainer, capsys):
@@ -289,10 +293,10 @@ def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(traine
         keep = lg.callbacks.Checkpoint(monitor="val_loss")  # it saves in the validation at the end of an epoch
         made = trainer(max_epochs=epochs, enable_progress_bar=True, enable_checkpointing=True, callbacks=[keep])
         made.fit(Validated(), make_loader(20), make_loader(20), resume="auto")
-    said = capsys.readouterr().err
-    told = [line for line in said.splitlines() if " steps in " in line]
-    assert [line.partition(" in ")[0] for line in told] == ["2 epochs, 10 steps", "1 epoch, 5 steps"]
-    assert [row["epoch"] for row in rows(said)] == ["1", "2", "3"]
+    text = capsys.readouterr().err
+    lines = [line for line in text.splitlines() if " steps in " in line]
+    assert [line.partition(" in ")[0] for line in lines] == ["2 epochs, 10 steps", "1 epoch, 5 steps"]
+    assert [row["epoch"] for row in rows(text)] == ["1", "2", "3"]
 
 
 def test_the_newest_value_goes_to_the_loggers(play):

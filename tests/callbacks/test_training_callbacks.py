@@ -34,11 +34,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_interrupted_run_equals_an_undisturbed_one(tmp_path, name, step):
     make, only_head = CASES[name]
-    _, whole = run(tmp_path / "whole", make, only_head)
+    _, uninterrupted = run(tmp_path / "whole", make, only_head)
     first, _ = run(tmp_path, make, only_head, Stop(step, tmp_path / "stopped"))
     assert first.global_step == step
     trainer, task = run(tmp_path / "again", make, only_head, resume=tmp_path / "stopped")
-    assert torch.equal(weights(task), weights(whole))
+    assert torch.equal(weights(task), weights(uninterrupted))
     assert trainer.current_epoch == 4
 
 
@@ -47,10 +47,10 @@ def test_an_interrupted_run_equals_an_undisturbed_one(tmp_path, name, step):
 def test_two_processes_train_as_one(tmp_path, name):
     make, only_head = CASES[name]
     options = {"replicas": 2}
-    _, one = run(tmp_path / "one", make, only_head, **options)
+    _, single = run(tmp_path / "one", make, only_head, **options)
     _, two = run(tmp_path / "two", make, only_head, strategy="ddp", devices=2, **options)
-    assert torch.allclose(weights(two), weights(one), atol=1e-6)
-    assert torch.allclose(two.head.weight, one.head.weight, atol=1e-6)
+    assert torch.allclose(weights(two), weights(single), atol=1e-6)
+    assert torch.allclose(two.head.weight, single.head.weight, atol=1e-6)
 
 
 class Own(BaseFinetuning):
@@ -82,7 +82,7 @@ def test_finetuning_of_ones_own(tmp_path):
 def test_finetuning_goes_on_where_the_optimizer_was_given_what_is_trained(tmp_path):
     class Trained(Parts):
         def configure_optimizers(self):
-            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+            return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.1)
 
     groups = []
     for epochs in (2, 4):
@@ -141,8 +141,8 @@ class Written(PredictionWriter):
 def test_predictions_are_written_with_their_indices(tmp_path, processes):
     values = torch.arange(20.0).reshape(5, 4)
     trainer = make_trainer(tmp_path, Written(tmp_path, "batch_and_epoch"), strategy="ddp", devices=processes)
-    found = trainer.predict(Parts(), DataLoader(TensorDataset(values), batch_size=2))
-    assert [one for batch in found for one in batch] == values.sum(1).tolist()
+    predictions = trainer.predict(Parts(), DataLoader(TensorDataset(values), batch_size=2))
+    assert [one for batch in predictions for one in batch] == values.sum(1).tolist()
     written = {}
     for path in [*tmp_path.glob("epoch-*.json")]:
         predictions, indices = json.loads(path.read_text())
@@ -183,8 +183,8 @@ def test_statistics_of_the_device(tmp_path):
     pytest.importorskip("psutil")
     trainer, _ = run(tmp_path, DeviceStatsMonitor, False, logger=JSONLinesLogger(), log_every_n_steps=4)
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if any(name.endswith("cpu_percent") for name in line)]
-    assert [line["step"] for line in found] == [4, 8, 12, 16]
-    assert "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent" in found[0]
+    points = [line for line in lines if any(name.endswith("cpu_percent") for name in line)]
+    assert [line["step"] for line in points] == [4, 8, 12, 16]
+    assert "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent" in points[0]
     with pytest.raises(ConfigError, match="needs a logger"):
         run(tmp_path, DeviceStatsMonitor, False)

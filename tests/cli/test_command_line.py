@@ -69,13 +69,13 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "lightning"])
 def test_help_of_a_command_has_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"usage: legato {name} ")
-    assert "exit codes:\n  0   done\n" in said
-    assert "--quiet" in said
-    assert ("keys under trainer:" in said) == ("CONFIG.yaml|KEY=VALUE" in said)
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: legato {name} ")
+    assert "exit codes:\n  0   done\n" in text
+    assert "--quiet" in text
+    assert ("keys under trainer:" in text) == ("CONFIG.yaml|KEY=VALUE" in text)
     assert main(["help", name]) == 0
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == text
 
 
 def test_a_command_that_is_gone_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +266,7 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     again = forked("fit", str(stored))
     assert again.returncode == 0, again.stderr
     files = [Path(f"runs/default/version_{version}/metrics.jsonl") for version in (0, 1)]
-    points = [[one.get("loss") for one in json_lines(file)] for file in files]
+    points = [[point.get("loss") for point in json_lines(file)] for file in files]
     assert points[0] == points[1]
     assert any(points[0])
 
@@ -284,7 +284,7 @@ def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) ->
     assert re.fullmatch(r"val_loss +[\d.e-]+\n", done.stdout)
     done = forked("fit", "--verbose", *words)
     assert done.returncode == 0, done.stderr
-    for said in (
+    for pattern in (
         f"Config file {folder / 'line.yaml'}, which more.yaml extends\n",
         r"seed: 3 +# more\.yaml:2\n",
         r"devices: 2 +# override\n",
@@ -294,17 +294,17 @@ def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) ->
         f"JSONLinesLogger writes to {folder}/runs/default/version_\\d\n",
         f"Checkpoint {folder}/runs/default/version_\\d/checkpoints/step-00000002\n",
     ):
-        assert re.search(said, done.stderr), (said, done.stderr)
+        assert re.search(pattern, done.stderr), (pattern, done.stderr)
     assert "which more.yaml" not in forked("fit", *words).stderr
     quiet = "accelerator='cpu', devices=1, enable_progress_bar=False, enable_model_summary=False"
     script = f"import line, logging, legato as lg\nlogging.getLogger('legato').setLevel('LEVEL')\nlg.Trainer({quiet}, "
     script += "max_epochs=1).fit(line.Line())"
     for level in ("WARNING", "DEBUG"):
-        said = completed(run_program, "-c", script.replace("LEVEL", level))
-        assert said.returncode == 0, said.stderr
-        assert ("Run directory" in said.stderr) == (level == "DEBUG")
-        assert said.stdout == ""
-        assert said.stderr == "" or level == "DEBUG"
+        done = completed(run_program, "-c", script.replace("LEVEL", level))
+        assert done.returncode == 0, done.stderr
+        assert ("Run directory" in done.stderr) == (level == "DEBUG")
+        assert done.stdout == ""
+        assert done.stderr == "" or level == "DEBUG"
 
 
 @pytest.mark.slow
@@ -315,8 +315,8 @@ def test_validate_and_predict_use_the_checkpoint() -> None:
     for name in ("last", "best", "runs/default/version_0"):
         done = forked("validate", "line.yaml", f"checkpoint={name}")
         assert done.returncode == 0, done.stderr
-        found = [line.split() for line in done.stdout.splitlines() if line.startswith("val_loss")]
-        assert values == found
+        rows = [line.split() for line in done.stdout.splitlines() if line.startswith("val_loss")]
+        assert values == rows
     done = forked("validate", "line.yaml", "checkpoint=best", "run.name=other")
     assert done.returncode == 1
     assert "other" in done.stderr

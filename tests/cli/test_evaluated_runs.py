@@ -62,8 +62,8 @@ def trained(*overrides: str) -> dict[str, list[str]]:
     """Fit; return the weights of each step that was validated, by the name of its checkpoint."""
     done = legato("fit", "line.yaml", *overrides)
     assert done.returncode == 0, done.stderr
-    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("weights")]
-    return {f"step-{3 * (index + 1):08d}": weights for index, weights in enumerate(found)}
+    printed = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("weights")]
+    return {f"step-{3 * (index + 1):08d}": weights for index, weights in enumerate(printed)}
 
 
 def evaluated(*arguments: str) -> list[str]:
@@ -89,27 +89,27 @@ def test_a_runs_own_config_means_that_run(folder: Path, monkeypatch: pytest.Monk
     """Also through links, relative paths and in a copy of the folder; a copied config means the newest run."""
     (old, new), other = [trained(f"seed={seed}") for seed in (1, 2)], trained("run.name=other")
     assert old[BEST] != new[BEST] != other[BEST]
-    own = "runs/default/version_0/config.yaml"
+    stored = "runs/default/version_0/config.yaml"
     before = tree(folder / "runs")
     for words in ([], ["checkpoint=best"], ["checkpoint=null"]):
-        assert evaluated("validate", own, *words) == old[BEST]
-    assert evaluated("validate", own, "checkpoint=last") == old[LAST]
-    assert evaluated("validate", str((folder / own).resolve()), "trainer.enable_progress_bar=true") == old[BEST]
-    (folder / "link.yaml").symlink_to(own)
+        assert evaluated("validate", stored, *words) == old[BEST]
+    assert evaluated("validate", stored, "checkpoint=last") == old[LAST]
+    assert evaluated("validate", str((folder / stored).resolve()), "trainer.enable_progress_bar=true") == old[BEST]
+    (folder / "link.yaml").symlink_to(stored)
     (folder / "linked").symlink_to("runs/default/version_0")
     assert evaluated("test", "link.yaml") == evaluated("predict", "linked/config.yaml") == old[BEST]
     shutil.copytree("runs/default/version_0", "kept/good")
     assert evaluated("validate", "kept/good/config.yaml") == old[BEST]
-    shutil.copy(own, "copied.yaml")
+    shutil.copy(stored, "copied.yaml")
     assert evaluated("validate", "copied.yaml") == new[BEST]
-    assert evaluated("validate", own, "run.name=other") == other[BEST]
-    (folder / "tuned.yaml").write_text(f"extends: [{own}]\n")
+    assert evaluated("validate", stored, "run.name=other") == other[BEST]
+    (folder / "tuned.yaml").write_text(f"extends: [{stored}]\n")
     assert evaluated("validate", "tuned.yaml") == new[BEST]
-    assert evaluated("validate", own, "checkpoint=runs/default/version_1") == new[LAST]
+    assert evaluated("validate", stored, "checkpoint=runs/default/version_1") == new[LAST]
     (folder / "away").mkdir()
     shutil.copy("line.py", "away")
     monkeypatch.chdir("away")
-    assert evaluated("validate", f"../{own}", "run.root=written") == old[BEST]  # asked for elsewhere
+    assert evaluated("validate", f"../{stored}", "run.root=written") == old[BEST]  # asked for elsewhere
     assert sorted(Path().glob("written/default/*/config.yaml"))
     monkeypatch.chdir(folder)
     after = tree(folder / "runs")
@@ -121,10 +121,10 @@ def test_an_evaluation_without_a_checkpoint_takes_the_newest_runs_best_and_says_
     weights = trained("seed=2")
     done = legato("validate", "line.yaml")
     assert weights[BEST] == done.stdout.splitlines()[0].split()[1:]
-    said = [line for line in done.stderr.splitlines() if BEST in line and "best" in line]
-    assert len(said) == 1
-    assert "version_1" in said[0]
-    assert "checkpoint=none" in said[0]
+    lines = [line for line in done.stderr.splitlines() if BEST in line and "best" in line]
+    assert len(lines) == 1
+    assert "version_1" in lines[0]
+    assert "checkpoint=none" in lines[0]
     # its own folder says what it took, so that it can be done again although other runs come after it
     stored = Path("runs/default/version_1/evaluations/validate/version_0/config.yaml")
     trained("seed=3")
@@ -138,35 +138,35 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
     trained()
     run = Path("runs/default/version_0")
     before = tree(run)
-    both = [Forked(run_module, "legato", "validate", "line.yaml") for _ in range(2)]
-    assert [(process.communicate(timeout=100), process.returncode)[1] for process in both] == [0, 0]
+    processes = [Forked(run_module, "legato", "validate", "line.yaml") for _ in range(2)]
+    assert [(process.communicate(timeout=100), process.returncode)[1] for process in processes] == [0, 0]
     evaluated("test", "line.yaml", f"checkpoint={run}", "run.name=other")  # of a run of another name, too
     evaluated("predict", str(run / "config.yaml"))
     after = tree(run)
     assert {path: after[path] for path in before} == before
     assert [path.name for path in Path("runs").glob("*/*")] == ["version_0"]
-    found = RunDirectory(run).evaluations
-    assert sorted(one.name for one in found) == [
+    evaluations = RunDirectory(run).evaluations
+    assert sorted(evaluation.name for evaluation in evaluations) == [
         *("predict/version_0", "test/version_0", "validate/version_0", "validate/version_1")
     ]
-    for one in found:
-        assert one.step == (9 if one.name == "test/version_0" else 3)
-        if "predict" not in one.name:
-            assert one.last_point["step"] == one.step
-            assert one.last_point["epoch"] == one.step // 3 - 1
-            events = EventAccumulator(str(one.path)).Reload()
-            assert [point.step for point in events.Scalars("val_loss")] == [one.step]
+    for evaluation in evaluations:
+        assert evaluation.step == (9 if evaluation.name == "test/version_0" else 3)
+        if "predict" not in evaluation.name:
+            assert evaluation.last_point["step"] == evaluation.step
+            assert evaluation.last_point["epoch"] == evaluation.step // 3 - 1
+            events = EventAccumulator(str(evaluation.path)).Reload()
+            assert [point.step for point in events.Scalars("val_loss")] == [evaluation.step]
     assert (run / "evaluations/predict/version_0/predictions.safetensors").exists()
     assert legato("export", "default", "out.safetensors").returncode == 0  # by a name, as show takes it
     assert load_file("out.safetensors").keys() == {"layer.weight", "layer.bias"}
     shown = legato("show", "default").stdout
     listed = legato("runs").stdout
-    for one in found:
-        values = f"val_loss {one.last_point['val_loss']:.4g}" if one.last_point else "logged nothing"
-        assert re.search(rf"{one.name} .* step {one.step} +{values}\n", shown)
-        assert re.search(rf"\n  {one.name} +{one.step} +{values}\n", listed)
+    for evaluation in evaluations:
+        values = f"val_loss {evaluation.last_point['val_loss']:.4g}" if evaluation.last_point else "logged nothing"
+        assert re.search(rf"{evaluation.name} .* step {evaluation.step} +{values}\n", shown)
+        assert re.search(rf"\n  {evaluation.name} +{evaluation.step} +{values}\n", listed)
     assert len([line for line in listed.splitlines() if line[0] != " "]) == 2
-    assert [one.path for one in find_runs("runs")] == [run]
+    assert [evaluation.path for evaluation in find_runs("runs")] == [run]
 
 
 def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_its_own(folder: Path) -> None:
@@ -272,10 +272,10 @@ def test_two_processes_take_the_same_run(folder: Path) -> None:
         Forked(run_module, "legato", "validate", *words, env={**environment, "RANK": rank, "LOCAL_RANK": rank})
         for rank, words in (("0", ["line.yaml", *two]), ("1", ["line.yaml", *two, "run.root=not_here"]))
     ]
-    said = [rank.communicate(timeout=100) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert all(" ".join(weights[BEST]) in out for out, _ in said)
-    assert [err.count("checkpoint=none") for _, err in said] == [1, 0]
+    outputs = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert all(" ".join(weights[BEST]) in out for out, _ in outputs)
+    assert [err.count("checkpoint=none") for _, err in outputs] == [1, 0]
 
 
 def test_a_launcher_is_told_the_checkpoint_of_the_run_that_is_meant(folder: Path) -> None:
@@ -285,15 +285,15 @@ def test_a_launcher_is_told_the_checkpoint_of_the_run_that_is_meant(folder: Path
     (folder / "sbatch").write_text("#!/bin/sh\necho '7;cluster'\n")
     (folder / "sbatch").chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    own = "runs/default/version_0/config.yaml"
+    stored = "runs/default/version_0/config.yaml"
     for command, words in (("test", []), ("fit", ["resume=auto"])):
-        done = completed(run_module, "legato", command, own, "launcher=slurm", *words, env=environment)
-        said = done.stderr
+        done = completed(run_module, "legato", command, stored, "launcher=slurm", *words, env=environment)
+        errors = done.stderr
         if command == "fit":
             assert done.returncode == 2
-            assert "resumes the newest run of 'default', " in said
-            assert "/runs/default/version_1, and not" in said
+            assert "resumes the newest run of 'default', " in errors
+            assert "/runs/default/version_1, but this config" in errors
         else:
-            assert done.returncode == 0, said
+            assert done.returncode == 0, errors
             (sent,) = folder.rglob("slurm/*.yaml")
             assert f"version_0/checkpoints/{BEST}" in sent.read_text()

@@ -32,10 +32,10 @@ def test_it_says_what_it_wrote_and_how_to_train_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my-rings"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     files = [path for path in sorted((tmp_path / "my-rings").rglob("*")) if path.is_file()]
-    assert all(f"  my-rings/{path.relative_to(tmp_path / 'my-rings')}\n" in said for path in files)
-    assert "cd my-rings && legato fit configs/train.yaml" in said
+    assert all(f"  my-rings/{path.relative_to(tmp_path / 'my-rings')}\n" in text for path in files)
+    assert "cd my-rings && legato fit configs/train.yaml" in text
     assert (tmp_path / "my-rings" / "my_rings" / "task.py").is_file()
     assert not [path for path in files if "__NAME__" in path.read_text() or ".template" in path.name]
 

@@ -235,6 +235,6 @@ def test_a_run_without_a_step_is_refused_as_by_fit(capsys: pytest.CaptureFixture
     words = ["line.yaml", "data.kind=drop", "loggers=null", "trainer.strategy=single", "trainer.replicas=13"]
     for command in ("plan", "fit"):
         assert main([command, *words]) == 1
-        said = capsys.readouterr()
-        assert "no step" in said.err
-        assert ("Steps an epoch  0" in said.out) == (command == "plan")
+        output = capsys.readouterr()
+        assert "no step" in output.err
+        assert ("Steps an epoch  0" in output.out) == (command == "plan")

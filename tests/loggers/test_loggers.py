@@ -71,8 +71,8 @@ def test_no_experiment_takes_every_call():
 
 class Asks(Tiny):
     def on_train_start(self):
-        known = self.trainer.strategy.collectives.gather_objects([logger.log_dir for logger in self.loggers])
-        assert known == [[str(self.trainer.run_dir)] * 3] * 2
+        folders = self.trainer.strategy.collectives.gather_objects([logger.log_dir for logger in self.loggers])
+        assert folders == [[str(self.trainer.run_dir)] * 3] * 2
 
     def training_step(self, batch, batch_idx):
         self.log("asked", 1.0, prog_bar=True)
@@ -247,6 +247,6 @@ def test_any_row_of_deaths_and_resumes_leaves_each_step_once(tmp_path_factory, p
     logger = JSONLinesLogger()
     logger.open(folder, at)
     logger.finalize("success")
-    found = {line["step"]: {name: line[name] for name in names} for line in read_lines(path)}
-    assert len(found) == len(path.read_text().splitlines())
-    assert found == expected
+    values = {line["step"]: {name: line[name] for name in names} for line in read_lines(path)}
+    assert len(values) == len(path.read_text().splitlines())
+    assert values == expected

@@ -94,11 +94,11 @@ def test_texts_images_and_histograms(tmp_path):
     logger.finalize("success")
     logger.experiment.add_text("afterwards", "still works", 2)
     logger.save()
-    found = accumulate(tmp_path)
-    assert found.Tags()["images"] == ["digit"]
-    assert found.Tags()["histograms"] == ["weights"]
-    assert b"max_epochs: 3" in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
-    assert found.Tensors("afterwards/text_summary")[0].step == 2
+    events = accumulate(tmp_path)
+    assert events.Tags()["images"] == ["digit"]
+    assert events.Tags()["histograms"] == ["weights"]
+    assert b"max_epochs: 3" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert events.Tensors("afterwards/text_summary")[0].step == 2
 
 
 def hyperparameter_records(folder):
@@ -126,18 +126,18 @@ def test_hyperparameters_stand_beside_the_final_metrics(tmp_path, status):
     logger.finalize(status)
     folder = tmp_path
     assert [path.is_file() for path in folder.iterdir()] == [True]
-    found = hyperparameter_records(folder)
-    params = found["session_start_info"].session_start_info.hparams
+    records = hyperparameter_records(folder)
+    params = records["session_start_info"].session_start_info.hparams
     assert params["lr"].number_value == 0.5
     assert params["seed"].number_value == 7
     assert params["layers"].string_value == "[3, 4]"
     assert params["optimizer/name"].string_value == "AdamW"
-    metrics = [info.name.tag for info in found["experiment"].experiment.metric_infos]
+    metrics = [info.name.tag for info in records["experiment"].experiment.metric_infos]
     assert sorted(metrics) == ["best", "val/acc"]
     if status == "success":
-        assert found["session_end_info"].session_end_info.status == Status.Value("STATUS_SUCCESS")
+        assert records["session_end_info"].session_end_info.status == Status.Value("STATUS_SUCCESS")
     else:
-        assert "session_end_info" not in found
+        assert "session_end_info" not in records
     assert scalars(folder, "val/acc") == [(10, 0.5), (20, 0.75)]
     assert scalars(folder, "best") == [(20, 0.9)]
 
@@ -148,8 +148,8 @@ def test_a_run_that_was_killed_shows_its_hyperparameters(tmp_path):
     logger.log_hyperparams({"lr": 0.5})
     logger.log_metrics({"loss": 1.0}, 1)
     logger.save()
-    found = hyperparameter_records(tmp_path)
-    assert list(found) == ["session_start_info"]
+    records = hyperparameter_records(tmp_path)
+    assert list(records) == ["session_start_info"]
     logger.finalize("failed")
 
 
@@ -163,8 +163,8 @@ def test_a_second_run_of_the_same_logger_starts_afresh(tmp_path):
         logger.finalize("success")
     for name, expected in (("version_0", {"seed", "version_0"}), ("version_1", {"version_1"})):
         assert scalars(tmp_path / name, "lr") == [(50, 0.1)]
-        found = hyperparameter_records(tmp_path / name)["session_start_info"]
-        assert set(found.session_start_info.hparams) == expected
+        records = hyperparameter_records(tmp_path / name)["session_start_info"]
+        assert set(records.session_start_info.hparams) == expected
 
 
 TRAINING = """
@@ -250,8 +250,8 @@ def fitted(folder, **options):
 
 def test_ones_own_metrics_come_before_legatos(tmp_path):
     tags = accumulate(fitted(tmp_path).run_dir).Tags()["scalars"]
-    own = [tag for tag in sorted(tags) if tag.startswith(("train/", "val/"))]
-    assert sorted(tags)[: len(own)] == own
+    of_task = [tag for tag in sorted(tags) if tag.startswith(("train/", "val/"))]
+    assert sorted(tags)[: len(of_task)] == of_task
     assert {"~run/epoch", "~run/lr-SGD", "~run/samples_per_second"} <= set(tags)
     logger = TensorBoardLogger(own_metrics_last=False)
     logger.open(tmp_path / "other", None)
@@ -262,8 +262,8 @@ def test_ones_own_metrics_come_before_legatos(tmp_path):
 
 def test_hyperparameters_name_the_settings_of_the_run_and_the_best_value(tmp_path):
     made = fitted(tmp_path, seed=7, precision="bf16-mixed")
-    found = hyperparameter_records(made.run_dir)
-    params = found["session_start_info"].session_start_info.hparams
+    records = hyperparameter_records(made.run_dir)
+    params = records["session_start_info"].session_start_info.hparams
     shown = {name: value.number_value or value.string_value for name, value in params.items()}
     assert shown == {
         "lr": 0.1,
@@ -273,7 +273,7 @@ def test_hyperparameters_name_the_settings_of_the_run_and_the_best_value(tmp_pat
         "devices": "1 cpu",
         "strategy": "single",
     }
-    names = {info.name.tag for info in found["experiment"].experiment.metric_infos}
+    names = {info.name.tag for info in records["experiment"].experiment.metric_infos}
     assert names == {"~best/val/loss", "train/loss_step", "train/loss_epoch", "val/loss"}
     best = min(value for _, value in scalars(made.run_dir, "val/loss"))
     assert [value for _, value in scalars(made.run_dir, "~best/val/loss")] == [best]
@@ -296,8 +296,8 @@ def test_the_config_is_shown_as_it_is_written(tmp_path):
             trainer.config_text = "task:\n  _target_: a.b.C_d_e\n"
 
     made = fitted(tmp_path, callbacks=[Configured()])
-    found = accumulate(made.run_dir).Tensors("config/text_summary")[0]
-    shown = markdown_to_safe_html(found.tensor_proto.string_val[0])
+    event = accumulate(made.run_dir).Tensors("config/text_summary")[0]
+    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
     assert "_target_: a.b.C_d_e\n" in shown
     assert "<em>" not in shown
 

@@ -102,11 +102,11 @@ def test_mlflow_by_hand(tmp_path, store):
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    found = imported("wandb")
+    modules = imported("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    yield found
-    found.finish()
+    yield modules
+    modules.finish()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -57,11 +57,11 @@ def test_pydoc_text_is_whole_and_the_same_every_time(text):
     again.setup("validate")
     train, val = text.parts["train"].tokens, text.parts["val"].tokens
     assert torch.equal(again.parts["train"].tokens, train)
-    whole = "\n".join(topics[name] for name in sorted(topics))
-    assert torch.equal(torch.cat([train, val]), encode(whole))
-    assert 0.899 < len(train) / len(whole) <= 0.9
-    assert len(whole) > 300_000
-    assert (encode(whole) == len(ALPHABET) - 1).float().mean() < 0.01
+    text = "\n".join(topics[name] for name in sorted(topics))
+    assert torch.equal(torch.cat([train, val]), encode(text))
+    assert 0.899 < len(train) / len(text) <= 0.9
+    assert len(text) > 300_000
+    assert (encode(text) == len(ALPHABET) - 1).float().mean() < 0.01
 
 
 def test_pydoc_windows(text):
@@ -81,10 +81,10 @@ def test_gpt_looks_at_no_later_token():
     task, tokens = small_gpt().eval(), torch.randint(len(ALPHABET), (3, 16))
     changed = tokens.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % len(ALPHABET)
-    logits, other = task(tokens), task(changed)
+    logits, changed_logits = task(tokens), task(changed)
     assert logits.shape == (3, 16, len(ALPHABET))
-    assert torch.equal(logits[:, :9], other[:, :9])
-    assert not torch.allclose(logits[:, 9:], other[:, 9:])
+    assert torch.equal(logits[:, :9], changed_logits[:, :9])
+    assert not torch.allclose(logits[:, 9:], changed_logits[:, 9:])
 
 
 def test_gpt_begins_knowing_nothing():

@@ -48,10 +48,10 @@ def test_the_template_with_partials_and_metrics(tmp_path, capsys):
     assert metrics == pytest.approx(TEMPLATE, abs=2e-3)
 
     capsys.readouterr()
-    found = trainer.test(datamodule=datamodule)  # the last task, with its best weights
-    assert set(found[0]) == {"test/loss", "acc", "f1"}
+    metrics = trainer.test(datamodule=datamodule)  # the last task, with its best weights
+    assert set(metrics[0]) == {"test/loss", "acc", "f1"}
     assert "test/loss" in capsys.readouterr().out
-    assert found == trainer.test(model, datamodule=datamodule, ckpt_path=checkpoint.best_model_path, verbose=False)
+    assert metrics == trainer.test(model, datamodule=datamodule, ckpt_path=checkpoint.best_model_path, verbose=False)
     assert capsys.readouterr().out == ""
 
     with pytest.raises(CheckpointError, match=r"missing 2 required positional arguments: 'optimizer' and 'scheduler'"):
@@ -102,8 +102,8 @@ def test_metrics_are_there_when_an_epoch_ends(tmp_path):
     stopping = EarlyStopping(monitor="both_step", mode="min", patience=9)
     trainer = lg.Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=2, callbacks=[history, checkpoint, stopping])
     trainer.fit(modules.Logged(), make_loader())
-    found = [{name: round(value.item(), 4) for name, value in epoch.items()} for epoch in history.epochs]
-    for epoch, expected in zip(found, HISTORY, strict=True):
+    epochs = [{name: round(value.item(), 4) for name, value in epoch.items()} for epoch in history.epochs]
+    for epoch, expected in zip(epochs, HISTORY, strict=True):
         assert epoch == pytest.approx(expected, abs=2e-4)
     assert checkpoint.best_model_score == trainer.callback_metrics["step"]
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
@@ -132,14 +132,14 @@ def test_a_lightning_checkpoint_file(tmp_path):
     wanted = modules.Sized(hidden=5)
     contents = {"hyper_parameters": {"hidden": 5, "lr": 0.2}, "state_dict": wanted.state_dict(), "epoch": 3}
     torch.save({**contents, "pytorch-lightning_version": "2.6.6"}, tmp_path / "model.ckpt")
-    found = modules.Sized.load_from_checkpoint(tmp_path / "model.ckpt", lr=0.3, map_location="cpu")
-    assert dict(found.hparams) == {"hidden": 5, "lr": 0.3}
-    nn.init.zeros_(found.l.weight)
+    task = modules.Sized.load_from_checkpoint(tmp_path / "model.ckpt", lr=0.3, map_location="cpu")
+    assert dict(task.hparams) == {"hidden": 5, "lr": 0.3}
+    nn.init.zeros_(task.l.weight)
     trainer = lg.Trainer(**SILENT)
     expected = trainer.test(wanted, make_loader(), verbose=False)
-    assert trainer.test(found, make_loader(), ckpt_path=str(tmp_path / "model.ckpt"), verbose=False) == expected
+    assert trainer.test(task, make_loader(), ckpt_path=str(tmp_path / "model.ckpt"), verbose=False) == expected
     with pytest.raises(CheckpointError, match=r"holds weights only.*load_from_checkpoint.*`legato lightning"):
-        trainer.fit(found, make_loader(), ckpt_path=tmp_path / "model.ckpt")
+        trainer.fit(task, make_loader(), ckpt_path=tmp_path / "model.ckpt")
 
 
 # --- outside of a run, and what is not there --------------------------------------------------------------------------

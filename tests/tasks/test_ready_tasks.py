@@ -39,28 +39,28 @@ def overfit(parameters, loss_of, steps, lr):
 @pytest.mark.slow
 def test_digits_parts_are_all_images_once(digits):
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    whole = load_digits()
-    expected = Counter((image.tobytes(), label) for image, label in zip(whole.images, whole.target, strict=True))
-    found, per_digit = Counter(), {}
+    dataset = load_digits()
+    expected = Counter((image.tobytes(), label) for image, label in zip(dataset.images, dataset.target, strict=True))
+    counts, per_digit = Counter(), {}
     for name in ("train", "val", "test"):
         plain = digits.parts[name]
         images = plain.images[..., 1:-1, 1:-1] if plain.shift else plain.images
         images = ((images.squeeze(1) + 1) * 8).double().numpy()
-        found += Counter((image.tobytes(), label) for image, label in zip(images, plain.labels.tolist(), strict=True))
+        counts += Counter((image.tobytes(), label) for image, label in zip(images, plain.labels.tolist(), strict=True))
         per_digit[name] = torch.bincount(plain.labels, minlength=10) / len(plain)
-    assert found == expected
-    assert {name: len(part) for name, part in digits.parts.items()} == {"train": 1257, "val": 270, "test": 270}
+    assert counts == expected
+    assert {name: len(images) for name, images in digits.parts.items()} == {"train": 1257, "val": 270, "test": 270}
     assert (per_digit["val"] - per_digit["train"]).abs().max() < 0.005
     assert (per_digit["test"] - per_digit["train"]).abs().max() < 0.005
 
 
 @pytest.mark.slow
 def test_digits_split_follows_its_seed(digits):
-    same, other = DigitsData(), DigitsData(split_seed=1)
+    same, another = DigitsData(), DigitsData(split_seed=1)
     same.setup("test")
-    other.setup("test")
+    another.setup("test")
     assert torch.equal(same.parts["test"].images, digits.parts["test"].images)
-    assert not torch.equal(other.parts["test"].images, digits.parts["test"].images)
+    assert not torch.equal(another.parts["test"].images, digits.parts["test"].images)
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ ROOT = Path(legato.__file__).parent
 def test_the_example_learns_the_same_on_one_device_and_in_parts(tmp_path):
     done = completed(run_script, ROOT / "examples" / "two_parts.py", cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"(\w+) +on (\d): val/acc ([\d.]+)", done.stdout)
-    assert [(kind, int(devices)) for kind, devices, _ in found] == [("Rings", 1), ("InBlocks", 4), ("ByHand", 4)]
-    accuracies = [float(accuracy) for *_, accuracy in found]
+    lines = re.findall(r"(\w+) +on (\d): val/acc ([\d.]+)", done.stdout)
+    assert [(kind, int(devices)) for kind, devices, _ in lines] == [("Rings", 1), ("InBlocks", 4), ("ByHand", 4)]
+    accuracies = [float(accuracy) for *_, accuracy in lines]
     assert accuracies == pytest.approx([accuracies[0]] * 3, abs=0.02)
     assert accuracies[0] > 0.7

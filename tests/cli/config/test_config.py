@@ -18,21 +18,21 @@ pytestmark = pytest.mark.usefixtures("config_folder")
 def test_files_merge_left_to_right_and_overrides_win() -> None:
     write("more.yaml", "trainer: {max_epochs: 4, devices: [0, 1]}\ntask: {lr: 1e-2}\n")
     write("last.yaml", "trainer: {devices: [2]}\n")
-    found = check.load_config(["base.yaml", "more.yaml", "last.yaml", "task.lr=0.5", "callbacks.note.times=2"])
-    assert found.values["trainer"]["max_epochs"] == 4
-    assert found.values["trainer"]["devices"] == [2]
-    assert found.values["task"]["lr"] == 0.5
-    assert found.values["task"]["width"] == 8
-    assert found.values["callbacks"]["note"] == {"_target_": "models.Note", "text": "hello", "times": 2}
+    config = check.load_config(["base.yaml", "more.yaml", "last.yaml", "task.lr=0.5", "callbacks.note.times=2"])
+    assert config.values["trainer"]["max_epochs"] == 4
+    assert config.values["trainer"]["devices"] == [2]
+    assert config.values["task"]["lr"] == 0.5
+    assert config.values["task"]["width"] == 8
+    assert config.values["callbacks"]["note"] == {"_target_": "models.Note", "text": "hello", "times": 2}
 
 
 def test_extends_is_relative_to_the_file_that_names_it(config_folder: Path) -> None:
     (config_folder / "deep" / "er").mkdir(parents=True)
     write("deep/middle.yaml", "extends: ../base.yaml\ntask: {width: 9}\n")
     write("deep/er/top.yaml", "extends: [../middle.yaml, ../../base.yaml]\nseed: 5\n")
-    found = check.load_config(["deep/er/top.yaml"])
-    assert (found.values["task"]["width"], found.values["seed"]) == (8, 5)
-    assert found.origin(("task", "width")) == "base.yaml:3"
+    config = check.load_config(["deep/er/top.yaml"])
+    assert (config.values["task"]["width"], config.values["seed"]) == (8, 5)
+    assert config.origin(("task", "width")) == "base.yaml:3"
 
 
 def test_a_circle_of_extends_is_refused() -> None:
@@ -46,26 +46,26 @@ def test_another_target_drops_the_arguments_of_the_old_one() -> None:
     write(
         "more.yaml", "callbacks: {note: {_target_: legato.callbacks.Checkpoint}}\ntrainer: {strategy: {name: single}}\n"
     )
-    found = check.load_config(["base.yaml", "more.yaml", "task.depth=5", "task._target_=models.Base"])
-    assert "text" not in found.values["callbacks"]["note"]
-    assert found.values["trainer"]["strategy"] == {"name": "single"}
-    assert found.values["task"] == {"_target_": "models.Base", "depth": 5, "mode": "fast"}
+    config = check.load_config(["base.yaml", "more.yaml", "task.depth=5", "task._target_=models.Base"])
+    assert "text" not in config.values["callbacks"]["note"]
+    assert config.values["trainer"]["strategy"] == {"name": "single"}
+    assert config.values["task"] == {"_target_": "models.Base", "depth": 5, "mode": "fast"}
 
 
 def test_options_may_be_added_to_a_strategy_given_by_name() -> None:
-    found = check.load_config(["base.yaml", "trainer.strategy=ddp"])
-    assert found.values["trainer"]["strategy"] == "ddp"
+    config = check.load_config(["base.yaml", "trainer.strategy=ddp"])
+    assert config.values["trainer"]["strategy"] == "ddp"
     write("more.yaml", "trainer: {strategy: ddp}\n")
-    found = check.load_config(["base.yaml", "more.yaml", "trainer.strategy.gradient_as_bucket_view=true"])
-    assert found.values["trainer"]["strategy"] == {"name": "ddp", "gradient_as_bucket_view": True}
+    config = check.load_config(["base.yaml", "more.yaml", "trainer.strategy.gradient_as_bucket_view=true"])
+    assert config.values["trainer"]["strategy"] == {"name": "ddp", "gradient_as_bucket_view": True}
 
 
 @pytest.mark.slow
 def test_null_removes_a_callback_and_the_last_logger() -> None:
     write("more.yaml", "loggers: {mine: {_target_: legato.loggers.logger.Logger}}\n")
-    found = check.load_config(["base.yaml", "more.yaml", "callbacks.note=null", "loggers.mine=null"])
-    assert found.values["callbacks"] == {}
-    assert found.values["loggers"] == {}
+    config = check.load_config(["base.yaml", "more.yaml", "callbacks.note=null", "loggers.mine=null"])
+    assert config.values["callbacks"] == {}
+    assert config.values["loggers"] == {}
     assert "loggers" not in check.load_config(["base.yaml"]).values
     assert check.load_config(["base.yaml", "loggers=null"]).values["loggers"] == {}
 
@@ -99,10 +99,10 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
 
 
 def test_seed_and_run_have_keys_of_their_own() -> None:
-    found = check.load_config(["base.yaml", "seed=3", "run.name=x", "run.root=there"])
-    assert found.values["seed"] == 3
-    assert found.values["run"] == {"root": "there", "name": "x", "save_code": True}
-    assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
+    config = check.load_config(["base.yaml", "seed=3", "run.name=x", "run.root=there"])
+    assert config.values["seed"] == 3
+    assert config.values["run"] == {"root": "there", "name": "x", "save_code": True}
+    assert not config.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
 
 def test_an_interpolation_finds_defaults_of_legatos_own_keys() -> None:
@@ -129,25 +129,25 @@ task:
          '\\${env:WIDTH}', "${env:NO_SUCH,[a, 1]}", "${env:NO_SUCH,null}"]
 """,
     )
-    found = check.load_config(["base.yaml", "more.yaml", "seed=5"])
-    task = found.values["task"]
+    config = check.load_config(["base.yaml", "more.yaml", "seed=5"])
+    task = config.values["task"]
     assert (task["width"], task["lr"], task["folder"], task["label"]) == (12, 0.001, "/data/${x}/train", "007-1e-3")
     assert task["free"] == [3, "", "", 5, "1", "${env:WIDTH}", ["a", 1], None]
-    assert found.origin(("task", "width")) == "more.yaml:4, from WIDTH"
-    assert found.origin(("task", "free", 0)) == "more.yaml:8"
-    write("stored.yaml", found.text())
+    assert config.origin(("task", "width")) == "more.yaml:4, from WIDTH"
+    assert config.origin(("task", "free", 0)) == "more.yaml:8"
+    write("stored.yaml", config.text())
     for name in ("WIDTH", "PLACE", "TEXT", "EMPTY", "RATE"):
         monkeypatch.delenv(name)
-    assert check.load_config(["stored.yaml"]).values == found.values
+    assert check.load_config(["stored.yaml"]).values == config.values
     with pytest.raises(ConfigError, match=r"^more\.yaml:4: task\.width: .*: the environment variable WIDTH is not"):
         check.load_config(["base.yaml", "more.yaml"])
 
 
 def test_shared_values_are_in_vars() -> None:
     write("more.yaml", "vars: {width: 3, part: {a: 1}}\ntask: {width: '${vars.width}', free: '${vars.part}'}\n")
-    found = check.load_config(["base.yaml", "more.yaml", "vars.width=7"]).values
-    assert (found["task"]["width"], found["task"]["free"]) == (7, {"a": 1})
-    assert found["vars"] == {"width": 7, "part": {"a": 1}}
+    config = check.load_config(["base.yaml", "more.yaml", "vars.width=7"]).values
+    assert (config["task"]["width"], config["task"]["free"]) == (7, {"a": 1})
+    assert config["vars"] == {"width": 7, "part": {"a": 1}}
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_shared_values_are_in_vars() -> None:
     ],
 )
 def test_the_name_of_a_run_is_made_of_values(name: str, wanted: str) -> None:
-    found = check.load_config(["base.yaml", f"run.name='{name}'"])
-    assert found.values["run"]["name"] == wanted
+    config = check.load_config(["base.yaml", f"run.name='{name}'"])
+    assert config.values["run"]["name"] == wanted
 
 
 # --- origins and the stored config ----------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_build_makes_what_the_config_says(config_folder: Path) -> None:
         "checkpoint=last",
         "seed=4",
     ]
-    found = check.load_config(["base.yaml", *overrides])
-    run = build.build_config(found)
+    config = check.load_config(["base.yaml", *overrides])
+    run = build.build_config(config)
     given: dict[str, Any] = run.task.given  # type: ignore[assignment]
     assert (given["folder"], given["pair"]) == (Path("a/b"), (5, "c"))
     assert given["every"] == timedelta(days=1, hours=2, minutes=3, seconds=4)
@@ -254,7 +254,7 @@ def test_build_makes_what_the_config_says(config_folder: Path) -> None:
     trainer = run.trainer
     assert (trainer.max_epochs, trainer.seed, trainer.run_name, trainer.loggers) == (3, 4, "here", [])
     assert [one.text for one in trainer.callbacks if type(one).__name__ == "Note"] == ["hello"]
-    assert trainer.config_text == found.to_run_again().text() == found.text().replace("resume: auto", "resume: null")
+    assert trainer.config_text == config.to_run_again().text() == config.text().replace("resume: auto", "resume: null")
 
 
 @pytest.mark.slow

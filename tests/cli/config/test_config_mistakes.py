@@ -367,11 +367,11 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
     with pytest.raises(ConfigError, match=r"is not a subclass of torch\.nn\.modules\.module\.Module"):
         check.load_config(["base.yaml", nested % "collections.OrderedDict"])
     filled = "torch.nn.init.constant_, tensor: {_target_: torch.ones, _args_: [2]}, val: 1"
-    found = check.load_config(["base.yaml", nested % filled])
+    config = check.load_config(["base.yaml", nested % filled])
     with pytest.raises(
         ConfigError, match=r"'torch\.nn\.init\.constant_' returned Tensor, not torch\.nn\.modules\.module\.M"
     ):
-        build.build_config(found)
+        build.build_config(config)
     marker = Path("ran")
     with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is not allowed: from the standard library"):
         build.build_config(check.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))

@@ -73,10 +73,10 @@ def attempt(action: Callable[[], check.Config]) -> check.Config | None:
 @bounded
 @given(nearly | st.dictionaries(keys, plain, max_size=5))
 def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> None:
-    found = attempt(lambda: check.check_config(Layer(values, {(): "file:1"})))
-    if found is not None:
-        Path("again.yaml").write_text(found.text(), newline="")
-        assert repr(check.load_config(["again.yaml"]).values) == repr(found.values)
+    result = attempt(lambda: check.check_config(Layer(values, {(): "file:1"})))
+    if result is not None:
+        Path("again.yaml").write_text(result.text(), newline="")
+        assert repr(check.load_config(["again.yaml"]).values) == repr(result.values)
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_small_files_cannot_stand_for_large_data(bomb: str) -> None:
 @given(st.floats(allow_nan=False))
 @settings(deadline=None, max_examples=100)
 def test_numbers_keep_their_value(number: float) -> None:
-    found = parse_yaml(dump_yaml({"a": number}), "x").values["a"]
-    assert isinstance(found, float)
-    assert found == number
-    assert math.copysign(1, found) == math.copysign(1, number)
+    value = parse_yaml(dump_yaml({"a": number}), "x").values["a"]
+    assert isinstance(value, float)
+    assert value == number
+    assert math.copysign(1, value) == math.copysign(1, number)

@@ -83,8 +83,8 @@ def test_a_mistake_within_is_named_with_its_line() -> None:
 def test_an_error_of_what_is_built_names_its_place() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate") as caught:
         made("task.optimizer={_target_: torch.optim.SGD, lr: -1.0, params: []}")
-    said = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))  # 3.10 has no notes
-    assert "override: while building task.optimizer." in said.splitlines()
+    message = "\n".join((str(caught.value), *getattr(caught.value, "__notes__", ())))  # 3.10 has no notes
+    assert "override: while building task.optimizer." in message.splitlines()
 
 
 def fitted(*overrides: str) -> tuple[Any, Path]:
@@ -114,12 +114,12 @@ torch.save(task.state_dict(), "weights.pt")
     assert (done.stdout, done.stderr) == ("3 {'lr': 0.01, 'betas': (0.9, 0.95)} StepLR\n", "")
     weights = torch.load(config_folder / "weights.pt")
     assert all(torch.equal(weights[name], value) for name, value in task.state_dict().items())
-    other = type(task).load_from_checkpoint(checkpoint, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-    assert other.hparams.optimizer.func is torch.optim.SGD
-    whole, _ = fitted("trainer.max_epochs=4", "run.name=whole")
+    loaded = type(task).load_from_checkpoint(checkpoint, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    assert loaded.hparams.optimizer.func is torch.optim.SGD
+    uninterrupted, _ = fitted("trainer.max_epochs=4", "run.name=whole")
     resumed, _ = fitted("trainer.max_epochs=4", f"resume={checkpoint}", "run.name=resumed")
     if devices == 1:
-        assert all(torch.equal(whole.state_dict()[name], value) for name, value in resumed.state_dict().items())
+        assert all(torch.equal(uninterrupted.state_dict()[name], value) for name, value in resumed.state_dict().items())
 
 
 def test_a_checkpoint_has_nothing_called_that_is_not_a_part_of_a_model(config_folder: Path) -> None:

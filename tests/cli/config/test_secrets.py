@@ -85,5 +85,5 @@ def test_no_file_of_a_run_has_the_value(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("SERVICE_API_KEY")
     with pytest.raises(CheckpointError, match="SERVICE_API_KEY, which is not set"):
         line.Line.load_from_checkpoint(checkpoint)
-    other = line.Line.load_from_checkpoint(checkpoint, token="another", options={})
-    assert other.token == "another"
+    loaded = line.Line.load_from_checkpoint(checkpoint, token="another", options={})
+    assert loaded.token == "another"

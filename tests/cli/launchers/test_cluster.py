@@ -61,9 +61,9 @@ def said(*words, **options):
     return done.returncode, done.stdout + done.stderr
 
 
-def until(what, seconds=120):
+def until(condition, seconds=120):
     deadline = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.3)
 
@@ -123,8 +123,8 @@ def job(folder):
         return jobs[-1]
 
     yield submit
-    for one in jobs:
-        said("scancel", one.number)
+    for submitted in jobs:
+        said("scancel", submitted.number)
 
 
 # --- slurm ------------------------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def test_a_requeued_job_goes_on_with_its_own_run_beside_another_of_that_name(fol
     until(lambda: state_of(second) == "COMPLETED")
     start_now(first)
     until(lambda: state_of(first) == "COMPLETED")
-    own, other = (folder / "runs" / "line" / f"version_{number}" for number in (0, 1))
-    began, again = steps_of(own)
+    version_0, version_1 = (folder / "runs" / "line" / f"version_{number}" for number in (0, 1))
+    began, again = steps_of(version_0)
     assert began == 0 < again < 1200
-    assert steps_of(other) == [0]
+    assert steps_of(version_1) == [0]
     assert len(list((folder / "runs" / "line").glob("version_*"))) == 2
-    assert weights_of(own) == weights_of(other)  # to the bit, although one was interrupted
+    assert weights_of(version_0) == weights_of(version_1)  # to the bit, although one was interrupted
 
 
 def test_two_steps_of_one_allocation_train_at_once(folder):
@@ -177,9 +177,9 @@ def test_two_steps_of_one_allocation_train_at_once(folder):
     code, out = said("sbatch", "--parsable", "--nodes=1", "--ntasks=4", "job.sh")
     assert code == 0, out
     until(lambda: state_of(out.strip()) == "COMPLETED")
-    told = [(folder / f"{name}.out").read_text() for name in ("left", "right")]
-    assert [text.count("after 12 steps") for text in told] == [2, 2], told
-    addresses = {re.search(r"met at (\S+)", text)[1] for text in told}
+    outputs = [(folder / f"{name}.out").read_text() for name in ("left", "right")]
+    assert [text.count("after 12 steps") for text in outputs] == [2, 2], outputs
+    addresses = {re.search(r"met at (\S+)", text)[1] for text in outputs}
     assert len(addresses) == 2
 
 
@@ -201,44 +201,44 @@ def test_a_job_of_a_higher_partition_takes_the_nodes_and_the_run_goes_on_after_i
 
 
 def test_a_cancelled_job_stays_cancelled(job):
-    found = job("slow")
-    until(lambda: found.says("step 3"))
-    said("scancel", found.number)
-    until(lambda: found.state == "CANCELLED")
-    assert found.restarts == 0
-    assert found.says(f"SLURM is ending job {found.number}")
+    submitted = job("slow")
+    until(lambda: submitted.says("step 3"))
+    said("scancel", submitted.number)
+    until(lambda: submitted.state == "CANCELLED")
+    assert submitted.restarts == 0
+    assert submitted.says(f"SLURM is ending job {submitted.number}")
 
 
 def test_a_warning_requeues_a_job_in_its_start_up(job):
-    found = job("wait")
-    until(lambda: found.says("set up"))
-    said("scancel", "--signal=USR1", found.number)
-    until(lambda: found.restarts == 1)
-    assert found.says("the job is in the queue again")
+    submitted = job("wait")
+    until(lambda: submitted.says("set up"))
+    said("scancel", "--signal=USR1", submitted.number)
+    until(lambda: submitted.restarts == 1)
+    assert submitted.says("the job is in the queue again")
 
 
 def test_a_warning_requeues_a_job_that_has_saved(job):
-    found = job("slow")
-    until(lambda: found.says("step 3"))
-    said("scancel", "--signal=USR1", found.number)
-    until(lambda: found.restarts == 1)
-    assert found.says("is complete. Exit code 75")
+    submitted = job("slow")
+    until(lambda: submitted.says("step 3"))
+    said("scancel", "--signal=USR1", submitted.number)
+    until(lambda: submitted.restarts == 1)
+    assert submitted.says("is complete. Exit code 75")
 
 
 def test_a_program_for_lightning_goes_on_when_its_job_is_queued_again(folder, job):
     words = "-m", "legato", "lightning", "lightning_script.py", "two"
     code, out = said("srun", "-n2", "-N1", sys.executable, *words)
     assert code == 0, out
-    found = job("slow", program=" ".join(words))
-    until(lambda: found.says("step 3"))
-    said("scancel", "--signal=USR1", found.number)
-    until(lambda: found.restarts == 1)
-    start_now(found.number)
-    until(lambda: found.state == "COMPLETED")
-    begun = {int(step) for step in re.findall(r"begins at (\d+)", found.output.read_text())}
+    submitted = job("slow", program=" ".join(words))
+    until(lambda: submitted.says("step 3"))
+    said("scancel", "--signal=USR1", submitted.number)
+    until(lambda: submitted.restarts == 1)
+    start_now(submitted.number)
+    until(lambda: submitted.state == "COMPLETED")
+    begun = {int(step) for step in re.findall(r"begins at (\d+)", submitted.output.read_text())}
     assert len(begun) == 2
     assert 0 in begun
-    ends = re.findall(r"slope \S+ after \d+", found.output.read_text())
+    ends = re.findall(r"slope \S+ after \d+", submitted.output.read_text())
     assert ends == re.findall(r"slope \S+ after \d+", out)  # both ranks', and to the last digit
     assert not list(folder.rglob(".requeued-*"))
 

@@ -203,20 +203,20 @@ def start_in_job(monkeypatch, root, job, restarts=0, **options):
 def test_a_job_that_is_queued_again_goes_on_with_the_run_that_it_has_begun(tmp_path, monkeypatch):
     """Another job's run of the same name is newer, and further."""
     began = start_in_job(monkeypatch, tmp_path, "70", max_steps=3)
-    other = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
+    second = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
     again = start_in_job(monkeypatch, tmp_path, "70", restarts=1, max_steps=5)
-    assert [Path(one.run_dir).name for one in (began, other, again)] == ["version_0", "version_1", "version_0"]
+    assert [Path(one.run_dir).name for one in (began, second, again)] == ["version_0", "version_1", "version_0"]
     assert again.global_step == 5
     assert [start["step"] for start in read_starts(again.run_dir)] == [0, 3]
     unknown = start_in_job(monkeypatch, tmp_path, "72", restarts=1, max_steps=11)  # as a job's first start would do
-    assert unknown.run_dir == other.run_dir
+    assert unknown.run_dir == second.run_dir
 
 
 def test_a_job_that_is_queued_again_without_a_checkpoint_begins_anew(tmp_path, monkeypatch):
     empty = start_in_job(monkeypatch, tmp_path, "70", max_steps=3, enable_checkpointing=False)
-    other = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
+    second = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
     again = start_in_job(monkeypatch, tmp_path, "70", restarts=1, max_steps=5)
-    assert again.run_dir not in (empty.run_dir, other.run_dir)
+    assert again.run_dir not in (empty.run_dir, second.run_dir)
     assert [start["step"] for start in read_starts(again.run_dir)] == [0]
 
 
@@ -256,15 +256,15 @@ def test_the_command_of_the_docs_fits_its_config(name, capsys, monkeypatch):
 def manifests(capsys, *words):
     more = ["launcher=kubernetes", "launcher.image=me/train:1", "launcher.dry_run=true", *words]
     assert launch(*more) == 0
-    return {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(capsys.readouterr().out)}
 
 
 GPUS = ["trainer.num_nodes=3", "trainer.accelerator=cuda", "trainer.devices=4", "launcher.claim=runs"]
 
 
 def test_an_indexed_job_has_a_pod_for_each_node(folder, capsys):
-    found = manifests(capsys, *GPUS, "launcher.memory=64Gi", "launcher.environment={A: x}", "run.name=My Run")
-    job = found["Job"]["spec"]
+    documents = manifests(capsys, *GPUS, "launcher.memory=64Gi", "launcher.environment={A: x}", "run.name=My Run")
+    job = documents["Job"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
@@ -272,11 +272,11 @@ def test_an_indexed_job_has_a_pod_for_each_node(folder, capsys):
     assert container["command"][:4] == ["python", "-m", "legato", "fit"]
     assert sorted(container["command"][4:-1]) == overrides
     assert container["command"][-1] == "/etc/legato/run.yaml"
-    variables = {one["name"]: one.get("value") for one in container["env"]}
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert variables == {"NODE_RANK": None, "MASTER_ADDR": "my-run-0.my-run", "MASTER_PORT": "29500", "A": "x"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "my-run"
-    config = yaml.safe_load(found["ConfigMap"]["data"]["run.yaml"])
+    assert pod["subdomain"] == documents["Service"]["metadata"]["name"] == "my-run"
+    config = yaml.safe_load(documents["ConfigMap"]["data"]["run.yaml"])
     assert (config["resume"], config["run"]["root"], "launcher" in config) == ("auto", "/runs", False)
     assert not (folder / "runs").exists()
 
@@ -289,12 +289,12 @@ def test_one_pod_meets_nobody(folder, capsys):
 @pytest.mark.parametrize("words", [[], GPUS])
 def test_the_manifests_fit_the_published_schema(folder, capsys, words):
     validator = pytest.importorskip("kubernetes_validate")
-    found = manifests(capsys, *words)
-    for one in found.values():
-        validator.validate(one, validator.latest_version(), strict=True)
-    found["Job"]["spec"]["completionsMode"] = "Indexed"
+    documents = manifests(capsys, *words)
+    for document in documents.values():
+        validator.validate(document, validator.latest_version(), strict=True)
+    documents["Job"]["spec"]["completionsMode"] = "Indexed"
     with pytest.raises(validator.ValidationError):
-        validator.validate(found["Job"], validator.latest_version(), strict=True)
+        validator.validate(documents["Job"], validator.latest_version(), strict=True)
 
 
 def test_what_kubectl_says_is_passed_on(folder, capsys, monkeypatch):
@@ -369,14 +369,14 @@ def fake_ray(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
 
     def put(error=None):
-        found = FakeRay(error)
-        monkeypatch.setitem(sys.modules, "ray", found)
+        fake = FakeRay(error)
+        monkeypatch.setitem(sys.modules, "ray", fake)
         for name, attributes in (
             ("ray.exceptions", {"GetTimeoutError": TimeoutError}),
-            ("ray.util.placement_group", {"placement_group": found.reserve}),
+            ("ray.util.placement_group", {"placement_group": fake.reserve}),
         ):
             monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
-        return found
+        return fake
 
     yield put
     signal.signal(signal.SIGTERM, before)
@@ -406,9 +406,9 @@ def test_the_handler_of_sigterm_is_not_the_one_that_ray_sets(folder, fake_ray):
 def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(folder, fake_ray, capsys, words, error, message):
     fake_ray(error)
     assert launch("launcher=ray", words) == 1
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
 
 
 HEARS = """
@@ -425,10 +425,10 @@ def test_a_node_hears_ctrl_c_where_ray_ignores_it(folder):
     try:
         (folder / "hears.py").write_text(HEARS)
         config = "{task: {_target_: hears.Hears}, trainer: {accelerator: cpu, devices: 1}}"
-        code, said = RayNode(sys.executable, str(folder)).run(["fit"], config, 1, 0, "127.0.0.1", 1)
+        code, error = RayNode(sys.executable, str(folder)).run(["fit"], config, 1, 0, "127.0.0.1", 1)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert code == 130, said
+    assert code == 130, error
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
