@@ -49,6 +49,11 @@ def test_continuous_integration_covers_what_contributors_run():
     assert quick == {classifiers[0], classifiers[-1]}  # the oldest and the newest
 
 
+def test_the_demo_installs_no_extra():
+    rule = re.search(r"^\$\(DEMO\):.*?\n\n", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert re.findall(r"--editable (\S+)", rule[0]) == ["."]
+
+
 def test_only_the_job_that_publishes_may_sign():
     workflow = load(WORKFLOWS / "release.yml")
     assert workflow["permissions"] == {"contents": "read"}
