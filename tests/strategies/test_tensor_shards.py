@@ -128,8 +128,9 @@ class Summed(CNN):
     ],
 )
 def test_layers_that_cannot_be_sharded_are_refused(kind, shards, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         cut(1, tmp_path, {"cnn": Case(kind, Text())}, shards)
+    assert not getattr(caught.value, "__notes__", ()), "teardown failed after the error"
 
 
 @pytest.mark.slow

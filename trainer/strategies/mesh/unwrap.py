@@ -1,6 +1,6 @@
-"""Removal of torch's composable wrappers, which fully_shard and parallelize_module do not offer.
+"""Removal of the wrappers that fully_shard and parallelize_module add, for which torch has no function.
 
-They give a module another class, hooks, and entries in its `__dict__`, all of which are restored.
+Wrapping changes a module's class and adds hooks and entries to its `__dict__`. All of this is undone.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 from ....base.torch_private import forget_wrapping
 
 Entry = tuple[str, int | None]
-"""A name in a module's `__dict__` and, for a hook, its number in the dict of that name."""
+"""A name in a module's `__dict__` and, for a hook, its key in the dict of that name."""
 
 
 class Wrapping:
@@ -26,7 +26,9 @@ class Wrapping:
         self.added = [entries(module) - before for module, _, before in self.before]
 
     def undo(self) -> None:
-        """Remove the wrappers; parameters stay unchanged."""
+        """Remove the wrappers, even if wrapping failed before `done`; parameters stay unchanged."""
+        if not self.added:
+            self.done()
         for (module, kind, _), added in zip(self.before, self.added, strict=True):
             # FSDP adds its state_dict hooks in the first forward
             late = {
@@ -40,14 +42,14 @@ class Wrapping:
 
 
 def is_fsdp(hook: Any) -> bool:
-    """Return whether a hook is FSDP's; such a hook holds a process group and cannot be pickled."""
+    """Return whether a hook belongs to FSDP. Such hooks hold a process group and cannot be pickled."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def entries(module: nn.Module) -> set[Entry]:
-    """Return the names in a module's `__dict__`, and the numbers of the hooks in each dict there.
+    """Return the names in a module's `__dict__`, and the keys of the hooks in each dict there.
 
-    Other keys, such as names of buffers, belong to the task, even if they were added later.
+    Other keys, such as buffer names, belong to the task, even if they are added later.
     """
     hooks = ((name, value) for name, value in vars(module).items() if isinstance(value, dict))
     numbers = {(name, key) for name, value in hooks for key in value if isinstance(key, int)}
