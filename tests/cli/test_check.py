@@ -125,7 +125,7 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     )
     assert stopping.startswith("EarlyStopping monitors 'acc', but nothing logged it.")
     assert space.startswith("Checkpoints will take ")
-    assert f" in {folder}, where " in space
+    assert f" in {folder}, which has " in space
     assert report.tried == ["fit", "resume", "test"]
     assert [record.rank for record in report.records] == [0, 1]
     assert files(folder) == before

@@ -58,7 +58,7 @@ def test_an_entry_that_only_the_run_has_is_changed_and_taken_off() -> None:
     assert "callbacks.stop.patience" not in RunDirectory(RUN).config
     for words in (["resume=auto", "callbacks.stop=null"], ["callbacks.stop=null"]):
         done = completed(run_module, "legato", "fit", "points.yaml", *words)
-        assert "override 'callbacks.stop=null': there is no 'stop' to remove" in done.stderr
+        assert "override 'callbacks.stop=null': callbacks has no 'stop' to remove" in done.stderr
 
 
 def test_a_run_goes_on_by_a_file_that_says_so() -> None:
@@ -101,7 +101,7 @@ def test_another_task_of_the_same_name_is_refused() -> None:
     Path("other.yaml").write_text(CONFIG.replace("points.Net", "points.Other"))
     done = legato("fit", "other.yaml", "resume=auto", fails=True)
     assert done.returncode == 2
-    assert "which trains 'points.Net', and not 'points.Other'" in done.stderr
+    assert "which trains 'points.Net', but this config names 'points.Other'" in done.stderr
 
 
 def test_a_damaged_run_whose_config_was_taken_is_named() -> None:
