@@ -1,4 +1,4 @@
-"""`legato replay`: reads the options, replays, and prints what the steps came to, with the proof."""
+"""`legato replay`: recomputes steps of a run, and prints their results with the proof."""
 
 from argparse import Namespace
 from bdb import BdbQuit
@@ -28,7 +28,7 @@ def run_replay(options: Namespace) -> None:
     """Run `legato replay`."""
     values, overrides = read_words(options.words, ("step", "until", "replica"), ("save",))
     if "step" not in values:
-        raise ConfigError("legato replay takes a run directory and a step: RUN step=1234, or RUN step=1000 until=2000.")
+        raise ConfigError("legato replay needs a run directory and a step: RUN step=1234, or RUN step=1000 until=2000.")
     first, last = int(values["step"]), int(values.get("until", values["step"]))
     check_steps(first, last)
     replica = int(values["replica"]) if "replica" in values else None
@@ -44,9 +44,9 @@ def run_replay(options: Namespace) -> None:
         watchers.insert(1, Operations(first))
     try:
         replayed = replay_steps(history, make(), (first, last), directory, watchers)
-    # q in the debugger, which is no failure
+    # leaving the debugger with q is no failure
     except BdbQuit:
-        print("The debugger was left; the replay ends here.", file=STDOUT, flush=True)
+        print("The replay ended with the debugger.", file=STDOUT, flush=True)
         return
     print("\n".join(described(history, replayed, replica)), file=STDOUT)
     if save is not None:
@@ -55,33 +55,33 @@ def run_replay(options: Namespace) -> None:
         Path(options.operations).write_text(read_operations(directory), encoding="utf-8")
         print(f"Operations  {options.operations}", file=STDOUT)
     print(f"Replay      {directory}", file=STDOUT)
-    if options.operations:  # what a change has come to is asked for, and no failure
+    if options.operations:  # to compare a change, so a difference is no failure
         print(replayed.describe(), file=STDOUT)
     else:
         replayed.conclude()
 
 
 def checkpoint_path(word: str, step: int) -> Path:
-    """Return where to save the checkpoint of a step. Raises ConfigError for a folder inside of a run directory."""
+    """Return the path of the checkpoint of a step. Raises ConfigError for a folder inside a run directory."""
     return outside_of_runs(word, "save=") / directory_name(step)
 
 
 def outside_of_runs(word: str, option: str) -> Path:
-    """Return the folder of an option. Raises ConfigError for one inside of a run directory."""
+    """Return the folder that an option names. Raises ConfigError for a folder inside a run directory."""
     require_local(word, option)
     folder = Path(word).absolute()
-    # resolved, since a link may lead into a run, whose files a replay would replace
+    # resolved, since a link may point into a run, whose files a replay would replace
     inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
     if inside is not None:
         raise ConfigError(
-            f"{option}{word} is inside of the run directory {inside}, which a replay does not change. Name a folder "
-            f"elsewhere, or leave {option} out."
+            f"{option}{word} is inside the run directory {inside}, which must not change. Choose a folder outside, or "
+            f"leave out {option.rstrip(' =')}."
         )
     return folder
 
 
 def described(history: StudiedRun, replayed: Replayed, replica: int | None) -> Iterator[str]:
-    """Yield the lines that tell what the steps came to, and which samples they had."""
+    """Yield lines that describe the results of the steps and their samples."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
     yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {location_of(history.directory)}, from {origin}"
     lookup = SampleLookup(history, history.unstarted)
@@ -90,7 +90,7 @@ def described(history: StudiedRun, replayed: Replayed, replica: int | None) -> I
         loss = "none" if record["loss"] is None else f"{record['loss']:.9g}"
         norm = f"gradient norm {record['gradient_norm']:.6g}"
         yield f"Step {record['step']:,}: loss {loss}, {norm}, learning rate {rates}"
-        # a step that went wrong has most often one layer to blame
+        # usually a single layer causes a bad step
         largest = sorted(record["modules"].items(), key=lambda item: -item[1])[:SHOWN_MODULES]
         norms = (f"{name or 'the task'} {norm:.4g}" for name, norm in largest)
         yield f"  largest gradients: {', '.join(norms)}"

@@ -1,4 +1,4 @@
-"""What studies runs: the samples of a step, replays, the first differing bit, and callbacks that watch closely."""
+"""Tools that study runs: samples of a step, replays, verification, and callbacks that watch training closely."""
 
 from typing import TYPE_CHECKING
 
@@ -22,5 +22,5 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 
-if not TYPE_CHECKING:  # else any name would do for a type checker
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = importer(__name__, _HOMES)

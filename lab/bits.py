@@ -1,4 +1,4 @@
-"""`legato compare --bits`: the first step at which two runs differ, the first tensor and the first operation there."""
+"""`legato compare --bits`: finds the first step at which two runs differ, and the first tensor and operation there."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 KINDS_OF_TENSORS = ("weights", "gradients", "optimizer")
-"""Kinds in the order of comparison: the weights after a step, its gradients, the optimizer's state after it."""
+"""Kinds of tensors in the order of comparison: weights after a step, its gradients, optimizer state after it."""
 DIGESTS = "tensors.jsonl"
 
 
 class TensorDigests(MonitoringCallback):
-    """Writes a digest of each weight, gradient and state of an optimizer in each step from `first` on.
+    """Writes digests of all weights, gradients and optimizer states of each step from `first` on.
 
     Weights are in the order of `named_parameters`. Gradients are those before clipping.
     """
@@ -43,7 +43,7 @@ class TensorDigests(MonitoringCallback):
         self._gradients: dict[str, str] = {}
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Take the digests of the gradients."""
+        """Compute the digests of the gradients."""
         self._gradients |= {name: digest_of(gradient) for name, gradient in gradients_of(task, optimizer)}
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -67,30 +67,30 @@ class TensorDigests(MonitoringCallback):
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's shape, dtype and bytes."""
-    # of a sharded tensor the part of this rank, the only one of a replay
+    # a sharded tensor's local part is all of it in a replay, which has one rank
     value = local_part(tensor).detach().cpu().contiguous()
-    found = hashlib.sha1(f"{tuple(value.shape)} {value.dtype} ".encode())
+    digest = hashlib.sha1(f"{tuple(value.shape)} {value.dtype} ".encode())
     # as bytes, so that -0.0 differs from 0.0 and a NaN equals itself
-    found.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
-    return found.hexdigest()
+    digest.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    return digest.hexdigest()
 
 
 def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
-    """Yield the lines that tell the first difference of two runs.
+    """Yield lines that describe the first difference between two runs.
 
-    The checkpoints that both have are searched by bisection, and only the steps between the last same and the first
-    different one are computed again.
+    Searches the checkpoints that both runs have by bisection, and recomputes only the steps between the last equal and
+    the first different one.
 
-    Raises ConfigError where a run has no step yet, CheckpointError for a damaged checkpoint.
+    Raises ConfigError if a run has no step yet, and CheckpointError for a damaged checkpoint.
     """
     last = min(one.last_step, other.last_step)
     if last < 1:
-        raise ConfigError("--bits compares steps of two runs; one of them has none yet.")
-    # a checkpoint costs a read of the whole state, so few of them are compared: log2 of their number
+        raise ConfigError("--bits compares the steps of two runs, but one of them has no step yet.")
+    # comparing reads the whole state of a checkpoint, so it compares log2 of their number
     ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
     shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
     count = bisect_left(shared, True, key=lambda step: not is_same(ours[step], theirs[step]))
-    # bisection takes it that runs which differ once do not come together again
+    # bisection assumes that runs stay different once they differ
     begin = shared[count - 1] if count else 0
     end = shared[count] if count < len(shared) else last
     if begin == last:
@@ -99,9 +99,9 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     steps, notes = list[dict[int, Any]](), list[str]()
     for history in (one, other):
         with watched(history, (begin + 1, end), TensorDigests(begin + 1)) as replayed:
-            # then the difference may be one of the code since, and not between the two runs
+            # then the code may have changed since, rather than the runs differing
             if not replayed.holds:
-                notes.append(f"{history.directory} is not what its config gives today: {replayed.describe()}.")
+                notes.append(f"{history.directory} differs from what its config gives now: {replayed.describe()}.")
             steps.append({record["step"]: record for record in read_lines(replayed.directory / DIGESTS)})
     first = next((step for step in range(begin + 1, end + 1) if steps[0].get(step) != steps[1].get(step)), None)
     if first is None:
@@ -123,20 +123,20 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
 
 @contextmanager
 def watched(history: StudiedRun, steps: tuple[int, int], watcher: Callback) -> Iterator[Replayed]:
-    """Replay steps of a run with a watcher, into a folder that is there until the end of the context."""
+    """Replay steps of a run with a watcher, into a folder that is deleted when the context ends."""
     with TemporaryDirectory() as folder:
         yield replay_steps(history, history.make(*steps)(), steps, Path(folder), [watcher, StopAfterStep(steps[1])])
 
 
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
-    """Return whether two checkpoints hold the same weights and optimizer states."""
+    """Return True if two checkpoints hold the same weights and optimizer states."""
     contents = (reading.read_checkpoint(record.path) for record in (one, other))
     first, second = (leaves({key: each[key] for key in ("state_dict", "optimizer_states")}) for each in contents)
     return first == second
 
 
 def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all numbers and texts of a nested value under dotted names, and each tensor as ("tensor", digest)."""
+    """Return the numbers and strings in nested values by dotted name, and each tensor as ("tensor", digest)."""
     flat = flatten(contents)
     values = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
     rest: list[tuple[str, Any]] = [("", flat.tree)]

@@ -1,4 +1,4 @@
-"""`legato samples --blame`: loss and gradient of each sample of a step, alone in a batch, before the step."""
+"""`legato samples --blame`: computes loss and gradient of each sample of a step, in a batch of one, before the step."""
 
 import json
 import math
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 BLAME = "blame.jsonl"
-"""File in the directory of a replay with a line for each sample of the step."""
+"""File in the directory of a replay, with a line for each sample of the step."""
 SHOWN = 20
 
 
 class Blame(Callback):
-    """Computes the loss and the gradient of each sample of a step before that step, and leaves the run as it was.
+    """Computes the loss and the gradient of each sample of a step before that step, without changing the run.
 
-    A sample is loaded and augmented as in its batch, and goes through training_step in a batch of one, under the random
-    numbers of its batch. Batch norms take their running averages, since a sample alone has no statistics.
+    Each sample is loaded and augmented as in its batch, and passes through training_step in a batch of one, with the
+    random numbers of its batch. Batch norms use their running averages, since a single sample has no statistics.
     """
 
     def __init__(self, step: int, replica: int | None = None) -> None:
@@ -48,15 +48,15 @@ class Blame(Callback):
         self._is_done = False
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Compute them before the first batch of the step. Raises DataError where a batch has no batch of one."""
+        """Compute them before the first batch of the step. Raises DataError if a sample cannot be a batch of one."""
         step = trainer.current_run.loop.step
         if self._is_done or trainer.global_step + 1 != self.step or step is None:
             return
         self._is_done = True
         if not task.automatic_optimization:
             raise DataError(
-                "Under manual optimization training_step updates the weights itself, so that a sample alone would "
-                "change those for the next one: --blame takes a task with automatic optimization."
+                "Under manual optimization training_step updates the weights itself, so each sample would change them "
+                "for the next. --blame needs automatic optimization."
             )
         batch_norms = [module for module in task.modules() if isinstance(module, BATCH_NORM) and module.training]
         for module in batch_norms:
@@ -71,7 +71,7 @@ class Blame(Callback):
             (trainer.run_dir / BLAME).write_text("".join(lines), encoding="utf-8")
 
     def _rows_of(self, trainer: "Trainer", task: "Task", item: ReplicaBatch) -> Iterator[dict[str, Any]]:
-        """Yield what each sample of a batch comes to."""
+        """Yield loss, gradient norm and weight of each sample of a batch."""
         if self.replica not in (None, item.replica):
             return
         indices = item.indices
@@ -83,51 +83,51 @@ class Blame(Callback):
             except Exception as error:
                 raise DataError(
                     f"training_step fails with a batch of one: {name} of replica {item.replica}, batch "
-                    f"{item.batch_idx} ({type(error).__name__}: {error}). --blame takes a task whose loss is that of "
-                    f"each sample."
+                    f"{item.batch_idx} ({type(error).__name__}: {error}). --blame needs a loss that each sample has on "
+                    f"its own."
                 ) from error
 
 
 def batches_of_one(trainer: "Trainer", item: ReplicaBatch) -> list[Any]:
-    """Return a batch for each sample of a batch. Raises DataError where there is none."""
+    """Return a batch of one for each sample of a batch. Raises DataError if that is not possible."""
     data = trainer.current_run.training_data
     if not isinstance(data, DealtData) or item.place is None:
         try:
             return split(item.batch, [1] * item.samples)
         except DataError:
             raise DataError(
-                f"The samples of a stream's batch are cut out of it along the first dimension of its tensors, and this "
-                f"one, of type {type(item.batch).__name__}, has no tensor with {item.samples} entries there."
+                f"A stream's batch is split into samples along the first dimension of its tensors, but this "
+                f"{type(item.batch).__name__} has no tensor with {item.samples} entries there."
             ) from None
     if not isinstance(data.source, MapLoader):
-        raise DataError("A batch of several loaders has no sample that could be a batch alone.")
+        raise DataError("A batch of several loaders cannot be split into batches of one sample.")
     order, start, stop = item.place
     loader, seed = data.source.loader, data.source.seed if data.dealing.keyed else None
-    # all of the batch and not one by one: augmentation draws for a sample where the one before it has stopped
+    # the whole batch at once: augmentation of a sample continues the random numbers of the sample before it
     indices = keyed_batches(order, [range(start, stop)], trainer.current_epoch)
     samples = read_batches(KeyedDataset(loader.dataset, seed, data.source.tells_epoch), loader, indices, list)[0]
     if len(samples) != item.samples:
         raise DataError(
             f"The dataset returns {counted(len(samples), 'part')} for {counted(item.samples, 'sample')}: its "
-            f"__getitems__ has collated them already, so that none of them can be a batch alone."
+            f"__getitems__ collates them, so they cannot be split into batches of one."
         )
     return [loader.collate_fn([sample]) for sample in samples]
 
 
 def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> dict[str, Any]:
-    """Return the loss of a sample (None: it was left out), the norm of its gradient, and its weight in the step."""
+    """Return the loss of a sample (None if training_step skips it), its gradient norm, and its weight in the step."""
     run, state = trainer.current_run, trainer.state
     with discarding_effects(run, item):
         batch = sample if run.transfer is None else run.transfer(sample, 0)
         seed_generators(mix(state.seed, state.global_step, item.replica, item.batch_idx))
-        # of no replica, and not the last one: no gradient of the step begins, and none is sent
+        # as a batch of no replica and not the last one: no gradient reduction begins
         output = run.strategy.training_step((batch, item.batch_idx)[: run.arity], None, False)
         inputs = run.optimization.loss_inputs
         losses, gradients = losses_of(output, len(inputs)), list[torch.Tensor | None]()
         for index, loss in enumerate(losses):
             reached = None if len(losses) == 1 else inputs[index]
             trained = [weight for weight in reached or task.parameters() if weight.requires_grad]
-            # not backward(), which adds to the gradients of the step and calls what waits for them
+            # not backward(), which would add to the gradients of the step and run its hooks
             keep = index + 1 < len(losses)
             gradients += torch.autograd.grad(loss, trained, retain_graph=keep, allow_unused=True)
     weight = weight_of(output)
@@ -139,7 +139,7 @@ def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> 
 
 
 def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines that tell the samples of a step, with the one that has moved it the furthest first."""
+    """Yield lines that describe the samples of a step, those with the largest share in the gradient first."""
 
     def share(row: dict[str, Any]) -> float:
         moved = row["gradient_norm"] * row["weight"]
@@ -159,4 +159,4 @@ def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Itera
         loss = f"loss {median(losses):.6g}, " if losses else ""
         yield f"  and {len(rows) - SHOWN:,} more; the medians of all: {loss}gradient norm {norm:.6g}"
     if any(row["batch_norm"] for row in rows):
-        yield "  Batch norms took their running averages: a sample alone has no statistics."
+        yield "  Batch norms used their running averages: a single sample has no statistics."

@@ -1,4 +1,4 @@
-"""RunHistory: the starts, checkpoints and logged points of a run, from its run directory; no tensor is read."""
+"""RunHistory: starts, checkpoints and logged points of a run, read from its run directory without tensors."""
 
 import logging
 from abc import abstractmethod
@@ -25,59 +25,59 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint from which a run could resume, without its tensors."""
+    """A checkpoint from which a run can resume, without its tensors."""
 
     path: Location
     state: State
     fingerprint: dict[str, Any]
-    """Settings that the run had; see trainer/resume/fingerprint.py."""
+    """Settings of the run; see trainer/resume/fingerprint.py."""
 
     @property
     def threads(self) -> int | None:
-        """Threads of torch in the run, which some sums depend on."""
+        """Number of torch threads in the run, on which the bits of some sums depend."""
         return self.fingerprint.get("numerics.threads")
 
     @property
     def content(self) -> dict[str, Any]:
-        """What tells whether data is that of the run."""
+        """Hashes and counts that identify the data of the run."""
         return {} if is_elsewhere(self.fingerprint) else self.fingerprint.get(CONTENT) or {}
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self.state.global_step
 
 
 class RunHistory:
-    """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N."""
+    """Record of a run in its directory. Steps count from 1: step N takes `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.damaged: list[str] = []
-        """What is wrong with the checkpoints that are passed over."""
+        """An error message for each skipped checkpoint."""
 
     @cached_property
     def folders(self) -> list[Location]:
-        """The folders with checkpoints of the run, its own first: it wins over a copy elsewhere."""
+        """Folders with checkpoints of the run. The run directory comes first, since it wins over copies elsewhere."""
         elsewhere = (name for _, start in self.starts for name in start.get("checkpoint_folders", ()))
         return list(dict.fromkeys([checkpoints_of(self.directory), *map(to_location, elsewhere)]))
 
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:
-        """The complete checkpoints of the run from which it could resume, oldest first."""
+        """Complete checkpoints from which the run can resume, oldest first."""
         identity, records = identity_of(self.directory), dict[int, CheckpointRecord]()
         for number, folder in enumerate(self.folders):
             stored = folder_at(folder)
             for path in find.checkpoints_in(folder):
                 try:
-                    # sizes alone: to hash gigabytes takes minutes, and who reads a checkpoint verifies it
+                    # sizes only: hashing gigabytes takes minutes, and reading a checkpoint verifies it
                     content = find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
                     if number and (not identity or content.run != identity):
                         continue
                     state = stored.fetch(path.name, content, [STATE_FILE]) / STATE_FILE
                     tree = parse_json(state.read_bytes(), STATE_FILE)
-                    if "state" in tree:  # else it holds weights only
+                    if "state" in tree:  # otherwise the checkpoint holds weights only
                         kept = unflatten({name: tree.get(name) for name in ("state", "fingerprint")}, {})
                         record = CheckpointRecord(path, State.from_dict(kept["state"]), kept["fingerprint"] or {})
                         records.setdefault(record.step, record)
@@ -87,59 +87,59 @@ class RunHistory:
         return [records[step] for step in sorted(records)]
 
     def before(self, step: int) -> CheckpointRecord | None:
-        """Return the newest checkpoint of a moment before a step; None: it is that of the start, or there is none."""
+        """Return the newest checkpoint from before a step; None if there is none."""
         return next((record for record in reversed(self.checkpoints) if record.step < step), None)
 
     def near(self, step: int) -> CheckpointRecord | None:
-        """Return the oldest checkpoint after a step, or else the newest before it."""
+        """Return the oldest checkpoint that includes a step, or else the newest before it."""
         return next((record for record in self.checkpoints if record.step >= step), self.before(step))
 
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
-        """The points of metrics.jsonl, by step; of two for a step, as a resume leaves them, the later one."""
+        """Points of metrics.jsonl by step. If a resume logged a step again, the later point counts."""
         path = self.directory / POINTS_FILE
         lines = path.read_bytes().splitlines() if path.exists() else []
         return {point["step"]: point for line in lines if (point := parse_point(line)) is not None}
 
     @property
     def last_step(self) -> int:
-        """The newest step that a checkpoint or a logged point knows of; 0: none."""
+        """Newest step of all checkpoints and logged points; 0 if there is none."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """Number and record of each start of training, oldest first; evaluations are counted, and not among them."""
+        """Number and record of each start of training, oldest first. Evaluations are numbered too, but left out."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
     def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return number and record of the start of the run that did a step; (-1, {}) where that is not recorded."""
+        """Return number and record of the start that computed a step; (-1, {}) if it is not recorded."""
         return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
 
     @cached_property
     def epochs(self) -> dict[int, int]:
-        """The steps done before each epoch."""
+        """Number of steps before each epoch."""
         return epochs_begun(self.directory)
 
     def epoch_of(self, step: int) -> tuple[int, int, int | None]:
-        """Return the epoch of a step, the steps done before it, and its number of steps where a later one has begun.
+        """Return the epoch of a step, the number of steps before it, and its length in steps if a later one has begun.
 
-        Raises ConfigError for a step before the first, and DataError where the epochs are not recorded.
+        Raises ConfigError for a step before the first, and DataError if the epochs are not recorded.
         """
         if step < 1:
-            raise ConfigError(f"step={step}: steps count from 1, which is the one that takes global_step from 0 to 1.")
+            raise ConfigError(f"step={step}: steps count from 1; step 1 takes global_step from 0 to 1.")
         begun = self.epochs
-        # epochs.jsonl has the step after which each epoch began, also of one that a resume has cut short
+        # epochs.jsonl holds the step after which each epoch began, including epochs that a resume cut short
         past = [epoch for epoch in begun if begun[epoch] < step]
         if not past:
-            raise DataError(f"{self.directory} does not tell in which epoch step {step} was: the run has not begun it.")
+            raise DataError(f"{self.directory} does not record the epoch of step {step}: the run has not reached it.")
         epoch = max(past)
         following = min((steps for steps in begun.values() if steps >= step), default=None)
         return epoch, begun[epoch], None if following is None else following - begun[epoch]
 
 
 class StudiedRun(RunHistory):
-    """A run whose objects can be made again, by its config or by its script: `study.history_of` returns one."""
+    """A run whose objects can be made again, from its config or its script; `study.history_of` returns it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -147,10 +147,10 @@ class StudiedRun(RunHistory):
 
     @abstractmethod
     def make(self, first: int, last: int, processes: int = 1) -> Callable[[], Sequence[Any]]:
-        """Return what makes trainer, task and data, not started, for a replay of some steps on some processes."""
+        """Return a function that makes trainer, task and data for a replay of steps on a number of processes."""
 
     def unstarted(self, step: int) -> Any:
-        """Return the run as it was made for a step, to look at: `task`, `seed`, `load_loader(epoch)`."""
+        """Return the unstarted run as configured in a step, with `task`, `seed` and `load_loader(epoch)`."""
         number = self.start_of(step)[0]
         if number not in self._unstarted:
             self._unstarted[number] = self.make_unstarted(step)
@@ -158,4 +158,4 @@ class StudiedRun(RunHistory):
 
     @abstractmethod
     def make_unstarted(self, step: int) -> Any:
-        """Make what `unstarted` keeps for each start."""
+        """Make the object that `unstarted` caches for each start."""

@@ -1,4 +1,4 @@
-"""Microscope: norms of weights, gradients and updates, and statistics of activations, by module."""
+"""Microscope: logs norms of weights, gradients and updates, and statistics of activations, by module."""
 
 import re
 from contextlib import ExitStack
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 class Microscope(MonitoringCallback):
-    """Logs by module, in every n-th step: `weights/NAME`, `gradients/NAME` and `updates/NAME`, the norms of the
-    module's own parameters, of their gradients as the optimizer used them (clipped), and of what the step changed;
+    """Logs by module, every n-th step: `weights/NAME`, `gradients/NAME` and `updates/NAME`, the norms of the module's
+    own parameters, of their gradients as the optimizer used them (clipped), and of their change in the step; and
     `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis` of the output of each module without
     submodules, over all batches of the step.
 
-    In the steps between nothing is attached to the task. A step that is looked at takes a copy of the weights
-    (`python -m benchmarks.replay` measures what it costs). With `trainer.compile` a step whose activations are looked
-    at runs eagerly, since a compiled graph calls no hooks of the modules within it.
+    Between these steps nothing is attached to the task. An observed step needs a copy of the weights (`python -m
+    benchmarks.replay` measures the cost). With `trainer.compile`, a step whose activations are observed runs eagerly,
+    since a compiled graph does not call module hooks.
 
     Args:
-        every_n_steps: look at each n-th optimizer step.
-        modules: a regular expression; only modules whose names it matches from the beginning are looked at.
-        activations: whether to look at activations too.
+        every_n_steps: observe every n-th optimizer step.
+        modules: a regular expression; observe only modules whose names match it from the beginning.
+        activations: whether to observe activations too.
     """
 
     def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:
         self.every_n_steps, self.modules, self.activations = every_n_steps, modules, activations
         self.newest: tuple[int, dict[str, float]] | None = None
-        """The newest step that was looked at, and its values; on every rank."""
+        """The newest observed step and its values, on every rank."""
         self._wanted = re.compile(modules)
         self._before: dict[str, list[Tensor]] = {}
         self._moments: dict[str, list[Tensor]] = {}
@@ -43,39 +43,39 @@ class Microscope(MonitoringCallback):
         self._eagerly = ExitStack()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raise ConfigError where this process has some of the modules only."""
+        """Raise ConfigError if this process does not have all modules."""
         refuse_parts(self, trainer, stage)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Attach, where the first step is one to look at."""
+        """Attach hooks if the first step is due."""
         self._attach_if_due(trainer, task)
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the step if it was looked at; attach for the next one if that is due."""
+        """Log the step if it was observed, and attach hooks if the next one is due."""
         if self._before or self._handles:
             self._log(trainer, task)
         self._detach()
         self._attach_if_due(trainer, task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin again with a step that other processes do again (elastic)."""
+        """Restart the observation of a step that other processes repeat (elastic)."""
         self._detach()
         self._attach_if_due(trainer, task)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Detach, also after an error."""
+        """Remove the hooks, also after an error."""
         self._detach()
 
     def _attach_if_due(self, trainer: "Trainer", task: "Task") -> None:
         if (trainer.global_step + 1) % self.every_n_steps:
             return
         for name, module in self._chosen(task):
-            own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-            if own:
-                # the change of a step is known only beside what was there before it
-                self._before[name] = [parameter.detach().clone() for parameter in own]
+            parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            if parameters:
+                # the change of a step is the difference to this copy
+                self._before[name] = [parameter.detach().clone() for parameter in parameters]
             if self.activations and not any(True for _ in module.children()):
-                # modules that call others have outputs that these have shown already
+                # the output of a module with submodules is usually that of a submodule
                 self._handles.append(module.register_forward_hook(self._hook(trainer, name)))
         if self._handles and trainer.compile:
             import torch
@@ -108,38 +108,38 @@ class Microscope(MonitoringCallback):
         for name, module in self._chosen(task):
             if name not in self._before:
                 continue
-            own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-            changes = [one.detach() - other for one, other in zip(own, self._before[name], strict=True)]
-            gradients = [parameter.grad for parameter in own if parameter.grad is not None]
-            for word, tensors in (("weights", own), ("gradients", gradients), ("updates", changes)):
-                # collective for sharded tensors, so that every rank must come here in the same order
+            parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            changes = [now.detach() - before for now, before in zip(parameters, self._before[name], strict=True)]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            for word, tensors in (("weights", parameters), ("gradients", gradients), ("updates", changes)):
+                # collective for sharded tensors, so every rank must call it in the same order
                 values[f"{word}/{name}"] = float(total_norm(tensors))
-        mine = {name: [one.tolist() for one in found] for name, found in self._moments.items()}
-        # moments add up: statistics of all batches need no batch to leave its rank
-        every = trainer.strategy.data_ranks.gather_objects(mine)
-        for name in dict.fromkeys(name for rank in every for name in rank):
-            found = [one for rank in every for one in rank.get(name, ())]
-            for what, value in zip(("mean", "std", "largest", "kurtosis"), summary_of(found), strict=True):
-                values[f"activations/{name}.{what}"] = value
+        moments_here = {name: [row.tolist() for row in rows] for name, rows in self._moments.items()}
+        # moments are additive, so ranks exchange sums rather than batches
+        by_rank = trainer.strategy.data_ranks.gather_objects(moments_here)
+        for name in dict.fromkeys(name for named in by_rank for name in named):
+            rows = [row for named in by_rank for row in named.get(name, ())]
+            for statistic, value in zip(("mean", "std", "largest", "kurtosis"), summary_of(rows), strict=True):
+                values[f"activations/{name}.{statistic}"] = value
         self.newest = trainer.global_step, values
         if trainer.is_global_zero:
             trainer.current_run.write(trainer.global_step, values)
 
 
 def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
-    """Raise ConfigError for a training whose processes have some of the modules each."""
+    """Raise ConfigError if each process of a training has only some of the modules."""
     if stage == "fit" and not trainer.strategy.has_all_weights:
         raise ConfigError(
-            f"{type(callback).__name__} looks at all modules, of which a process of strategy {trainer.strategy.name!r} "
-            f"has some only (those of its own stages, or none of the remote ones): remove it, or set pipeline to 1."
+            f"{type(callback).__name__} needs all modules, but a process of strategy {trainer.strategy.name!r} lacks "
+            f"some (other pipeline stages, or remote modules). Remove it, or set pipeline to 1."
         )
 
 
 def total_norm(tensors: "list[Any]") -> "Tensor":
-    """Return the norm of all values of some tensors; of sharded ones, of all their parts, which is collective."""
+    """Return the norm of all values of some tensors. For sharded tensors this is collective, over all their parts."""
     import torch
 
-    # torch computes a norm over the tensors of one mesh at a time; sparse gradients have their values alone
+    # torch computes a norm over the tensors of one mesh at a time; sparse gradients contribute their values
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
@@ -153,7 +153,7 @@ def moments(tensor: "Tensor") -> "Tensor":
     """Return (count, sum of x, of x^2, x^3, x^4, largest |x|) of a tensor in float64, on its device."""
     import torch
 
-    # a fourth power in bfloat16 has no digit left
+    # a fourth power in bfloat16 loses all digits
     values = tensor.reshape(-1).to(torch.float32)
     squares = values * values
     terms = values, squares, squares * values, squares * squares

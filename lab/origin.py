@@ -1,4 +1,4 @@
-"""Versions, git commit, changed files and environment of a run, compared with those of today."""
+"""Compares the versions, git commit and source files of a run with the current ones."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +13,19 @@ SHOWN_FILES = 8
 
 
 def differences(history: RunHistory, step: int) -> Iterator[str]:
-    """Yield a line for each thing that is not as it was when the run did a step."""
+    """Yield a line for each kind of change since the run computed a step."""
     start, now = history.start_of(step)[1], installed_packages() | versions()
     was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
     if changed := changed_values(was, now):
-        yield f"Other versions than the run had: {changed}. Bits may differ."
+        yield f"Changed versions since the run: {changed}. Bits may differ."
     code = list(code_differences(history.directory, start["git"]) if start.get("git") else ())
-    # what git does not track, or where there is no git
+    # for files that git does not track, and outside git
     names = [] if code else changed_sources(start)
     yield from [*code, *([f"Code has changed since the run: {listed(names)}."] if names else [])]
 
 
 def changed_sources(start: Mapping[str, Any]) -> list[str]:
-    """Return the files of modules that have changed since a start of a run had loaded them."""
+    """Return the module files that have changed since a start of a run loaded them."""
     folder = Path(start.get("working_directory") or ".")
     paths = {name: (folder if folder.is_dir() else Path.cwd()) / name for name in start.get("sources") or {}}
     texts = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -33,32 +33,32 @@ def changed_sources(start: Mapping[str, Any]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text, the first of many."""
+    """Return names as text, up to SHOWN_FILES of them."""
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return ", ".join(names[:SHOWN_FILES]) + more
 
 
 def changed_values(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Return the values that differ, under names that both have, as text."""
+    """Return as text the values that differ, for names in both mappings."""
     return listed([f"{name} {old} -> {now[name]}" for name, old in (was or {}).items() if now.get(name, old) != old])
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what differs from the commit and the uncommitted changes that the run had, by the names of files."""
+    """Yield the files that differ from the commit and the uncommitted changes of the run."""
     root, commit = Path(git["root"]), str(git["commit"])
-    today = code_of(root, commit) if root.is_dir() else None
-    if today is None or today["diff_bytes"] is None:
-        yield f"The commit {commit[:12]} that the run had is not in {root}: the code is not compared."
+    current = code_of(root, commit) if root.is_dir() else None
+    if current is None or current["diff_bytes"] is None:
+        yield f"The run's commit {commit[:12]} is not in {root}, so its code is not compared."
         return
     stored = git.get("diff_file")
     before = by_file((directory / stored).read_bytes() if stored and (directory / stored).is_file() else b"")
-    after = by_file(today["diff"] or b"")
+    after = by_file(current["diff"] or b"")
     names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if names:
         yield f"Code has changed since the run (commit {commit[:12]}): {listed(names)}."
 
 
 def by_file(diff: bytes) -> dict[str, bytes]:
-    """Return the parts of a diff by the names of their files."""
+    """Return the parts of a diff by file name."""
     parts = (part.partition(b" b/") for part in diff.split(b"diff --git a/")[1:])
     return {name.decode(errors="replace"): rest for name, _, rest in parts}

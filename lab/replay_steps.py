@@ -1,6 +1,6 @@
-"""Replays: steps of a run computed again, from the newest checkpoint before them, with a proof that they are the same.
+"""Replays: recomputes steps of a run from the newest checkpoint before them, and compares what they log.
 
-A replay takes a function that makes the run's trainer, task and data anew; so it cannot change those of the caller.
+A replay takes a function that makes a new trainer, task and data, so it cannot change those of the caller.
 """
 
 import json
@@ -34,26 +34,26 @@ from .watchers import STEPS_FILE, SameData
 log = logging.getLogger("legato")
 
 Make = Callable[[], Sequence[Any]]
-"""Makes a new trainer, the task and the data, in the order in which `trainer.fit` takes them."""
+"""Makes a new trainer, the task and the data, in the order of the arguments of `trainer.fit`."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
-    # what these log is another number each time, and would fail the proof
+    # these log times, which differ in each run and would fail the comparison
     *(ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer),
 )
-"""Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
-# float32 has 7 digits; over the steps between two checkpoints training itself loses some of them
+"""Callbacks that write files, show progress or measure time, and do not affect the result of a step."""
+# float32 has 7 digits, some of which training loses over the steps between two checkpoints
 SAME_BUT_ROUNDING = 1e-3
-"""Relative difference up to which two values are called the same but for rounding."""
+"""Largest relative difference between values that count as equal up to rounding."""
 
 
 def new_directory(run: Path, mark: str = REPLAY) -> Path:
-    """Make and return a directory for a replay beside that of the run: version_3.replay-0.
+    """Create and return a directory for a replay next to the run directory, such as version_3.replay-0.
 
-    Raises ConfigError if that cannot be written to.
+    Raises ConfigError if it cannot be created.
     """
-    # beside the run and not below it: a run directory is left byte for byte, and TensorBoard shows both
+    # next to the run directory, whose bytes stay the same, so that TensorBoard shows both
     place, number = location_of(run), 0
-    # of a run in a store there are only copies here
+    # a run in an object store has only copies on this machine
     run = (Path(ROOT, place.parent.name, place.name) if isinstance(place, Address) else run).absolute()
     while True:
         path = run.with_name(f"{run.name}{mark}{number}")
@@ -62,34 +62,34 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise ConfigError(f"{path} cannot be made: {error.strerror}.") from error
+            raise ConfigError(f"{path} cannot be created: {error.strerror}.") from error
         else:
             return path
 
 
 @dataclass
 class Replayed:
-    """A replay that was done, and its proof: the values that it has logged, compared with those of the run."""
+    """A finished replay, and its proof: the logged values compared with those of the run."""
 
     history: RunHistory
     source: CheckpointRecord | None
-    """The checkpoint that it began from; None: the start of the run."""
+    """The checkpoint that it started from; None: the start of the run."""
     last: int
-    """The last step that is what the run did."""
+    """The last step to compare."""
     directory: Path
     to_the_bit: bool
-    """Whether it must have the same bits as the run."""
+    """True if it must have the same bits as the run."""
     why: str
-    """Why, or why not."""
+    """The reason for `to_the_bit`."""
 
     def __post_init__(self) -> None:
         self.compared_steps = self.values = self.differing = 0
         self.largest = 0.0
-        """The largest relative difference."""
+        """Largest relative difference."""
         self.first_difference = ""
         for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
             step = point["step"]
-            # steps after the last one are computed where a batch is finished; the run may have been resumed there
+            # the replay may finish a batch of later steps, where the run may have been resumed
             was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
             names = [name for name in point if name in was and name not in ("step", "time")]
             self.compared_steps += bool(names)
@@ -102,50 +102,50 @@ class Replayed:
 
     @property
     def first(self) -> int:
-        """The first step that was computed, which may be before those asked for."""
+        """The first recomputed step, which may come before the requested steps."""
         return 1 if self.source is None else self.source.step + 1
 
     @property
     def holds(self) -> bool:
-        """Whether the replay is what the run did."""
+        """True if the replay equals the run: to the bit, or up to rounding."""
         return not self.differing or (not self.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return what each step that was asked for came to."""
+        """Return a record of each requested step: loss, gradient norms and learning rates."""
         return read_lines(self.directory / STEPS_FILE)
 
     def describe(self) -> str:
         """Return the comparison as a sentence."""
         compared = f"{counted(self.values, 'value')} of {counted(self.compared_steps, 'step')}"
         if not self.values:
-            return "Proof       none: the run has logged nothing in these steps"
+            return "Proof       none: the run logged nothing in these steps"
         if not self.differing:
             return f"Proof       {compared} in metrics.jsonl are equal to the bit"
         if self.holds:
             rounding = f"largest relative difference {self.largest:.1e}; {self.why}"
-            return f"Proof       {compared} in metrics.jsonl are equal but for rounding ({rounding})"
+            return f"Proof       {compared} in metrics.jsonl are equal up to rounding ({rounding})"
         told = f"the first that differs is {self.first_difference}"
         return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {told}"
 
     def conclude(self) -> None:
-        """Print the proof, or raise LegatoError where the replay is not what the run did."""
+        """Print the proof. Raises LegatoError if the replay differs from the run."""
         if self.holds:
             print(self.describe(), file=STDOUT, flush=True)
             return
-        expected = f"must have the same bits ({self.why})" if self.to_the_bit else "may differ by rounding alone"
+        expected = f"must have the same bits ({self.why})" if self.to_the_bit else "may differ by rounding only"
         raise LegatoError(
-            f"The replay is not what the run did: {self.describe()}. They {expected}; code, data, versions or hardware "
+            f"The replay differs from the run: {self.describe()}. They {expected}, so code, data, versions or hardware "
             f"have changed since."
         )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file with a line of JSON each; none where there is no file."""
+    """Return the records of a file with one JSON object per line; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return |a - b| / max(|a|, |b|); infinity where only one of them is finite."""
+    """Return |a - b| / max(|a|, |b|); infinity if one of them is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
@@ -165,46 +165,50 @@ def replay_steps(
     watchers: Sequence[Callback],
     every_step: bool = True,
 ) -> Replayed:
-    """Train from the newest checkpoint before the first of some steps, where a watcher stops it at the last.
+    """Train from the newest checkpoint before the first step; a watcher must stop training after the last one.
 
-    made: a new trainer, task and data. All that is written goes to `directory`.
-    every_step: log each step, not those that the run has logged.
+    made: a new trainer, task and data. The replay writes to `directory` only.
+    every_step: log every step, rather than the steps that the run logged.
 
-    Raises DataError where the run has no such step.
+    Raises DataError if the run ends before the last step.
     """
     trainer, task, *data = made
     first, last = steps
     source, near = history.before(first), history.near(first)
-    # the sums of some kernels depend on it, and this machine may have other cores
+    # the bits of some sums depend on the number of threads, and this machine may have other cores
     if trainer.threads is None and near is not None:
         trainer.threads = near.threads
     # the default is the number of processes, which may differ here
     if source is None and trainer.replicas is None:
         trainer.replicas = int(history.start_of(first)[1]["replicas"])
-    begin = f"checkpoint of step {source.step:,}" if source else "start of the run: no checkpoint before is left"
-    log.info("The replay begins at the %s; %s.", begin, counted(last - (source.step if source else 0), "step"))
+    begin = f"checkpoint of step {source.step:,}" if source else "start of the run, since no checkpoint is older,"
+    log.info(
+        "The replay starts from the %s and computes %s.", begin, counted(last - (source.step if source else 0), "step")
+    )
     trainer.assigned_dir = directory
-    # the loggers of the run write to its own files, or to a server, and must not be called
+    # the run's own loggers would write to its files, or to a server
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
-    # every step is a value more for the proof; the sanity check has no part in any of them
+    # each logged step is one more value to compare; the sanity check does not affect any
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1 if every_step else trainer.log_every_n_steps, 0
-    # a replay that fails is to end here, and not to begin again
+    # a failed replay must not restart
     trainer.max_restarts, trainer.requeue = 0, False
-    # a watcher ends the replay, and nothing else may keep it going or end it earlier
+    # only a watcher may end the replay
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     content = next((record.content for record in history.checkpoints if record.content), {})
-    # a resume lists what its checkpoint had otherwise
+    # a resume compares the environment with its checkpoint's, a start from the beginning does not
     environment = {} if source else history.start_of(first)[1].get("environment")
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
-    # the task adds its callbacks when training begins, after this list was cut
+    # the task adds its callbacks when training starts, after this list was filtered
     configure = task.configure_callbacks
     task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
     if source is None:
         trainer.fit(task, *data)
     else:
-        trainer.fit(task, *data[:3], resume=source.path)  # without a checkpoint to begin from, which may follow them
+        trainer.fit(task, *data[:3], resume=source.path)  # data may be followed by the checkpoint of a first start
     if trainer.global_step < last:
-        raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
+        raise DataError(
+            f"The replay ended after step {trainer.global_step}, before step {last}: the run has no such step."
+        )
     return Replayed(history, source, last, directory, *sameness(history, steps, trainer))
 
 
@@ -237,18 +241,18 @@ def processes_of(trainer: Any) -> int:
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:
-    """Return the callbacks that may have a part in what a step comes to."""
+    """Return the callbacks that may affect the result of a step."""
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     return [callback for callback in callbacks if not isinstance(callback, NOT_REPLAYED)]
 
 
 def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
-    """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
+    """Return whether a replay of the first to the last step must have the bits of the run, and the reason."""
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = {start.get("processes") or 0 for start in starts}
     after = processes_of(trainer)
-    # bitwise promises the same bits on any number of processes, order only the same samples
+    # bitwise promises the same bits on any number of processes, order the same samples
     if reproducible == {"bitwise"} == {trainer.reproducible}:
         return True, "reproducible: bitwise"
     if "off" in reproducible:

@@ -1,4 +1,4 @@
-"""Which samples made up a step of a run, and in which steps a sample was seen; nothing is run."""
+"""Looks up the samples of a step, and the steps of a sample, without running anything."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ COLUMNS = 118
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Position of a step in its run: its epoch, and its number in that, from 0."""
+    """Position of a step in its run: its epoch, and its number in the epoch, from 0."""
 
     step: int
     epoch: int
@@ -35,10 +35,9 @@ class StepPlace:
 
 
 class SampleLookup:
-    """The samples of each step of a run, from its history and its training loader.
+    """Finds the samples of each step of a run from its history and its training loader.
 
-    build: returns the run as it was configured in a step, built and not started (`cli.unstarted`); the same object
-        where nothing has changed.
+    build: returns the unstarted run as configured in a step (`cli.unstarted`), the same object for the same config.
     """
 
     def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:
@@ -46,10 +45,10 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return where a step is; of one that the run has not reached, where its newest settings put it."""
+        """Return the position of a step; if the run has not reached it, under its newest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
-        # a later epoch that has begun tells how many steps this one had, whatever the settings were
-        if steps is None:  # of the last epoch to begin, which may have been cut short
+        # if a later epoch has begun, the record has the number of steps of this one
+        if steps is None:  # the last recorded epoch, which may have been cut short
             steps = self.steps_in(step, epoch)
             while steps is not None and step > begun + steps:
                 epoch, begun = epoch + 1, begun + steps
@@ -59,63 +58,62 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return the number of steps of an epoch under the settings of a step; None for a stream without a length."""
+        """Return the number of steps of an epoch under the settings of a step; None for a stream without length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
-        """Return the training data in a step, dealt out to all replicas in this process."""
+        """Return the training data in a step, sharded for all replicas in this process."""
         run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
-        # what a rank has read is nowhere stored, and asking its loader here would give the share of rank 0
+        # the share of each rank is not recorded, and its loader would return that of rank 0 here
         if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
-                "Each process of the run read its own share of the data, so only those processes know which samples "
-                "they had."
+                "Each process of the run read its own share of the data, so the samples of a step are not recorded."
             )
         every, accumulate = trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches
-        # the scheduler changes the trainer as epochs begin, which none does here
+        # the scheduler changes the trainer when an epoch begins, which does not happen here
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 accumulate = callback.scheduling[max(first for first in callback.scheduling if first <= epoch)]
-        # loaders may be made anew from `current_epoch`, which is that of the epoch in which the run asked for them
+        # a reloaded loader may depend on `current_epoch` at the time of the reload
         loaded = epoch - epoch % every if every else 0
         if (key := (id(run), loaded, accumulate)) not in self._data:
             record = self.history.near(step)
-            # a resume keeps the run's seed, whatever its config says
+            # a resume keeps the seed of the run, not of its config
             seed = record.state.seed if record else run.seed
-            # all replicas in this process, whatever the run's layout was: samples depend on replicas alone
+            # all replicas in this process, since samples depend on replicas only
             layout, keyed = Layout(int(start["replicas"]), 1), trainer.reproducible != "off"
             dealing = Dealing(layout, 0, accumulate, seed, keyed=keyed)
             self._data[key] = distribute(combined(run.load_loader(loaded)), dealing, trainer, run.task)
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return a step without its data: which samples each replica has; of a stream, the numbers of its batches.
+        """Return a step without its data: the samples of each replica, or for a stream the numbers of its batches.
 
-        Raises DataError where a sampler gives another order each time, so that the run's is not known.
+        Raises DataError if a sampler returns another order each time, so the order of the run is unknown.
         """
         place = self.place(step)
         data = self.data(step, place.epoch)
         if isinstance(data, StreamData):
             accumulate, replicas = data.dealing.accumulate, range(data.dealing.layout.replicas)
-            # nothing of a stream is known without reading it but how its batches are counted
+            # without reading a stream, only the numbers of its batches are known
             rounds = range(place.number * accumulate, (place.number + 1) * accumulate)
             items = [ReplicaBatch(replica, round, None, 0) for replica in replicas for round in rounds]
             return StepInput(items, 0, accumulate)
-        # asked twice, since a sampler with a state of its own gives no sign of it
+        # twice, to detect a sampler with state of its own
         first, again = (step_at(data, place.epoch, place.number) for _ in range(2))
         if [item.indices_by_loader for item in first.batches] != [item.indices_by_loader for item in again.batches]:
             sampler = data.source.sampler if isinstance(data.source, MapLoader) else None
             raise DataError(
-                f"{type(sampler).__name__} draws another order each time it is asked for the same epoch, so which one "
-                f"the run had is not known. Let it depend on set_epoch(epoch) and the random numbers of torch, "
-                f"NumPy or Python alone, which are keyed."
+                f"{type(sampler).__name__} draws another order each time for the same epoch, so the order of the run "
+                f"is unknown. Let it depend only on set_epoch(epoch) and the random numbers of torch, NumPy or "
+                f"Python, which are keyed."
             )
         return first
 
     def loaded(self, step: int) -> StepInput:
-        """Return a step with its batches, as the run has loaded them."""
-        # workers of a loader live until it is closed, and would outlive this command
+        """Return a step with its batches, loaded as in the run."""
+        # the workers of a loader run until it is closed
         place, opened = self.place(step), opened_loaders()
         try:
             return next(iter(self.data(step, place.epoch).epoch(place.epoch, place.number)))
@@ -124,7 +122,7 @@ class SampleLookup:
 
 
 def load_loader(owners: Sequence[Any], epoch: int) -> Any:
-    """Return the training loader of the first of some data modules and tasks that has one, as in an epoch.
+    """Return the training loader of an epoch from the first data module or task that has one.
 
     Raises ConfigError if there is none.
     """
@@ -139,7 +137,7 @@ def load_loader(owners: Sequence[Any], epoch: int) -> Any:
 
 
 def steps_of(data: TrainingData, epoch: int) -> int | None:
-    """Return the number of steps of an epoch; None for a stream without a length."""
+    """Return the number of steps of an epoch; None for a stream without length."""
     if isinstance(data, DealtData):
         return data.order_and_deal(epoch)[1].steps
     return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
@@ -151,21 +149,23 @@ def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
-    """Return the batches of one replica, or of all. Raises ConfigError for a replica that has none."""
-    found = [item for item in step.batches if replica in (None, item.replica)]
-    if not found:
-        there = sorted({item.replica for item in step.batches})
-        raise ConfigError(f"replica={replica}: those with a batch in this step are {', '.join(map(str, there))}.")
-    return found
+    """Return the batches of one replica, or of all. Raises ConfigError for a replica without a batch."""
+    batches = [item for item in step.batches if replica in (None, item.replica)]
+    if not batches:
+        replicas = sorted({item.replica for item in step.batches})
+        raise ConfigError(
+            f"replica={replica}: the replicas with a batch in this step are {', '.join(map(str, replicas))}."
+        )
+    return batches
 
 
 def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: int | None) -> Iterator[str]:
-    """Yield the lines that tell which samples a step had."""
+    """Yield lines that list the samples of a step."""
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     run, number = location_of(directory), place.number + 1
     yield f"Step {place.step:,} of {run}: epoch {place.epoch:,}, its step {number:,}{of}{samples}"
-    # batches of a stream are dealt out in turn, so that replica and round give the number in it
+    # replicas take batches of a stream in turn, so replica and round give the number of the batch
     replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):
         head = f"  replica {item.replica}, batch {item.batch_idx:,}"
@@ -178,19 +178,21 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
 
 
 def shown_sample(index: Any) -> str:
-    """Return an index as one word; a sampler of the user's own may give tuples."""
+    """Return an index as one word; a user's sampler may return tuples."""
     return str(index).replace(" ", "")
 
 
 def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: int | None) -> Iterator[str]:
-    """Yield the lines that tell in which steps a sample was seen. Raises DataError for a stream."""
+    """Yield lines that list the steps of a sample. Raises DataError for a stream."""
     last, count = lookup.history.last_step, 0
     until = min(until or last, last)
     for step in range(1, until + 1):
         place = lookup.place(step)
         for item in lookup.at(step).batches:
             if item.indices_by_loader is None:
-                raise DataError("The training loader is a stream, whose samples have no indices: step=N tells batches.")
+                raise DataError(
+                    "The training loader is a stream, whose samples have no indices. Use step=N, which lists batches."
+                )
             names = [name for name, indices in item.indices_by_loader.items() if index in indices]
             if names and replica in (None, item.replica):
                 count += 1
@@ -201,7 +203,7 @@ def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: in
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:
-    """Yield each batch as the task describes it, or as Python prints it."""
+    """Yield each batch as `describe_batch` returns it, or as Python prints it."""
     for item in items:
         described = task.describe_batch(item.batch)
         yield f"  replica {item.replica}, batch {item.batch_idx:,}:"

@@ -1,4 +1,4 @@
-"""ScriptHistory: a run that a script of the user's began; to make its objects, the script runs again up to its fit."""
+"""ScriptHistory: a run that a user's script started. To make its objects, the script runs again up to its fit."""
 
 import json
 import logging
@@ -25,26 +25,26 @@ from .sample_lookup import load_loader
 BY_HAND = "call legato.lab.replay(run, step, make=make), where make() returns a new (trainer, task, loader)"
 log = logging.getLogger("legato")
 _imported: set[str] = set()
-"""Modules of the scripts that have run again in this process."""
+"""Modules of scripts that ran again in this process."""
 
 
 class ScriptHistory(StudiedRun):
-    """A run of a script. A resume may have had another command, so that of a step is its start's.
+    """A run of a script. Each step uses the command of its start, since a resume may have had another one.
 
-    overrides: arguments of the Trainer that the script does not decide, such as "trainer.devices=2".
+    overrides: arguments of the Trainer that replace the script's, such as "trainer.devices=2".
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
-        super().__init__(directory.absolute())  # the script runs in a folder of its own
+        super().__init__(directory.absolute())  # the script changes the working directory
         self.settings = dict(map(read_setting, overrides))
 
     def make(self, first: int, last: int, processes: int = 1) -> Make:
-        """Return what makes trainer, task and data for a replay of some steps. Raises ConfigError for a notebook."""
+        """Return a function that makes trainer, task and data for a replay. Raises ConfigError for a notebook."""
         runnable(self.start_of(first)[1])
         return partial(self._make, first, processes)
 
     def make_unstarted(self, step: int) -> "UnstartedScript":
-        """Return the run as the script made it for a step, not started."""
+        """Return the run as the script made it for a step, unstarted."""
         return UnstartedScript(self._make(step), self.start_of(step)[1])
 
     def _make(self, step: int, processes: int = 1) -> list[Any]:
@@ -52,7 +52,7 @@ class ScriptHistory(StudiedRun):
 
 
 class UnstartedScript:
-    """The task and training data of a script, in no process group, to look at them."""
+    """Task and training data of a script, outside any process group."""
 
     def __init__(self, made: Sequence[Any], start: Mapping[str, Any]) -> None:
         trainer, self.task, train, _, data, _ = made
@@ -60,36 +60,36 @@ class UnstartedScript:
         request.take_loaders(train=train)
         self.seed, self.loader = trainer.seed, request.loaders.get("train")
         nodes, processes = int(start["nodes"]), int(start["processes"])
-        # loaders may ask for the layout of the run
+        # loaders may read the layout of the run
         trainer.strategy.place = Place(world_size=processes, local_world_size=processes // nodes, nodes=nodes)
         self.owners = [owner for owner in (request.datamodule, self.task) if owner is not None]
         for owner in self.owners:
             owner.trainer = trainer
 
     def load_loader(self, epoch: int = 0) -> Any:
-        """Return the training loader, as the run gets it in an epoch. Raises ConfigError if there is none."""
+        """Return the training loader of an epoch. Raises ConfigError if there is none."""
         return load_loader(self.owners, epoch) if self.loader is None else self.loader
 
 
 class _Reached(BaseException):
-    """Ends a script at its fit; no `except Exception` of the script takes it."""
+    """Ends a script at its fit; the script's own `except Exception` does not catch it."""
 
 
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
-    """Run the script of a start again, up to the fit that began the run; return what that was given.
+    """Run the script of a start again, up to the fit that started the run, and return the trainer and fit's arguments.
 
-    settings: arguments of the Trainer in place of the script's.
+    settings: arguments of the Trainer that replace the script's.
 
-    Raises ConfigError where there is no script, or where it does not come to that fit.
+    Raises ConfigError if there is no script, or if it does not reach that fit.
     """
     script, module = runnable(start)
     folder = start["working_directory"] if module else str(Path(script).parent)
     if hash_of(script) != start["script_hash"]:
         log.warning("%s has changed since the run.", script)
-    if start["launcher"] not in ("alone", "legato"):  # a script may ask its launcher for a rank, and make a group
+    if start["launcher"] not in ("alone", "legato"):  # the script may read its rank and create a process group
         for name, value in {**variables_of(Place()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             set_default(name, value)
-    for name in _imported:  # as they are today, and not those of another script
+    for name in _imported:  # load the current files, not modules of another script
         sys.modules.pop(name, None)
     before = set(sys.modules)
     os.chdir(start["working_directory"])
@@ -97,14 +97,14 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
     sys.path.insert(0, folder)
     with stopping_at_fit(start, settings, processes) as made:
         try:
-            with redirect_stdout(sys.stderr):  # a command prints its answer there
+            with redirect_stdout(sys.stderr):  # stdout is for the output of the command
                 if module:
                     runpy.run_module(module, run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(script, run_name="__main__")
         except (Exception, SystemExit, _Reached) as error:
             if not made and not isinstance(error, SystemExit):
-                add_note(error, f"{script} ran again, to find what the run trained. Its earlier fits were passed over.")
+                add_note(error, f"{script} ran again, to find what the run trained. Its earlier fits were skipped.")
                 raise
         finally:
             files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
@@ -112,19 +112,19 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
             _imported.update(name for name in local if name.partition(".")[0] != __package__.partition(".")[0])
     if not made:
         raise ConfigError(
-            f"{script} ended before fit {start['fit']} of its Trainer {start['trainer']}, which began the run. Let it "
-            f"come there with the arguments of the run, or {BY_HAND}."
+            f"{script} ended before fit {start['fit']} of its Trainer {start['trainer']}, which started the run. Make "
+            f"it reach that fit with the arguments of the run, or {BY_HAND}."
         )
-    # classes of the script are looked up there
+    # pickle looks up classes of the script there
     sys.modules["__main__"] = made.pop()
     return made
 
 
 @contextmanager
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
-    """Let the fit that a start names end its script; yield a list, in which its arguments and `__main__` lie then.
+    """End the script at the fit that a start records; yield a list that receives its arguments and `__main__`.
 
-    Trainers get `processes` and `settings`. Fits and evaluations before do nothing.
+    Trainers get `processes` and `settings`. Earlier fits and evaluations do nothing.
     """
     made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
     kind: Any = Trainer
@@ -148,7 +148,7 @@ def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], proce
 
     def pass_over(*_: Any, **__: Any) -> list[Any]:
         log.warning(
-            "The script's earlier fits and evaluations are passed over. Steps from a checkpoint on are the same."
+            "Skipped the script's earlier fits and evaluations. Steps that start from a checkpoint are the same."
         )
         return []
 
@@ -161,7 +161,7 @@ def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], proce
 
 @contextmanager
 def restoring_process() -> Iterator[None]:
-    """Put back what a script that runs again changes of this process: a notebook goes on in its own folder."""
+    """Restore the process state that a script changes, such as the working directory of a notebook."""
     folder, arguments, path, main, variables = (
         os.getcwd(),
         sys.argv,
@@ -178,27 +178,29 @@ def restoring_process() -> Iterator[None]:
 
 
 def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return script and module of a start. Raises ConfigError for a notebook, and for a script that is gone."""
+    """Return script and module of a start. Raises ConfigError for a notebook, or if the script does not exist."""
     script, module = start.get("script"), start.get("module")
     if not start:
-        raise ConfigError("The run has no record of a start of training in its environment.json.")
+        raise ConfigError("The run's environment.json records no start of training.")
     if not script:
-        raise ConfigError(f"The run was begun in a notebook or by a shell, which cannot run again: {BY_HAND}.")
+        raise ConfigError(f"The run was started in a notebook or a shell, which cannot run again: {BY_HAND}.")
     if "lightning" in start["arguments"][1:2] or "lightning" in start["command"][2:4]:
-        raise ConfigError(f"The run was begun by `legato lightning`, whose scripts do not run again: {BY_HAND}.")
+        raise ConfigError(f"The run was started by `legato lightning`, whose scripts cannot run again: {BY_HAND}.")
     for path in (script, start["working_directory"]):
         if not Path(path).exists():
-            raise ConfigError(f"The run was begun by {script} in {start['working_directory']}; {path} is not there.")
+            raise ConfigError(
+                f"The run was started by {script} in {start['working_directory']}, but {path} does not exist."
+            )
     return script, module
 
 
 def read_setting(word: str) -> tuple[str, Any]:
-    """Return name and value of an override. Raises ConfigError for one that is no argument of the Trainer."""
+    """Return name and value of an override. Raises ConfigError if it is no argument of the Trainer."""
     key, _, text = word.partition("=")
     if not key.startswith("trainer.") or key.count(".") > 1:
         raise ConfigError(
-            f"{word}: a script has begun the run, and makes its task, data and callbacks. Only trainer.NAME=VALUE can "
-            f"be set for it."
+            f"{word}: a script started the run, and makes its task, data and callbacks. Only trainer.NAME=VALUE can be "
+            f"set."
         )
     if (name := key.removeprefix("trainer.")) not in ARGUMENT_NAMES:
         raise ConfigError(f"{word}: the Trainer has no argument {name!r}.{did_you_mean(name, ARGUMENT_NAMES)}")

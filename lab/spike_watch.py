@@ -1,4 +1,4 @@
-"""SpikeWatch: steps whose loss or gradient norm is far above that of the steps before."""
+"""SpikeWatch: detects steps whose loss or gradient norm is far above that of the previous steps."""
 
 import json
 import logging
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with a line for each spike; where a step has several, the last one counts."""
+"""File in the run directory with a line for each spike; if a step has several lines, the last one counts."""
 LEAST = 10
-"""Steps that are seen before the first one is judged."""
+"""Number of steps before the first one is judged."""
 NORMAL = 1.4826
 """Standard deviations of a normal distribution in its median absolute deviation."""
 LEAST_SPREAD = 0.01
-"""Least spread, relative to the median: a loss that hardly varies spikes only where it leaves it by more."""
+"""Least spread relative to the median, so that a loss that hardly varies does not spike at every change."""
 
 
 class SpikeWatch(Callback):
-    """Judges each step, from the tenth on, by the mean loss over its samples and by the norm of its gradient before
-    clipping. A value is a spike if it is not finite, or above median + factor * spread of the last `window` steps; the
-    spread is the median absolute deviation, in standard deviations of a normal distribution. Spikes do not count for
-    the range. Steps that `nan=skip` or the loss scale of 16-mixed skip are not judged.
+    """Checks the mean loss and the gradient norm before clipping of each step, from the tenth on. A value is a spike if
+    it is not finite, or above median + factor * spread of the last `window` steps. The spread is the median absolute
+    deviation, in standard deviations of a normal distribution. Spikes do not count for the median and the spread, and
+    steps that `nan=skip` or the loss scale of 16-mixed skip are not checked.
 
-    "warn" reads the values where the run reads the device anyway, and warns at the next log point. "skip" reads them in
-    each step, and leaves out the update of a spike before the optimizer: weights and optimizer states stay, what
-    forward has changed (batch norm, logged values) is kept. Each spike is a line of `spikes.jsonl` in the run folder;
-    `legato samples RUN step=N --blame` names the sample, and `trainer.leave_out_samples` leaves them out.
+    "warn" reads the values when the run reads the device anyway, and warns at the next log point. "skip" reads them in
+    each step, and skips the update of a spike: weights and optimizer states stay, but changes of the forward (batch
+    norm, logged values) are kept. Each spike is a line of `spikes.jsonl` in the run directory. `legato samples RUN
+    step=N --blame` names the sample, and `trainer.leave_out_samples` excludes it.
 
     Args:
-        factor: how many spreads above the median is a spike.
-        window: steps of the running range.
+        factor: limit of a value, in spreads above the median.
+        window: number of previous steps that give median and spread.
         then: "warn" or "skip".
-        most_in_a_row: more finite spikes than this in a row are a new level, which counts and is only warned of.
+        most_in_a_row: more finite spikes than this in a row are a new level: they count for the median, and only warn.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SpikeWatch(Callback):
 
     def _forget(self) -> None:
         self.spikes: list[int] = []
-        """The steps that were spikes."""
+        """Steps that were spikes."""
         self._range: list[list[float]] = []  # step, loss and gradient norm
         self._losses: list[tuple[int, Tensor, int]] = []  # of the batches of a step: replica, loss and samples
         self._norms: list[Tensor] = []  # of the gradients of each optimizer
@@ -72,8 +72,8 @@ class SpikeWatch(Callback):
         self._unread: dict[int, Tensor] = {}  # by step: sum of the losses, samples, gradient norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running range, the spikes, and the values that are not judged yet."""
-        # as texts, since JSON has no infinity and the checkpoint takes no tensors here
+        """Return the values of the window, the spikes, and the values not yet judged."""
+        # as strings, since JSON has no infinity and a callback's state no tensors
         unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
         return {"range": self._range, "spikes": self.spikes, "unread": unread}
 
@@ -86,25 +86,25 @@ class SpikeWatch(Callback):
         self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Forget the last run. Raises ConfigError where steps cannot be judged."""
+        """Forget the previous run. Raises ConfigError if steps cannot be judged."""
         refuse_parts(self, trainer, stage)
         if stage == "fit":
             self._forget()
             if not task.automatic_optimization:
                 raise ConfigError(
-                    "SpikeWatch judges a step before its update, which manual optimization leaves to training_step: "
-                    "judge the loss there."
+                    "SpikeWatch judges a step before its update, but under manual optimization training_step does the "
+                    "update. Check the loss there."
                 )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError for optimizers whose update cannot be judged or left out."""
+        """Raise ConfigError for optimizers whose update cannot be judged or skipped."""
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
             raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget the losses of a step that is done again in other processes (elastic)."""
+        """Forget the losses of a step that other processes repeat (elastic)."""
         self._step = 0
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:
@@ -113,7 +113,7 @@ class SpikeWatch(Callback):
         self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Keep the step's values on the device; judge them now to skip the update of a spike."""
+        """Keep the step's values on the device; with "skip", judge them now."""
         import torch
 
         self._begin_step(trainer.global_step + 1)
@@ -126,19 +126,19 @@ class SpikeWatch(Callback):
         for replica, loss, samples in self._losses:
             rows[replica, 0] += loss * samples
             rows[replica, 1] += samples
-        # each row is of one rank: adding zeros changes no bit, and any number of ranks has the same sums
+        # each row comes from one rank, and adding zeros changes no bit, so the sums do not depend on the ranks
         sums = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
         self._unread[self._step] = torch.stack([*sums, torch.linalg.vector_norm(torch.stack(self._norms))])
         if self.then == "skip" and self._judge(trainer):
             trainer.leave_out_update()
 
     def _begin_step(self, step: int) -> None:
-        # not where a step ends: one that `nan: skip` skips never gets to its optimizers
+        # not at the end of a step: a step that `nan: skip` skips never reaches its optimizers
         if self._step != step:
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Judge the steps since the last log point, where the run reads the device anyway."""
+        """Judge the steps since the last log point, when the run reads the device anyway."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 
@@ -147,30 +147,30 @@ class SpikeWatch(Callback):
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Judge the steps that were not yet; return whether to leave out the update of the newest one."""
+        """Judge the steps not yet judged; return whether to skip the update of the newest one."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False
         # the values of all steps in one read of the device
         rows = torch.stack(list(unread.values())).tolist() if unread else []
         for step, (total, samples, norm) in zip(unread, rows, strict=True):
-            # a scaled gradient may overflow, and the scaler skips the update itself
+            # a scaled gradient may overflow; then the scaler skips the update
             overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
             is_judged = bool(samples) and not overflows
             is_left_out = is_judged and self._is_spike(trainer, step, {"loss": total / samples, "gradient_norm": norm})
         return is_left_out
 
     def _is_spike(self, trainer: "Trainer", step: int, values: dict[str, float]) -> bool:
-        """Return whether a step is a spike, and no new level; count it."""
+        """Record a step; return True if it is a spike and not a new level."""
         is_told = step in self.spikes
-        # the step may be done again, by a resume or in other processes
+        # a resume or other processes may repeat the step
         self._range = [row for row in self._range if row[0] < step][-self.window :]
         self.spikes = [spike for spike in self.spikes if spike < step]
         limits = {name: self._limit([row[column] for row in self._range]) for column, name in enumerate(values, 1)}
         above = {
             name: limits[name] for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])
         }
-        # a loss may jump for good, at a new phase of the data: that must not silence training for ever
+        # a loss may jump for good, for example when the data changes, and training must not stop then
         is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
             map(math.isfinite, values.values())
         )
@@ -183,10 +183,10 @@ class SpikeWatch(Callback):
         return bool(above) and not is_level
 
     def _limit(self, values: list[float]) -> float:
-        """Return the value above which a step is a spike; infinity before there are enough."""
+        """Return the value above which a step is a spike; infinity if there are too few values."""
         if len(values) < min(LEAST, self.window):
             return math.inf
-        # median and its deviation, since one spike would move a mean and a standard deviation to itself
+        # medians, since a single spike would move a mean and a standard deviation
         middle = statistics.median(values)
         spread = NORMAL * statistics.median(abs(value - middle) for value in values)
         return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
@@ -199,6 +199,6 @@ class SpikeWatch(Callback):
             "Step %d is a spike: %s. %s. legato samples RUN step=%d --blame names the sample.", step, told, doing, step
         )
         if trainer.run_dir is not None:
-            # so that a disk that is full, or a folder that was deleted, is said with its name
+            # writing() names the path in errors such as a full disk or a deleted folder
             with trainer.saver.writing(), (trainer.run_dir / SPIKES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "limits": limits, "then": then}) + "\n")

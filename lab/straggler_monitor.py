@@ -38,7 +38,7 @@ class StragglerMonitor(Callback):
         self.slowest, self.wait_seconds, self.wait_share = -1, 0.0, 0.0
         self._clock: HostClock | DeviceClock = HostClock()
         self._spans: list[tuple[Any, Any]] = []
-        """Begin and end of this rank's own work in each step since the last agreement."""
+        """Start and end of this rank's own work in each step since the last agreement."""
         self._began: Any = None
         self._ready: Any = None
         """Time of this step's newest gradient."""
@@ -56,15 +56,15 @@ class StragglerMonitor(Callback):
             return
         if trainer.strategy.elastic:
             raise ConfigError(
-                "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
+                "StragglerMonitor compares ranks, which change in an elastic run. Remove it, or elastic=true."
             )
-        # kernels run behind the host, whose clock would measure launches
+        # kernels run asynchronously, so the host's clock would measure launches
         self._clock = DeviceClock(trainer.strategy.device) if trainer.strategy.queues_work else HostClock()
         self._warm, self._suspect, self._warned = False, -1, set()
         rank, ranks = trainer.global_rank, trainer.world_size
-        # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
+        # -1 for other ranks: the agreement takes maxima, so each entry ends up with its rank's own number
         trainer.current_run.agreement.add(
-            lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)],
+            lambda: [self._own_work() if each == rank else -1.0 for each in range(ranks)],
             lambda seconds_of: self._compare(seconds_of, rank),
         )
 
@@ -83,16 +83,15 @@ class StragglerMonitor(Callback):
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
         """Record the step's own work, and log at logging steps."""
-        if trainer.world_size == 1 or self._loaded is None:  # a step whose batches are those of other ranks
+        if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
-            # without a gradient (a frozen step) only loading was own work
-            # stamps and not seconds: an event of a device has no time before it has happened
+            # without a gradient (a frozen step) only loading is own work; stamps, since a pending event has no time
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
-            # a hook on every parameter costs each step; the order of gradients stays that of the first step
+            # hooks on all parameters cost time in each step, and the order of gradients does not change
             self._set_hooks([self._last])
-        elif self._ready is None:  # that parameter has been frozen
+        elif self._ready is None:  # the parameter was frozen
             self._set_hooks([])
         step, self._began = trainer.global_step, self._clock.stamp()
         self._ready = self._last = self._loaded = None
@@ -116,7 +115,7 @@ class StragglerMonitor(Callback):
     def _set_hooks(self, parameters: "Sequence[torch.nn.Parameter]") -> None:
         for listener in self._hooks:
             listener.remove()
-        self._hooks = [one.register_post_accumulate_grad_hook(self._on_gradient) for one in parameters]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._on_gradient) for weight in parameters]
 
     def _on_gradient(self, parameter: "torch.Tensor") -> None:
         self._last, self._ready = parameter, self._clock.stamp()
@@ -124,11 +123,11 @@ class StragglerMonitor(Callback):
     def _own_work(self) -> float:
         """Return the average seconds of own work per step since the last agreement; 0 without a step."""
         spans, self._spans = self._spans, []
-        found = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
-        return sum(found) / len(found) if found else 0.0
+        times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
+        return sum(times) / len(times) if times else 0.0
 
     def _compare(self, seconds_of: list[float], rank: int) -> None:
-        """Compare the seconds of all ranks; the wait for this exchange is excluded from the next step."""
+        """Compare the seconds of all ranks; the next step excludes the wait for this exchange."""
         self._began = None
         if min(seconds_of) <= 0.0:  # some rank had no step
             return
@@ -136,9 +135,9 @@ class StragglerMonitor(Callback):
             self._warm = True
             return
         slowest = seconds_of.index(max(seconds_of))
-        # what the others wait, not what the slowest takes: a step that is slow on all ranks has no straggler
-        others = [seconds_of[slowest] - seconds for one, seconds in enumerate(seconds_of) if one != slowest]
-        self.slowest, self.wait_seconds = slowest, sum(others) / len(others)
+        # the wait of the others, not the time of the slowest: a step that is slow on all ranks has no straggler
+        waits = [seconds_of[slowest] - seconds for each, seconds in enumerate(seconds_of) if each != slowest]
+        self.slowest, self.wait_seconds = slowest, sum(waits) / len(waits)
         self.wait_share = self.wait_seconds / seconds_of[slowest]
         if rank == 0:
             self._warn(seconds_of[slowest])
@@ -150,7 +149,7 @@ class StragglerMonitor(Callback):
             return
         self._warned.add(self._suspect)
         log.warning(
-            "Rank %d is the slowest: it works %.3g s on a step, the others wait %.3g s for it on average (%.0f %%).",
+            "Rank %d is the slowest: it works %.3g s per step, and the others wait %.3g s for it on average (%.0f %%).",
             self.slowest,
             longest,
             self.wait_seconds,
@@ -171,7 +170,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Clock of a device's current stream, which runs behind the host."""
+    """Clock of a device's current stream, which runs asynchronously to the host."""
 
     def __init__(self, device: "torch.device") -> None:
         self.device = device
@@ -186,5 +185,5 @@ class DeviceClock:
 
     def seconds(self, begin: "torch.Event", end: "torch.Event") -> float | None:
         """Return the seconds between two events; None if the later one has not happened yet."""
-        # never waits for the device: an event that has not happened is left out
+        # never waits for the device: pending events are skipped
         return begin.elapsed_time(end) / 1000 if end.query() else None

@@ -1,4 +1,4 @@
-"""Test helpers: whether a strategy of your own keeps the rules that the loop, checkpoints and metrics rely on."""
+"""Test helpers: check that a custom strategy keeps the rules that the loop, checkpoints and metrics rely on."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 BATCH = 2
 STEPS = 3
 RATE = 0.1
-# ranks that wait for each other for ever are what a broken rule 4 looks like
+# a broken rule 4 makes ranks wait for each other forever
 HANG_SECONDS = 10.0
 Weights = dict[str, Tensor]
 
 
 def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int] = (1, 2, 3)) -> None:
-    """Train a small task with a strategy, and compare the result with a loop by hand.
+    """Train a small task with a strategy, and compare the result with a hand-written loop.
 
-    The rules: 1. once training starts, all ranks hold rank 0's weights. 2. The gradient of a step is that of the mean
+    The rules: 1. When training starts, all ranks hold rank 0's weights. 2. The gradient of a step is that of the mean
     over its samples. 3. It is the same on every rank, and buffers are those of the first replica. 4. All ranks take
-    equally many steps, those without a batch too. 5. A run that is stopped and resumed ends as one that is not: the
-    strategy keeps nothing between steps but what a checkpoint has.
+    the same number of steps, including ranks without a batch. 5. A stopped and resumed run ends with the same weights:
+    the strategy keeps no state between steps outside the checkpoint.
 
-    Of a strategy whose ranks are not replicated (`weight_ranks` has one rank in a run of several) the ranks need the
+    If the ranks of a strategy are not replicated (`weight_ranks` has one rank in a run of several), the ranks need the
     same weights at the start and at the end, and the first gradient is that of the mean over the rank's own samples.
 
     Args:
@@ -45,12 +45,12 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
         processes: numbers of processes to train on.
 
     Raises:
-        AssertionError: a rule is broken; the message says which one, on how many processes.
+        AssertionError: a rule is broken; the message names the rule and the number of processes.
     """
     for count in processes:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                # in processes of their own: a strategy that hangs or dies must not take the test with it
+                # in separate processes, so that a strategy that hangs or dies does not end the test
                 broken = run_workers(partial(_train, make, Path(folder)), count)
             except HangError as error:
                 broken = [f"rule 4: the ranks wait for each other. {error}"]
@@ -59,14 +59,14 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
 
 
 class _Small(Task):
-    """Two layers, other weights on each rank, and a buffer that adds up inputs."""
+    """Two layers with different weights on each rank, and a buffer that sums inputs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         for parameter in self.parameters():
-            # seeded by rank, so that ranks start apart and `place` has something to do
+            # seeded by rank, so that the strategy has to share rank 0's weights
             parameter.data = torch.randn(parameter.shape, generator=generator)
         self.register_buffer("total", torch.zeros(()))
         self.total: Tensor
@@ -76,19 +76,19 @@ class _Small(Task):
         return mse_loss(self.layers(inputs), targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Add up the inputs, and return the loss."""
-        # a buffer that depends on the samples: the ranks have different ones until a strategy shares them
+        """Add the inputs to the buffer, and return the loss."""
+        # the buffer depends on the samples, so it differs between ranks until the strategy shares it
         self.total += batch[0].sum()
         return self.loss(*batch)
 
     def configure_optimizers(self) -> Any:
-        """Return SGD, whose update shows the gradient."""
-        # an adaptive optimizer would hide a gradient of the wrong length
+        """Return SGD, whose update is proportional to the gradient."""
+        # an adaptive optimizer would hide a wrongly scaled gradient
         return torch.optim.SGD(self.parameters(), RATE)
 
 
 class _Record(Callback):
-    """The weights at the start of training, and the gradient of each step."""
+    """Records the weights at the start of training, and the gradient of each step."""
 
     def __init__(self) -> None:
         self.start: Weights = {}
@@ -100,19 +100,19 @@ class _Record(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
         """Copy the gradients."""
-        gradients = {name: one.grad for name, one in task.named_parameters() if type(one.grad) is Tensor}
+        gradients = {name: weight.grad for name, weight in task.named_parameters() if type(weight.grad) is Tensor}
         self.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
 
 
 def _whole(task: nn.Module) -> Weights:
-    """Return copies of the parameters that this rank has the whole of."""
+    """Return copies of the parameters that are not sharded."""
     named = {name: parameter.detach() for name, parameter in task.named_parameters()}
     return {name: weight.clone() for name, weight in named.items() if type(weight) is Tensor}
 
 
 def _data(replicas: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: a batch for each replica, but in the last step a single one, which is short."""
-    # the last step has a batch for one rank alone, and that is short: the mean over samples shows there
+    """Return inputs and targets: a batch for each replica, and in the last step a single, short batch."""
+    # the short batch on a single rank shows whether the mean is over samples
     samples = BATCH * (replicas * (STEPS - 1) + 1) - 1
     generator = torch.Generator().manual_seed(5)
     return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
@@ -130,37 +130,37 @@ def _fit(
         accelerator="cpu",
         callbacks=[record],
         default_root_dir=folder,
-        # without it a hang would last for the ten minutes of the process group
+        # otherwise a hang would last for the process group's timeout of ten minutes
         hang_timeout=HANG_SECONDS,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         max_epochs=1,
         max_steps=max_steps,
-        reproducible="off",  # else the run itself would end where ranks drift apart
+        reproducible="off",  # otherwise the run would raise an error if ranks drift apart
     )
     trainer.fit(task, DataLoader(TensorDataset(*_data(size)), BATCH), resume=resume)
     return trainer, task, record
 
 
 def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
-    """Train in this process, as one of several; return what is broken, the same on every rank."""
+    """Train in this process as one of the ranks; return the broken rules, the same list on every rank."""
     place = find_place()
     assert place is not None
     rank, size = place.rank, place.world_size
     trainer, task, record = _fit(make, folder / "whole", rank, size)
-    # a strategy that cuts weights, of which no rank has the whole, has nothing to compare between ranks
+    # sharded weights cannot be compared between ranks
     replicated = size == 1 or trainer.strategy.weight_ranks.size > 1 or not record.start
-    own = _by_hand(rank, size, replicated, record, task)
-    shown = {"start": record.start, "end": _whole(task), "steps": len(record.gradients)}
-    every = trainer.strategy.collectives.gather_objects(shown)
-    broken: list[str] = [said for told in trainer.strategy.collectives.gather_objects(own) for said in told]
-    if any(not _close(one["start"], every[0]["start"]) for one in every):
+    broken_here = _by_hand(rank, size, replicated, record, task)
+    result = {"start": record.start, "end": _whole(task), "steps": len(record.gradients)}
+    results = trainer.strategy.collectives.gather_objects(result)
+    broken: list[str] = [rule for rules in trainer.strategy.collectives.gather_objects(broken_here) for rule in rules]
+    if any(not _close(each["start"], results[0]["start"]) for each in results):
         broken.append("rule 1: the ranks start with different weights")
-    if any(not _close(one["end"], every[0]["end"]) for one in every):
+    if any(not _close(each["end"], results[0]["end"]) for each in results):
         broken.append("rule 3: the ranks end with different weights")
-    if any(one["steps"] != STEPS for one in every):
-        broken.append(f"rule 4: the ranks took {[one['steps'] for one in every]} of {STEPS} steps")
+    if any(each["steps"] != STEPS for each in results):
+        broken.append(f"rule 4: the ranks took {[each['steps'] for each in results]} of {STEPS} steps")
     if replicated:
         _fit(make, folder / "resumed", rank, size, max_steps=STEPS - 1)
         _, resumed, _ = _fit(make, folder / "resumed", rank, size, resume="auto")
@@ -171,7 +171,7 @@ def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
 
 
 def _by_hand(rank: int, size: int, replicated: bool, record: _Record, task: Any) -> list[str]:
-    """Return the rules that gradients, weights and buffers of this rank break, compared with a loop by hand."""
+    """Return the rules that gradients, weights and buffers of this rank break, compared with a hand-written loop."""
     model, (inputs, targets) = _Small(0), _data(size)
     for step, gradients in enumerate(record.gradients[: STEPS if replicated else 1]):
         begin = step * size * BATCH
@@ -188,7 +188,7 @@ def _by_hand(rank: int, size: int, replicated: bool, record: _Record, task: Any)
                 parameter.sub_(RATE * parameter.grad)
     end = _whole(task)
     if replicated and not _close(end, {name: weight for name, weight in _whole(model).items() if name in end}):
-        return ["rule 2: the weights at the end are not those of a loop by hand"]
+        return ["rule 2: the weights at the end are not those of a hand-written loop"]
     total = sum(float(inputs[step * size * BATCH :][:BATCH].sum()) for step in range(STEPS))
     if rank == 0 and abs(float(task.total) - total) > 1e-4:
         return ["rule 3: the buffers are not those of the first replica"]

@@ -1,4 +1,4 @@
-"""Callbacks of a replay: what a step came to, where it stops, a debugger in it, a checkpoint of it."""
+"""Callbacks of a replay: they report a step, stop after it, save it, or debug it."""
 
 import json
 import logging
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 STEPS_FILE = "steps.jsonl"
-"""File in the directory of a replay with a line for each step that was asked for."""
+"""File in the directory of a replay, with a line for each requested step."""
 
 
 class SameData(Callback):
-    """Ends a replay before its first step where the data is not that of the run; tells where the environment is not."""
+    """Ends a replay before its first step if the data has changed; warns if the environment has changed."""
 
     def __init__(self, content: Mapping[str, Any], environment: Mapping[str, Any] | None) -> None:
         self.content, self.environment = content, environment
@@ -39,20 +39,20 @@ class SameData(Callback):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Compare the environment and the data."""
         if trainer.is_global_zero and (other := changed_values(self.environment, environment())):
-            log.warning("The environment is not that of the run: %s. Bits may differ.", other)
+            log.warning("The environment differs from that of the run: %s. Bits may differ.", other)
         changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
         if changed:
             names = " ".join(["", *filter(None, changed)])
             raise DataError(
-                f"The replay is not what the run did: the samples of the dataset{names} are others than in the run. "
-                f"Replay on its data."
+                f"The replay differs from the run: the samples of the dataset{names} have changed. Replay on the run's "
+                f"data."
             )
 
 
 class StepReport(MonitoringCallback):
     """Writes the loss, gradient norms by module and learning rates of the steps `first` to `last`.
 
-    Gradients are those of the whole step, before clipping; the loss is the mean over the batches of the step.
+    Gradients are those of the complete step, before clipping. The loss is the mean over the batches of the step.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -67,12 +67,12 @@ class StepReport(MonitoringCallback):
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
         """Keep the loss of a batch."""
         if self._is_asked(trainer):
-            # a task may weigh its batches, by tokens for instance; then the mean of the step does too
+            # if the task weights its batches, for example by tokens, the mean of the step uses these weights
             weights = trainer.current_run.optimization.weights
             self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Keep the norms of the gradients, and the rates."""
+        """Keep the gradient norms and learning rates."""
         if not self._is_asked(trainer):
             return
         for name, gradient in gradients_of(task, optimizer):
@@ -82,7 +82,7 @@ class StepReport(MonitoringCallback):
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Write what the step came to."""
+        """Write the record of the step."""
         if not (self._losses or self._gradients):
             return
         step = trainer.global_step
@@ -98,8 +98,8 @@ class StepReport(MonitoringCallback):
 
 
 def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the gradients of the parameters that an optimizer steps, by the task's names."""
-    # with several optimizers each reports its own parameters, once
+    """Yield name and gradient of each parameter that an optimizer updates."""
+    # several optimizers report their own parameters, once each
     stepped = set(map(id, optimizer_parameters(optimizer)))
     for name, parameter in task.named_parameters():
         if id(parameter) in stepped and parameter.grad is not None:
@@ -107,29 +107,29 @@ def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, to
 
 
 class StopAfterStep(MonitoringCallback):
-    """Ends training after a step; saves a checkpoint of it to `save`, if given."""
+    """Ends training after a step, and saves a checkpoint of it to `save` unless that is None."""
 
     def __init__(self, step: int, save: Path | None = None) -> None:
         self.step, self.save = step, save
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stop, once the step is complete."""
+        """Stop when the step is complete."""
         if trainer.global_step < self.step or trainer.metrics.step == trainer.global_step:
             return
-        # once: batches that are still computed after the stop must not save again
+        # once: batches that run after the stop must not save again
         if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
             trainer.save_checkpoint(self.save)
         trainer.should_stop = True
 
 
 class SaveAs(CheckpointCallback):
-    """Saves to `path` where the loop state is that of a checkpoint, and ends training there.
+    """Saves to `path` when the loop state equals a checkpoint's, and ends training there.
 
-    A run saves after a step, after its validation, or at the end of an epoch; the state tells which of them it was.
+    A run saves after a step, after its validation, or at the end of an epoch; the loop state tells which.
     """
 
     CLOCKS = ("elapsed", "logged_at")
-    """Fields that depend on when a run was started and ended: its last step is logged in any case."""
+    """Fields that depend on when a run started and ended, since it always logs its last step."""
 
     def __init__(self, state: State, path: Path) -> None:
         self.state, self.path = state, path
@@ -143,23 +143,23 @@ class SaveAs(CheckpointCallback):
             return
         clocks = {name: getattr(self.state, name) for name in self.CLOCKS}
         self.is_same = trainer.state.to_dict() | clocks == self.state.to_dict()
-        # where no moment is the same, the first will do: its comparison names what differs
+        # if no state is equal, the first one saved shows what differs
         if self.is_same or not self.is_saved:
             self.is_saved = True
             trainer.save_checkpoint(self.path)
-        # not before that moment, since a run that stops ends its epoch in another way
+        # not earlier, since a run that stops ends its epoch differently
         trainer.should_stop |= self.is_same or trainer.global_step > self.state.global_step
 
     on_validation_start = on_validation_end = on_train_epoch_start = on_train_epoch_end = look
     on_train_end = save_cut_epoch = look
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save and stop, too."""
+        """Save and stop at the moment of the checkpoint."""
         self.look(trainer)
 
 
 class DebugStep(Callback):
-    """Opens the debugger at the first line of training_step, in each batch of a step, or of one replica in it."""
+    """Opens the debugger at the first line of training_step, for each batch of a step, or of one replica."""
 
     def __init__(self, step: int, replica: int | None = None) -> None:
         self.step, self.replica = step, replica
@@ -171,9 +171,9 @@ class DebugStep(Callback):
         training_step: Callable[..., Any] = task.training_step
 
         def debugged(*arguments: Any) -> Any:
-            # taken off first: a call within the step, or an error, must find the class's own
+            # removed first, so that nested calls and errors reach the method of the class
             del task.__dict__["training_step"]
-            # Ctrl-C stays a request to end the run, as handlers of Legato take it
+            # nosigint: Legato's handler keeps Ctrl-C, which ends the run
             return pdb.Pdb(nosigint=True).runcall(training_step, *arguments)
 
         task.__dict__["training_step"] = debugged

@@ -1,7 +1,7 @@
-"""Recheck: computes a step twice before its update, to find hardware that computes wrong without an error.
+"""Recheck: computes a step twice before its update, to find hardware that computes wrong results without an error.
 
 Large runs meet such silent data corruption about once a week (Gemini, arXiv:2312.11805; Llama 3, arXiv:2407.21783).
-Gradients are hashed within backward, before those of all ranks are added up: from there on every rank has a wrong one.
+Gradients are hashed within backward, before the sum over ranks, which would spread a wrong gradient to every rank.
 """
 
 from collections.abc import Iterator
@@ -25,56 +25,58 @@ if TYPE_CHECKING:
     from .run import Call
 
 MEAN, BUFFER = "the mean gradient of ", "the buffer "
-"""What ranks have exchanged, once their gradients have met; a gradient perhaps in parts."""
+"""Prefixes of tensors that depend on other ranks; under sharding each rank has a part of the gradient."""
 BITS = 2**64 - 1
 
 
 class Recheck:
-    """Runs forward and backward of every n-th step, and of the first one, a second time; compares hashes.
+    """Runs forward and backward of the first and every n-th step twice, and compares hashes.
 
-    The second time logs nothing, and leaves metrics and generators as they were: the run goes on as without it.
+    The second pass logs nothing and restores metrics and generators, so the run continues as without it.
     """
 
     def __init__(self, trainer: "Trainer", every: int) -> None:
         self.trainer, self.every = trainer, every
         self.step: StepInput | None = None
-        """The step under way, where it is computed twice."""
+        """The current step if it is computed twice."""
         self.batches: list[tuple[Any, Any]] = []
-        """Its batches as they go into forward, and the states of the generators then."""
+        """Batches of the step before their forward, and the generator states at that point."""
         self.before: list[tuple[Tensor, Tensor | None]] = []
-        """Each parameter and the gradient that it had before the step: None but where nobody clears it."""
+        """Each parameter and its gradient from before the step, which is None unless the task keeps gradients."""
         self.buffers = ReplicaBuffers(None)
         self.hashes: dict[str, Tensor] = {}
         self.hooks: dict[Tensor, Any] = {}
-        """Those on parameters, which hash their gradients."""
+        """Hooks on parameters that hash their gradients."""
         self.names: dict[Tensor, str] = {}
-        """The names of parameters, under FSDP of gathered ones too."""
+        """Names of parameters, including the gathered ones of FSDP."""
         self.clean_at = 0
-        """The newest step that was computed twice with the same bits."""
+        """The newest step whose two passes had the same bits."""
 
     def begin_step(self, step: StepInput) -> None:
-        """Prepare for a step before its first forward, where it is due."""
+        """Prepare for a step before its first forward if it is due."""
         number, task = self.trainer.global_step, self.trainer.task
-        self.stop_watching()  # of a step that a hook has left
+        self.stop_watching()  # hooks remain if the task left a step early
         self.step, self.batches, self.before, self.buffers = None, [], [], ReplicaBuffers(None)
-        # the first step also shows whether the task computes the same each time
+        # the first step also shows whether the task is repeatable
         is_due = (number + 1) % self.every == 0 or number == self.trainer.current_run.preemption.first_step
         if is_due and step.samples:
             self.step, self.buffers = step, ReplicaBuffers(task)
             self.buffers.open_replica(0)
-            self.before = [(one, one.grad if one.grad is None else one.grad.clone()) for one in task.parameters()]
+            self.before = [
+                (weight, None if weight.grad is None else weight.grad.clone()) for weight in task.parameters()
+            ]
 
     def open_batch(self, batch: Any, batch_idx: int) -> None:
-        """Keep a batch as the hooks before its forward have left it."""
+        """Keep a batch as the hooks before its forward left it."""
         if self.step is not None:
             self.batches.append((batch, generator_states()))
 
     def watch(self, loss: Tensor) -> None:
-        """Hash a loss, and the gradients that its backward brings."""
+        """Hash a loss, and the gradients of its backward."""
         if self.step is None:
             return
         self._add("the loss", loss)
-        # by its graph, since FSDP's modules have parameters that get gradients within forward and backward alone
+        # found in the graph, since FSDP's gathered parameters exist only during forward and backward
         for leaf in leaves_of(loss):
             if leaf not in self.hooks:
                 self.hooks[leaf] = leaf.register_hook(partial(self._take_gradient, leaf))
@@ -89,21 +91,21 @@ class Recheck:
             self.hashes[name] = self.hashes[name] + part if name in self.hashes else part
 
     def stop_watching(self) -> dict[str, Tensor]:
-        """Return the hashes of a pass over the step's batches, and take the hooks off the parameters."""
+        """Return the hashes of a pass over the step's batches, and remove the hooks."""
         for hook in self.hooks.values():
             hook.remove()
         hashes, self.hashes, self.hooks = self.hashes, {}, {}
         return hashes
 
     def end_step(self, step: StepInput) -> None:
-        """Compute the step again, where it is due, and compare; every rank calls it, before the update.
+        """Compute the step again if it is due, and compare; every rank calls this before the update.
 
-        Raises CorruptionError, on all ranks, where a hash differs.
+        Raises CorruptionError on all ranks if a hash differs.
         """
         if step is not self.step:
             return
         run, number = self.trainer.current_run, self.trainer.global_step
-        # DDP has other buckets after its first step, and adds up more than two ranks in another order
+        # DDP changes its buckets after its first step, and with them the order of sums over more than two ranks
         is_settled = number not in (run.preemption.first_step, run.optimization.regrouped_at)
         first = self._end_pass(is_settled)
         kept = [] if is_settled else [(parameter, parameter.grad) for parameter, _ in self.before]
@@ -114,7 +116,7 @@ class Recheck:
         self.clean_at = number + 1
 
     def _end_pass(self, is_settled: bool) -> dict[str, Tensor]:
-        """Return the hashes of a pass, with those of what it leaves behind."""
+        """Return the hashes of a pass, including gradients and buffers after it."""
         task = self.trainer.task
         named = task.named_parameters() if is_settled else ()
         left = {MEAN + name: parameter.grad for name, parameter in named if parameter.grad is not None}
@@ -123,14 +125,14 @@ class Recheck:
         return self.stop_watching()
 
     def _repeat(self, step: StepInput) -> None:
-        """Run forward and backward of the step's batches again, from where the first time began."""
+        """Run forward and backward of the step's batches again, from the state before the first pass."""
         trainer, run = self.trainer, self.trainer.current_run
         hooks, optimization, states = run.hooks, run.optimization, run.metrics.states
         for parameter, gradient in self.before:
             parameter.grad = gradient
         self.buffers.rewind()
         metrics, losses, watching = states.snapshot(), optimization.losses, hooks["on_before_backward"]
-        # callbacks only look at the loss there, and would count it twice
+        # without callbacks, which only read the loss and would count it twice
         optimization.losses, hooks["on_before_backward"] = None, (*hooks.of_task["on_before_backward"], self.watch)
         trainer.metrics.muted = True
         with kept_generators():
@@ -154,33 +156,33 @@ class Recheck:
         told = describe(by_rank) if any(rows for _, rows in by_rank) else told
         if not told:
             return
-        wrong = "this hardware computes wrong: leave it out of the run, and resume from a checkpoint"
-        advice = f"Since step {self.clean_at} had the same bits twice, {wrong} of that step or before."
+        wrong = "this hardware computes wrong results: exclude it, and resume from a checkpoint"
+        advice = f"Since both passes of step {self.clean_at} were equal, {wrong} of that step or before."
         if not self.clean_at:
             advice = (
-                f"Either training_step cannot be repeated, since it changes its batch, counts, or has a generator of "
-                f"its own; or {wrong}."
+                f"Either training_step is not repeatable, because it changes its batch, counts calls, or uses its own "
+                f"random generator; or {wrong}."
             )
         raise CorruptionError(
-            f"Step {self.trainer.global_step + 1}, computed twice, has other bits: {told}. The weights have not taken "
-            f"it. {advice}"
+            f"Step {self.trainer.global_step + 1} has other bits when computed twice: {told}. The weights are not "
+            f"updated. {advice}"
         )
 
 
 def describe(by_rank: list[tuple[ProcessEntry, list[tuple[str, int, int]]]]) -> str:
-    """Describe what differs, on the ranks where it began: what they exchange has the bits of all of them."""
-    found = [(entry, rows) for entry, rows in by_rank if rows]
-    began = [(entry, rows) for entry, rows in found if not rows[0][0].startswith((MEAN, BUFFER))]
+    """Describe the differences on the ranks where they began; exchanged tensors depend on all ranks."""
+    affected = [(entry, rows) for entry, rows in by_rank if rows]
+    began = [(entry, rows) for entry, rows in affected if not rows[0][0].startswith((MEAN, BUFFER))]
     told = [
         f"{name} ({first & BITS:016x}, then {second & BITS:016x}) on rank {rank} ({device} of {host})"
         + f", and {len(more)} more" * bool(more)
-        for (rank, _, host, device), [(name, first, second), *more] in began or found
+        for (rank, _, host, device), [(name, first, second), *more] in began or affected
     ]
-    return "; ".join(told) + "; what each rank has brought is the same, so it went wrong on the way" * (not began)
+    return "; ".join(told) + "; the contributions of the ranks are equal, so the error is in their sum" * (not began)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors without a history from which a loss was computed, and which get a gradient."""
+    """Yield the leaves of the graph of a loss, which receive gradients."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -192,23 +194,23 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def use_recheck(call: "Call", optimization: Optimization) -> None:
-    """Compute steps twice where `trainer.recheck_every` says so. Raises ConfigError for steps that cannot be."""
+    """Set up `trainer.recheck_every`. Raises ConfigError if the steps of the run cannot be computed twice."""
     every = call.trainer.recheck_every
     if every is None:
         return
     reasons = {
-        "kernels may add up in another order each time. Set trainer.deterministic=true, or reproducible=bitwise": (
+        "kernels may sum in another order each time. Set trainer.deterministic=true, or reproducible=bitwise": (
             not call.bitwise and call.trainer.deterministic is not True
         ),
         "manual optimization updates weights within the step": not optimization.automatic,
-        "the optimizer computes it again itself, with other weights": optimization.needs_closure,
-        "elastic=true repeats it where a process dies": call.members_change,
+        "the optimizer computes it again itself with changed weights": optimization.needs_closure,
+        "elastic=true repeats it if a process dies": call.members_change,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         raise ConfigError(f"trainer.recheck_every={every} computes a step twice and compares bits, but {reason}.")
     optimization.recheck = recheck = Recheck(call.trainer, every)
-    optimization.clears_late = False  # gradients that are cleared within the step would be cleared twice
+    optimization.clears_late = False  # clearing within the step would happen twice
     call.hooks["on_train_batch_start"] += (recheck.open_batch,)
     call.hooks["on_before_backward"] += (recheck.watch,)
     call.undo.callback(recheck.stop_watching)

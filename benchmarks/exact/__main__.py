@@ -1,10 +1,10 @@
-"""Which runs are the same to the bit: runs a table of pairs, each run beside its reference, and writes a page.
+"""Runs a table of runs, compares each with its reference to the bit, and writes docs/exactness.md.
 
     python -m benchmarks.exact                  all rows, then docs/exactness.md (make exact)
-    python -m benchmarks.exact --only 17 20-30  some rows; results are kept in build/exact/
-    python -m benchmarks.exact --page           the page, from the kept results
+    python -m benchmarks.exact --only 17 20-30  some rows; results are stored in build/exact/
+    python -m benchmarks.exact --page           the page, from the stored results
 
-No value is pinned: a row compares two runs that are made here. The exit code is 1 where a row is wrong or has failed.
+No value is pinned: each row compares two runs made on this machine. The exit code is 1 if a row is wrong or fails.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from .rows import Row, table_rows
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "exact"
-"""The results, a file for each row: several commands may run at once."""
+"""Results, one file per row, so that several commands can run at the same time."""
 STANDS = ("exact", "close", "refused")
 """Verdicts that do not fail the table."""
 launch.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint"]
@@ -39,13 +39,13 @@ launch.PRELOAD += ["torch.distributed.optim", "torch._dynamo", "legato.trainer.s
 
 
 def code_hash() -> str:
-    """Return a hash of the package's code and of this benchmark's: results of other code do not count."""
-    found = hashlib.sha256(torch.__version__.encode())
+    """Return a hash of the code of the package and this benchmark, to detect outdated results."""
+    digest = hashlib.sha256(torch.__version__.encode())
     rooms = ("base", "callbacks", "loggers", "tasks", "trainer", "benchmarks/exact")
     for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
         if path.name not in ("page.py", "__main__.py"):
-            found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def kept_at(row: Row) -> Path:
@@ -54,7 +54,7 @@ def kept_at(row: Row) -> Path:
 
 
 def run_rows(numbers: list[int], rows: list[Row], code: str) -> bool:
-    """Run rows, print and keep their results; return whether all stand."""
+    """Run rows, print and store their results; return True if no row fails the table."""
     stands = True
     for number in numbers:
         began = time.monotonic()
@@ -70,7 +70,7 @@ def run_rows(numbers: list[int], rows: list[Row], code: str) -> bool:
 
 
 def write(rows: list[Row], code: str | None) -> int:
-    """Write the page from the results of this code (None: of any); return 1 where rows have none, or do not stand."""
+    """Write the page from stored results of a code hash (None: any); return 1 if a row has none, or fails the table."""
     kept = {row: json.loads(kept_at(row).read_text()) for row in rows if kept_at(row).exists()}
     results = {
         row: Result(*(kept[row][name] for name in ("verdict", "text", "difference", "seconds")))
@@ -81,23 +81,23 @@ def write(rows: list[Row], code: str | None) -> int:
     write_page(results)
     left = [number for number, row in enumerate(rows) if results[row].verdict not in STANDS]
     if left:
-        print(f"no result, or a wrong one: {' '.join(map(str, left))}")
+        print(f"rows without a result, or with a wrong one: {' '.join(map(str, left))}")
     return int(bool(left))
 
 
 def numbers_of(words: list[str]) -> list[int]:
-    """Return the numbers of rows that words such as 17 and 20-30 name."""
+    """Return the row numbers in words such as 17 and 20-30."""
     spans = [(word.partition("-")[0], word.partition("-")[2] or word.partition("-")[0]) for word in words]
     return [number for first, last in spans for number in range(int(first), int(last) + 1)]
 
 
 def main() -> int:
-    """Return 1 where a row is wrong or has failed."""
+    """Return 1 if a row is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NUMBER", help="the numbers of some rows, such as 17 or 20-30")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
-    parser.add_argument("--page", action="store_true", help="write the page from the kept results")
-    parser.add_argument("--stored", action="store_true", help="with --page: also results of other code")
+    parser.add_argument("--page", action="store_true", help="write the page from the stored results")
+    parser.add_argument("--stored", action="store_true", help="with --page: also use results of other code")
     options = parser.parse_args()
     rows, code = table_rows(), code_hash()
     if options.list:

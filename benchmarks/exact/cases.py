@@ -1,4 +1,4 @@
-"""What the rows of the table train: tiny models of every kind, data that draws random numbers, and runs of them."""
+"""Tiny models of each kind, data that draws random numbers, and the runs that train them."""
 
 import os
 import random
@@ -18,13 +18,13 @@ from examples.characters import Block, Embedding
 
 WIDTH, VOCABULARY, TIME, CLASSES = 16, 96, 6, 3
 STEP_OF_DEATH = 1
-"""Steps after which a process is killed, in rows with a break: within an epoch, and each rank has a batch then."""
+"""Steps after which rows with a break kill a process: within an epoch, while each rank has a batch."""
 POISONED = 3
-"""Index of the sample whose loss is NaN, in the rows with nan=skip."""
+"""Index of the sample whose loss is NaN in rows with nan=skip."""
 
 
 class Layer(nn.Module):
-    """A residual perceptron, whose two matrices tensor parallelism cuts."""
+    """A residual perceptron whose two matrices tensor parallelism shards."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Recurrent(nn.LSTM):
-    """An LSTM that returns its outputs alone."""
+    """An LSTM that returns its outputs only."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, batch_first=True)
@@ -47,7 +47,7 @@ class Recurrent(nn.LSTM):
 
 
 class Mean(nn.Module):
-    """The mean over time of a sequence of vectors."""
+    """Mean over time of a sequence of vectors."""
 
     def forward(self, stream: Tensor) -> Tensor:
         return stream.mean(1)
@@ -98,11 +98,11 @@ KINDS: dict[str, tuple[Callable[[float], list[nn.Module]], str]] = {
     "tied weights": (tied, "text"),
     "padded batches": (padded, "padded text"),
 }
-"""Of each kind of model its list of blocks, and its data."""
+"""Blocks and data of each kind of model."""
 
 
 class Samples(Dataset[Any]):
-    """Samples of which a part is drawn when they are loaded: (inputs, targets, 0 or NaN for the loss)."""
+    """Samples that are augmented when they are loaded: (inputs, targets, 0 or NaN to add to the loss)."""
 
     def __init__(self, kind: str, count: int, poisoned: bool = False, noise: bool = True) -> None:
         self.kind, self.count, self.noise = kind, count, noise
@@ -134,7 +134,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples as an iterable without length."""
+    """Samples as an iterable without length."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -144,14 +144,14 @@ class Stream(IterableDataset[Any]):
 
 
 class Langevin(torch.optim.Optimizer):
-    """Stochastic gradient Langevin dynamics, whose step size is drawn too."""
+    """Stochastic gradient Langevin dynamics with a random step size."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Follow the gradients, with noise."""
+        """Follow the gradients with noise."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -167,18 +167,18 @@ class Langevin(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, whatever the strategy."""
+    """A model, its data and an option, for any strategy."""
 
     kind: str
     option: str
     is_plain: bool = False
-    """Without dropout and augmentation, and in whole rounds: then batches of replicas may be joined to one."""
+    """Without dropout and augmentation, and with complete rounds, so that batches of replicas can be joined."""
     has_remote: bool = False
-    """The first block is a remote module, which `ddp_rpc` puts on a server."""
+    """True if the first block is a remote module, which `ddp_rpc` places on a server."""
 
 
 class Model(lg.Task):
-    """A list of blocks, with what the option of the row needs."""
+    """A list of blocks, with the behaviour that the option of a row needs."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Model(lg.Task):
         self.blocks = nn.ModuleList(rest)
         self.automatic_optimization = case.option != "manual"
         self.killed: Path | None = None
-        """A file that the process leaves which kills itself; None: none does."""
+        """File that the killed process writes first; None: no process is killed."""
 
     def _make_blocks(self) -> list[nn.Module]:
         return KINDS[self.case.kind][0](0.0 if self.case.is_plain else 0.2)
@@ -241,7 +241,7 @@ class Model(lg.Task):
 
     def _may_die(self) -> None:
         last = self.trainer.world_size - 1
-        # of accumulating runs an epoch has two steps, in the second of which the last rank may have no batch
+        # with accumulation an epoch has two steps, and the last rank may have no batch in the second
         step = STEP_OF_DEATH + (self.case.option == "accumulation")
         if self.killed is None or self.global_step != step or self.trainer.global_rank != last:
             return
@@ -257,15 +257,15 @@ class Model(lg.Task):
         if self.case.kind == "sparse embedding":  # Adam takes no sparse gradients
             optimizer: torch.optim.Optimizer = torch.optim.Adagrad(self.parameters(), 0.05, eps=1e-2)
         else:
-            # eps: the gradient of an attention's key bias is nothing but rounding, and Adam would follow it
+            # eps: the gradient of an attention's key bias is a rounding error, which Adam would amplify
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-3)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
 
 def make_loader(case: Case, batch_size: int, workers: int) -> Any:
-    """Return the loader of a case: 5 or 6 rounds of 4 replicas in 2 epochs, the last one of an epoch short."""
+    """Return the loader of a case: 5 or 6 rounds of 4 replicas in 2 epochs, with a short batch at each end."""
     kind = KINDS[case.kind][1]
-    # whole rounds of 2, 3 and 4 replicas where batches are joined
+    # joined batches need complete rounds of 2, 3 and 4 replicas
     samples = Samples(kind, 24 if case.is_plain else 21, case.option == "nan=skip", not case.is_plain)
     if case.option == "stream":
         return DataLoader(Stream(samples), batch_size)
@@ -296,7 +296,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nan=skip": {"nan": "skip"},
     "noisy optimizer": {},
 }
-"""Arguments of the Trainer by option; what else an option does is in Model and `make_loader`."""
+"""Arguments of the Trainer by option; Model and `make_loader` have the rest of an option."""
 
 
 def fit(
@@ -309,7 +309,7 @@ def fit(
     kill: bool = False,
     resume: bool = False,
 ) -> Path:
-    """Train a case below `root`, or go on there; return the run directory. With `kill`, one process kills itself."""
+    """Train or resume a case below `root`, and return the run directory. With `kill`, one process kills itself."""
     task = Model(case)
     task.killed = root / "killed" if kill else None
     chosen = dict(OPTIONS[case.option])
@@ -340,5 +340,5 @@ def fit(
 
 
 def make_validation(case: Case) -> DataLoader[Any]:
-    """Return the loader of validations, 11 samples, the last batch short."""
+    """Return the validation loader: 11 samples, with a short last batch."""
     return DataLoader(Samples(KINDS[case.kind][1], 11, noise=not case.is_plain), 4)

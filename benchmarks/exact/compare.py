@@ -1,4 +1,4 @@
-"""One row: the run under test, its reference, and what differs."""
+"""Runs one row and its reference, and compares them."""
 
 import json
 import re
@@ -22,8 +22,8 @@ from .rows import ELSEWHERE, LAYOUTS, TENSOR_SHARDS, Layout, Row, has_shards, is
 UNITS = {"32": (torch.float32, 512), "64": (torch.float64, 512), "16-mixed": (torch.float16, 16)}
 UNITS |= dict.fromkeys(("bf16-mixed", "bf16-true"), (torch.bfloat16, 16))
 BOUNDS = {precision: units * torch.finfo(kind).eps for precision, (kind, units) in UNITS.items()}
-"""The largest relative difference that counts as rounding: units in the last place of the type in which matrices are
-multiplied, as they grow in six steps at most. Of 16 bits fewer: 512 of them would be as large as the numbers."""
+"""Largest relative difference that counts as rounding, in units in the last place of the type of matrix products, as
+they grow in six steps. Types of 16 bits have fewer, since 512 units would be as large as the numbers."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Result:
 
 
 REASONS = {
-    "data_parallel": "parts of a batch are added up",
-    "tensor": "partial sums of cut layers are added up",
-    "pipeline": "pieces of a batch are added up",
-    "ddp_rpc": "a server adds up the trainers' gradients",
+    "data_parallel": "partial sums over parts of a batch",
+    "tensor": "partial sums over shards of a layer",
+    "pipeline": "partial sums over micro-batches",
+    "ddp_rpc": "sums on a server",
 }
-"""Why the last bits under `order` may differ from those of one process, by strategy."""
+"""Reasons why the last bits under `order` may differ from those of one process, by strategy."""
 
 
 def judge(row: Row) -> Result:
@@ -69,11 +69,11 @@ def judge(row: Row) -> Result:
 
 
 def reason_of(row: Row) -> str | None:
-    """Return why a row may differ from its reference in the last bits; None: it may not."""
+    """Return the reason why the last bits of a row may differ from its reference; None if they may not."""
     if row.reproducible == "bitwise":
         return None
     if is_joined(row):
-        return "the reference has the batches of all replicas in one"
+        return "the reference joins the batches of all replicas"
     names = {row.strategy}
     if row.disturbance == "killed, resumed under another strategy":
         names.add(next_strategy(row) or "")
@@ -82,29 +82,29 @@ def reason_of(row: Row) -> str | None:
 
 
 def is_joined(row: Row) -> bool:
-    """Return whether one process cannot run the row's replicas in turn, and runs their batches as one."""
-    is_weighted = row.kind == "padded batches"  # which manual optimization does not know
+    """Return True if one process cannot run the row's replicas in turn, so that the reference joins their batches."""
+    is_weighted = row.kind == "padded batches"  # manual optimization has no weights
     manual = row.option == "manual" and row.reproducible == "order" and not is_weighted
     return row.option == "sync_batchnorm" or manual
 
 
 def replicas_of(row: Row) -> int:
-    """Return the replicas of a row: one for each process where each needs one, else 4."""
+    """Return the number of replicas of a row: one per process if each needs a process, otherwise 4."""
     if row.option == "closure":
         return 1
     return LAYOUTS[row.strategy].ranks if row.option in ("sync_batchnorm", "manual") else 4
 
 
 def case_of(row: Row) -> Case:
-    """Return what both runs of a row train."""
+    """Return the model, data and option of both runs of a row."""
     strategies = {row.strategy, next_strategy(row) if row.disturbance.endswith("another strategy") else ""}
-    # masks are drawn in pieces or for parts there, see docs/one-run.md
+    # dropout masks depend on the layout there, see docs/one-run.md
     is_plain = row.option in ("sync_batchnorm", "manual") or bool(strategies & {"tensor", "pipeline", "data_parallel"})
     return Case(row.kind, row.option, is_plain, row.strategy == "ddp_rpc")
 
 
 def run_tested(row: Row, root: Path) -> Path:
-    """Train a row with its disturbance; return the run directory."""
+    """Train a row with its break; return the run directory."""
     layout, case, replicas = LAYOUTS[row.strategy], case_of(row), replicas_of(row)
     options = {"reproducible": row.reproducible, "precision": row.precision, "replicas": replicas}
     workers = 2 if row.option == "workers" else 0
@@ -119,7 +119,7 @@ def run_tested(row: Row, root: Path) -> Path:
         return run_dir
     place = _place(row, layout)
     try:
-        if layout.devices == 1 or layout.strategy == "data_parallel":  # not in this process, which would be killed
+        if layout.devices == 1 or layout.strategy == "data_parallel":  # in a worker, since the process is killed
             run_workers(partial(start, options | place, kill=True), 1, threads=1)
         else:
             start(options | place, kill=True)
@@ -140,12 +140,12 @@ def _place(row: Row, layout: Layout) -> dict[str, Any]:
 
 
 def run_reference(row: Row, root: Path) -> Path:
-    """Train the same on one process, undisturbed; return the run directory."""
+    """Train the same on one process without a break; return the run directory."""
     alone = Layout({"name": "mesh"}, 1, 1) if has_shards(row) else LAYOUTS["single"]
     replicas, size, place = replicas_of(row), 2, _place(row, alone)
     if is_joined(row):
         replicas, size = 1, 2 * replicas
-    elif row.option == "manual":  # one replica a process: the same processes
+    elif row.option == "manual":  # each replica needs a process
         place = _place(row, LAYOUTS[row.strategy])
     options = {"reproducible": row.reproducible, "precision": row.precision, "replicas": replicas}
     return fit(case_of(row), root, options | place, batch_size=size)
@@ -160,18 +160,18 @@ def contents_of(run_dir: Path) -> Contents:
     saved = reading.read_checkpoint(last)
     kept = {key: saved[key] for key in ("state_dict", "optimizer_states", "callbacks") if key in saved}
     for state in kept["optimizer_states"]:
-        # by place: some strategies name the parameters, others count them
+        # by position, since some strategies name parameters and others number them
         names = [name for group in state["param_groups"] for name in group["params"]]
         state["state"] = {names.index(name): value for name, value in state["state"].items()}
-    found = dict(_tensors(kept, ()))
+    contents = dict(_tensors(kept, ()))
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
-        found |= {
+        contents |= {
             f"logged {name} of step {point['step']}": torch.tensor(value, dtype=torch.float64)
             for name, value in point.items()
             if name.split("/")[0] not in ("time", "throughput", "step") and isinstance(value, (int, float))
         }
-    return found
+    return contents
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -183,11 +183,11 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Ten
 
 
 def compare(ours: Contents, theirs: Contents) -> Iterator[tuple[float, str]]:
-    """Yield the relative difference of each tensor that is not the same to the bit, and its name."""
+    """Yield relative difference and name of each tensor whose bits differ."""
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield float("inf"), f"{name} ({'only in the reference' if name in theirs else 'not in the reference'})"
     shared = sorted(ours.keys() & theirs.keys())
-    # gradients that are nothing but rounding are compared with the size of the others
+    # values that are rounding errors only are compared with the size of the others
     scales = dict[str, float]()
     for name in shared:
         if theirs[name].numel():
@@ -212,7 +212,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shorten(text: str, length: int = 160) -> str:
-    """Return the first sentences of a message, within `length`."""
+    """Return the first sentences of a message, up to `length` characters."""
     text = re.sub(r"\s+", " ", text.replace("|", "\\|")).strip()
     if len(text) <= length:
         return text

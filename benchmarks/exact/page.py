@@ -23,7 +23,7 @@ def power(difference: float) -> str:
 
 
 def summary(results: Iterable[Result]) -> str:
-    """Return how many runs are exact and close, and the largest difference."""
+    """Return how many runs are exact and close."""
     several = list(results)
     exact, close = (sum(result.verdict == verdict for result in several) for verdict in ("exact", "close"))
     if not exact + close:
@@ -35,7 +35,7 @@ def summary(results: Iterable[Result]) -> str:
 
 
 def reasons(results: Iterable[Result]) -> str:
-    """Return why runs are close or refused, each reason once."""
+    """Return the reasons why runs are close, each once."""
     return "; ".join(dict.fromkeys(result.text for result in results if result.verdict == "close"))
 
 
@@ -49,14 +49,14 @@ def largest(pairs: Iterable[tuple[Row, Result]]) -> str:
 
 
 def table(*rows: Iterable[object]) -> str:
-    """Return a table whose first row is its head."""
+    """Return a Markdown table; the first row is its head."""
     head, *body = [list(map(str, row)) for row in rows]
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def by_value(column: str, results: Results) -> str:
-    """Return a table of the verdicts for each value of a column."""
+    """Return a table of verdicts by value of a column."""
     lines = []
     for value in COLUMNS[column]:
         here = {row: result for row, result in results.items() if getattr(row, column) == value}
@@ -68,7 +68,7 @@ def by_value(column: str, results: Results) -> str:
 
 
 def strategies(results: Results) -> str:
-    """Return the answer by strategy."""
+    """Return a table of verdicts by strategy."""
     lines = []
     for name in COLUMNS["strategy"]:
         here = {row: result for row, result in results.items() if row.strategy == name}
@@ -88,17 +88,17 @@ def strategies(results: Results) -> str:
             ]
         )
     return table(
-        ["strategy", "`bitwise`", "`order`", "largest difference under `order`", "why, or the sentence"], *lines
+        ["strategy", "`bitwise`", "`order`", "largest difference under `order`", "reason, or the message"], *lines
     )
 
 
 def name_refusal(refusal: Refusal) -> str:
-    """Return the values of a refusal in words."""
+    """Return the values of a refusal as text."""
     return " x ".join(", ".join(f"`{value}`" for value in several) for several in refusal.values())
 
 
 def refusals(results: Results) -> str:
-    """Return a table of what is refused together, and the sentence of each."""
+    """Return a table of refused combinations and their messages."""
     lines = []
     for refusal in REFUSED:
         said = dict.fromkeys(
@@ -106,12 +106,12 @@ def refusals(results: Results) -> str:
             for row, result in results.items()
             if result.verdict == "refused" and excludes(refusal, asdict(row))
         )
-        lines.append([name_refusal(refusal), next(iter(said), "not refused any more")])
-    return table(["together", "the sentence"], *lines)
+        lines.append([name_refusal(refusal), next(iter(said), "not refused")])
+    return table(["combination", "message"], *lines)
 
 
 def machine() -> str:
-    """Return where the rows ran."""
+    """Return the processor on which the rows ran."""
     names = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -122,20 +122,20 @@ def _cpu_info() -> list[str]:
 
 
 def write_page(results: Results) -> None:
-    """Write the page; `results` in the order of the rows."""
+    """Write the page from results in the order of the rows."""
     bounds = ", ".join(f"{precision}: {bound:.0e}" for precision, bound in BOUNDS.items())
     counts = {verdict: sum(result.verdict == verdict for result in results.values()) for verdict in ("exact", "close")}
     shown = [
         [number, *asdict(row).values(), result.verdict + (f", {power(result.difference)}" if result.difference else "")]
         for number, (row, result) in enumerate(results.items())
     ]
-    not_tried = (*NOT_TRIED, *LEFT_OUT)
+    not_tried = [[name_refusal(values), reason] for values, reason in (*NOT_TRIED, *LEFT_OUT)]
     parts = [
         HEAD.read_text().replace("BOUNDS", bounds),
         f"## Strategies\n\n{strategies(results)}",
         *(f"## By {name}\n\n{by_value(column, results)}" for column, name in NAMES.items()),
         f"## Refused\n\n{refusals(results)}",
-        f"## Not tried\n\n{table(['together', 'why'], *([name_refusal(values), why] for values, why in not_tried))}",
+        f"## Not tried\n\n{table(['combination', 'reason'], *not_tried)}",
         f"## All rows\n\n{table(['', *COLUMNS, 'result'], *shown)}",
         f"## Made with\n\n{len(results)} rows ({counts['exact']} exact, {counts['close']} close), seed {SEED}, "
         f"{datetime.date.today():%d %B %Y}; torch {torch.__version__}, Python {platform.python_version()}, "
@@ -145,4 +145,4 @@ def write_page(results: Results) -> None:
 
 
 NAMES = {"precision": "precision", "kind": "kind of model", "option": "option", "disturbance": "break"}
-"""Columns with a table of their own, and what the page calls them."""
+"""Columns with their own table, and their titles on the page."""

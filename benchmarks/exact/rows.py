@@ -1,4 +1,4 @@
-"""The rows of the table: seeded, so that each pair of values of two columns is in a row, and few rows hold them all."""
+"""Rows of the table, drawn from a seed: few rows that contain each pair of values of two columns."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; the defaults are those of a row that shows a single refusal."""
+    """One row of the table. The defaults are those of rows that show a refusal."""
 
     strategy: str = "ddp 2"
     reproducible: str = "order"
@@ -23,7 +23,7 @@ class Row:
     disturbance: str = "none"
 
     def values(self) -> frozenset[tuple[str, str]]:
-        """Return its values with their columns."""
+        """Return pairs of column and value."""
         return frozenset(asdict(self).items())
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy as the Trainer takes it, and its processes (of ddp_model_parallel and data_parallel: devices)."""
+    """A strategy for the Trainer, and its number of processes (for ddp_model_parallel and data_parallel: devices)."""
 
     strategy: Any
     devices: int
     ranks: int
-    """Processes that share out the batches."""
+    """Number of processes that share the batches."""
 
 
 def _mesh(**axes: int) -> dict[str, Any]:
@@ -82,9 +82,9 @@ LAYOUTS = {
     "ddp_rpc": Layout({"name": "ddp_rpc", "timeout": 60}, 2, 2),
     "shard x tensor": Layout(_mesh(shard=2, tensor=2), 4, 2),
 }
-"""The layout of each strategy. The last one is no row's: a run of `tensor` resumes under it."""
+"""Layout of each strategy. No row has the last one: killed runs of `tensor` resume under it."""
 TENSOR_SHARDS = 4
-"""The shards of each layer in rows with `tensor` and `bitwise`, which needs them."""
+"""Shards of each layer in rows with `tensor` under `bitwise`, which requires them."""
 ELSEWHERE = {
     "single": LAYOUTS["single"],
     "ddp 2": LAYOUTS["ddp 3"],
@@ -99,13 +99,13 @@ ELSEWHERE = {
     "data_parallel": Layout("data_parallel", 3, 1),
     "ddp_rpc": Layout({"name": "ddp_rpc", "timeout": 60}, 3, 3),
 }
-"""Where a killed run of a strategy goes on, under the same strategy."""
+"""Layouts on which killed runs resume under the same strategy."""
 GOES_ON = ("fsdp", "zero1", "tensor", "ddp_model_parallel", "ddp 3", "pipeline", "data x shard", "single")
-"""Other strategies under which a killed run goes on: the first after its own that takes the rest of the row."""
+"""Strategies under which killed runs resume: the first after the row's own that supports the rest of the row."""
 
 Refusal = Mapping[str, tuple[str, ...]]
 _PROCESSES = ("ddp 2", "ddp 3", "ddp 4", "zero1", "ddp_model_parallel")
-"""Strategies whose processes have a copy of the weights and batches of their own."""
+"""Strategies whose processes each have a copy of the weights and their own batches."""
 _OTHERS = tuple(name for name in COLUMNS["strategy"] if name != "single")
 REFUSED: tuple[Refusal, ...] = (
     {
@@ -140,54 +140,54 @@ REFUSED: tuple[Refusal, ...] = (
     {"strategy": ("ddp_rpc",), "precision": ("bf16-true", "16-mixed", "64")},
     {"strategy": ("ddp_rpc",), "kind": ("padded batches",)},
 )
-"""Values that Legato refuses together: a row for each such combination shows the sentence, and no other row has it."""
+"""Combinations that Legato refuses. One row for each shows the message; no other row contains them."""
 NOT_TRIED: tuple[tuple[Refusal, str], ...] = (
     (
         {"strategy": ("pipeline", "data_parallel"), "kind": ("batch norm CNN",)},
-        "batch norm sees pieces of a batch, and updates its statistics once a piece",
+        "batch norm sees parts of a batch, and updates its statistics for each part",
     ),
     (
         {
             "strategy": ("zero1", "fsdp", "data x shard", "tensor", "pipeline", "ddp_rpc"),
             "option": ("noisy optimizer",),
         },
-        "each part of the weights [draws numbers of its own](strategies.md#random-numbers-of-the-update)",
+        "each part of the weights [draws its own random numbers](strategies.md#random-numbers-of-the-update)",
     ),
     (
         {"strategy": ("data_parallel",), "option": ("two loaders",)},
-        "where parts of a combined batch differ in length, the first is split and the others go to each device whole",
+        "if parts of a combined batch differ in length, each device gets a part of the first and all of the others",
     ),
     (
         {"strategy": ("ddp_rpc",), "kind": ("tied weights",)},
-        "a module on a server shares no weight with the task",
+        "a module on a server cannot share a weight with the task",
     ),
     (
         {"kind": ("LSTM",), "precision": ("16-mixed",)},
-        "torch has no LSTM in float16 on most CPUs",
+        "torch has no float16 LSTM on most CPUs",
     ),
     (
         {"kind": ("LSTM",), "option": ("compile",), "precision": ("bf16-true",)},
-        "torch's compiler fails on what its LSTM returns in bfloat16 (torch 2.13)",
+        "torch's compiler fails on the output of a bfloat16 LSTM (torch 2.13)",
     ),
     (
         {"option": ("closure",), "disturbance": ("killed, resumed under another strategy",)},
-        "no other strategy takes it",
+        "no other strategy supports closures",
     ),
 )
-"""Values that no row has together, and why."""
+"""Combinations that no row contains, and the reasons."""
 
 LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
     (
         {"kind": ("LSTM",), "option": ("compile",), "precision": ("bf16-mixed",)},
-        "torch's compiler fails on what its LSTM returns in bfloat16 (torch 2.13)",
+        "torch's compiler fails on the output of a bfloat16 LSTM (torch 2.13)",
     ),
     (
         {"option": ("manual", "sync_batchnorm"), "precision": ("16-mixed",)},
-        "the reference has the batches of all replicas in one, whose gradients overflow at another loss scale",
+        "the reference joins the batches of all replicas, and their gradients overflow at another loss scale",
     ),
     (
         {"option": ("manual",), "kind": ("batch norm CNN",), "reproducible": ("order",)},
-        "the reference has the batches of all replicas in one, of which batch norm has other statistics",
+        "the reference joins the batches of all replicas, for which batch norm has other statistics",
     ),
     (
         {
@@ -199,48 +199,48 @@ LEFT_OUT: tuple[tuple[Refusal, str], ...] = (
         "no other strategy has both shards of layers and a process for each replica",
     ),
 )
-"""The same, removed from the rows once these are chosen, so that the others stay."""
+"""More such combinations, removed after the rows are chosen, so that the other rows stay the same."""
 
 
 def excludes(refusal: Refusal, values: Mapping[str, str]) -> bool:
-    """Return whether these values, perhaps not of all columns, hold what a refusal names."""
+    """Return True if values, possibly of some columns only, contain the combination of a refusal."""
     return all(values.get(column) in several for column, several in refusal.items())
 
 
 def has_shards(row: Row) -> bool:
-    """Return whether the layers of a row are cut into TENSOR_SHARDS."""
+    """Return True if a row has TENSOR_SHARDS."""
     return row.strategy == "tensor" and row.reproducible == "bitwise"
 
 
 def is_declared(row: Row) -> bool:
-    """Return whether REFUSED has the values of a row."""
+    """Return True if REFUSED contains a row."""
     return any(excludes(refusal, asdict(row)) for refusal in REFUSED)
 
 
 def is_refused(values: Mapping[str, str]) -> bool:
-    """Return whether Legato is expected to refuse a row that holds these values, or the table leaves it out."""
+    """Return True if Legato should refuse a row with these values, or the table leaves it out."""
     return any(excludes(refusal, values) for refusal in (*REFUSED, *(left_out for left_out, _ in NOT_TRIED)))
 
 
 def next_strategy(row: Row) -> str | None:
-    """Return the strategy under which a row goes on that changes it at a resume; None: no other takes the row."""
+    """Return the strategy under which a row resumes that changes it; None if no other supports the row."""
     begin = GOES_ON.index(row.strategy) + 1 if row.strategy in GOES_ON else len(row.strategy)
     others = [GOES_ON[(begin + place) % len(GOES_ON)] for place in range(len(GOES_ON))]
     if has_shards(row):
         return "shard x tensor"
     for name in others:
         if row.reproducible == "bitwise" and name == "tensor":
-            continue  # its shards are part of a run from the start
+            continue  # a run cannot get shards at a resume
         moved = replace(row, strategy=name, disturbance="none")
         if row.option in ("sync_batchnorm", "manual") and LAYOUTS[name].ranks != LAYOUTS[row.strategy].ranks:
-            continue  # a replica needs a process of its own
+            continue  # each replica needs a process
         if name != row.strategy and not is_refused(asdict(moved)):
             return name
     return None
 
 
 def refused_rows() -> Iterator[Row]:
-    """Yield a row for each combination of values that is expected to be refused."""
+    """Yield a row for each combination that Legato should refuse."""
     seen = set[Row]()
     for refusal in REFUSED:
         for values in product(*refusal.values()):
@@ -252,7 +252,7 @@ def refused_rows() -> Iterator[Row]:
 
 
 def covering_rows() -> list[Row]:
-    """Return rows that hold each pair of values of two columns which is not refused."""
+    """Return rows that contain each pair of values of two columns that is not refused."""
     generator = random.Random(SEED)
     pairs = [
         ((one, this), (other, that))
@@ -265,7 +265,7 @@ def covering_rows() -> list[Row]:
     while missing:
         pair = next(iter(missing))
         filled = [row for _ in range(30) if (row := _fill(dict(pair), missing, generator))]
-        if not filled:  # three values that exclude each other in any row
+        if not filled:  # a third column excludes the pair in each row
             del missing[pair]
             continue
         best = max(filled, key=lambda row: _gain(row.values(), missing))
@@ -280,7 +280,7 @@ def _gain(values: Any, missing: Mapping[frozenset[Any], None]) -> int:
 
 
 def _fill(values: dict[str, str], missing: Mapping[frozenset[Any], None], generator: random.Random) -> Row | None:
-    """Return a row with these values, the others chosen greedily; None if each choice is refused."""
+    """Return a row with these values and greedily chosen others; None if each choice is refused."""
     columns = [column for column in COLUMNS if column not in values]
     generator.shuffle(columns)
     for column in columns:
@@ -299,7 +299,7 @@ def _fill(values: dict[str, str], missing: Mapping[frozenset[Any], None], genera
 
 
 def table_rows() -> list[Row]:
-    """Return all rows, those that are expected to be refused last."""
+    """Return all rows, the refused ones last."""
     rows = covering_rows()
     rows += [row for row in refused_rows() if row not in rows]
     return [row for row in rows if not any(excludes(left_out, asdict(row)) for left_out, _ in LEFT_OUT)]

@@ -61,7 +61,7 @@ def test_a_run_of_other_code_is_named() -> None:
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
     legato("fit", "points.yaml")
     told = "\n".join(bits(RUN, RUN.with_name("version_1")))
-    assert f"{RUN} is not what its config gives today" in told or f"{RUN.absolute()} is not what" in told
+    assert f"{RUN} differs from what its config gives now" in told or f"{RUN.absolute()} differs from what" in told
     assert "of step 1" in told
 
 

@@ -121,9 +121,9 @@ def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(
     phase = "backward" if setting == "quick_backward" else "forward"
     assert found["where"].startswith(f"The first operation that differs is in the {phase} of replica 0, batch 0")
     if setting == "attention":
-        assert "the two sides part" in found["verdict"]
+        assert "the two sides compute different operations" in found["verdict"]
     else:
-        assert "this operation has made the difference" in found["verdict"]
+        assert "this operation causes the difference" in found["verdict"]
         assert " | " not in found["input hash"]
         assert " | " in found["output hash"]
         assert "float32[3, 3, 8, 8]" in found["inputs"]

@@ -40,7 +40,7 @@ def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tupl
     assert sorted(found) == [11, 12, 13, 14]
     for step, loss in found.items():
         assert loss == pytest.approx(points[step], rel=1e-6)
-    assert "equal to the bit" in done.stdout or (not to_the_bit and "equal but for rounding" in done.stdout)
+    assert "equal to the bit" in done.stdout or (not to_the_bit and "equal up to rounding" in done.stdout)
     assert "largest gradients: net." in done.stdout
     samples = legato("samples", str(run), "step=12").stdout.splitlines()[1:]
     assert "\n".join(samples) in done.stdout
@@ -82,11 +82,11 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
     done = legato("replay", str(run), "step=7", fails=True)
     assert re.search(r"Code has changed since the run \(commit \w{12}\): points.py\.", done.stderr)
-    assert "The replay is not what the run did" in done.stderr
+    assert "The replay differs from the run" in done.stderr
     assert "the first that differs is 'train/loss_step' of step 5" in done.stderr
     Path("points.py").write_text(text.replace("0.02 *", "0.03 *"))
     done = legato("replay", str(run), "step=7", fails=True)
-    assert "The replay is not what the run did: the samples of the dataset are others than in the run." in done.stderr
+    assert "The replay differs from the run: the samples of the dataset have changed." in done.stderr
 
 
 @pytest.mark.parametrize("options", [(), (*TWO, "trainer.reproducible=bitwise")])
@@ -99,7 +99,9 @@ def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...])
     )
     # its bits may be those of the run, or not
     first = completed(run_module, "legato", "replay", str(run), "step=2", env={**os.environ, "NCCL_ALGO": "Ring"})
-    told = "The environment is not that of the run: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
+    told = (
+        "The environment differs from that of the run: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
+    )
     assert told in first.stderr
     later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
     assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr
@@ -168,7 +170,7 @@ def test_a_replay_writes_into_no_run() -> None:
     Path("link").symlink_to(run)
     for words in (f"save={run}", f"save={run}/checkpoints", "save=link/again"):
         done = legato("replay", str(run), "step=5", words, fails=True)
-        assert f"is inside of the run directory {run.absolute()}" in done.stderr
+        assert f"is inside the run directory {run.absolute()}" in done.stderr
     assert tree(run) == before
     legato("replay", str(run), "step=5", "save=elsewhere")
     assert (Path("elsewhere") / "step-00000005").is_dir()
@@ -265,9 +267,12 @@ def test_a_replay_tells_where_it_begins_and_how_many_steps_it_takes() -> None:
         if path.name < "step-00000016":
             shutil.rmtree(path)
     done = legato("replay", str(run), "step=7")
-    assert "The replay begins at the start of the run: no checkpoint before is left; 7 steps." in done.stderr
+    assert (
+        "The replay starts from the start of the run, since no checkpoint is older, and computes 7 steps."
+        in done.stderr
+    )
     done = legato("replay", str(run), "step=18")
-    assert "The replay begins at the checkpoint of step 16; 2 steps" in done.stderr
+    assert "The replay starts from the checkpoint of step 16 and computes 2 steps" in done.stderr
 
 
 def test_a_replay_that_is_stopped_does_not_advise_to_resume() -> None:

@@ -142,7 +142,7 @@ def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(fo
     completed(run_program, "train.py", "1", cwd=folder / "other")
     told = legato("compare", str(RUN), str(other), "--bits").stdout
     assert "The first step at which they differ is 1." in told
-    assert "is not what its config gives today" not in told
+    assert "differs from what its config gives now" not in told
 
 
 def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
@@ -150,7 +150,7 @@ def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
     done = legato("replay", str(RUN), "step=6", "trainer.devices=2", "trainer.strategy=ddp")
     assert "equal to the bit" in done.stdout
     for word, said in (
-        ("task.rate=1", "a script has begun the run, and makes its task, data and callbacks"),
+        ("task.rate=1", "a script started the run, and makes its task, data and callbacks"),
         ("trainer.devcies=2", "Did you mean 'devices'?"),
     ):
         assert said in legato("replay", str(RUN), "step=6", word, fails=True).stderr
@@ -168,9 +168,9 @@ def test_each_fit_of_a_script_is_its_own_run(folder: Path) -> None:
     assert (len(runs), len(fits)) == (6, 3)
     for path in fits:
         done = legato("replay", str(path), "step=6")
-        assert "earlier fits and evaluations are passed over" in done.stderr
+        assert "Skipped the script's earlier fits and evaluations" in done.stderr
         assert "equal to the bit" in done.stdout
-    assert "no record of a start" in legato("replay", str(runs[0]), "step=1", fails=True).stderr
+    assert "records no start of training" in legato("replay", str(runs[0]), "step=1", fails=True).stderr
 
 
 def test_a_module_and_a_launcher(folder: Path) -> None:
@@ -196,17 +196,17 @@ def test_what_has_changed_is_told(folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN.replace("float(rate)", "2 * float(rate)"))
     done = legato("replay", str(RUN), "step=3", fails=True)
     assert f"{folder / 'train.py'} has changed since the run" in done.stderr
-    assert "The replay is not what the run did" in done.stderr
+    assert "The replay differs from the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    return\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
-    assert "train.py ended before fit 1 of its Trainer 1, which began the run" in done.stderr
+    assert "train.py ended before fit 1 of its Trainer 1, which started the run" in done.stderr
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    1 / 0\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
     assert "ZeroDivisionError" in done.stderr
     assert "train.py ran again, to find what the run trained." in done.stderr
     (folder / "train.py").unlink()
     done = legato("replay", str(RUN), "step=7", fails=True)
-    assert "train.py is not there" in done.stderr
+    assert "train.py does not exist" in done.stderr
 
 
 def test_a_notebook_is_refused_with_the_way_out(folder: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_notebook_is_refused_with_the_way_out(folder: Path) -> None:
     record = json.loads((RUN / "environment.json").read_text())
     record["starts"][0] |= {"script": "/bin/legato", "command": [sys.executable, "/bin/legato", "lightning", "x.py"]}
     (RUN / "environment.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="begun by `legato lightning`"):
+    with pytest.raises(ConfigError, match="started by `legato lightning`"):
         history_of(RUN).make(7, 7)
 
 

@@ -244,7 +244,7 @@ def test_what_cannot_be_judged_is_refused(trainer):
         trainer(callbacks=[SpikeWatch()]).fit(Closures(), make_loader(20))
     pipeline = {"strategy": {"name": "mesh", "pipeline": 2}, "devices": 2}
     for callback in (SpikeWatch(), Microscope()):
-        with pytest.raises(ConfigError, match=f"{type(callback).__name__} looks at all modules"):
+        with pytest.raises(ConfigError, match=f"{type(callback).__name__} needs all modules"):
             trainer(callbacks=[callback], **pipeline).fit(Tiny(), make_loader(20))
     for options, said in (
         ({"then": "rewind"}, "then must be warn or skip"),

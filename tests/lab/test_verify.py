@@ -124,7 +124,7 @@ def test_a_changed_data_file_is_told_by_its_first_batch_or_else_by_elimination(p
     run = trained(*processes)
     write_points(changed=tuple(range(30)))
     text, _ = verified(run, "segments=1", fails=True)
-    assert "the samples of the dataset are others than in the run" in text
+    assert "the samples of the dataset have changed" in text
     first = json.loads(Path("runs/default/version_0.verified-0/certificate.json").read_text())
     seen = next(iter(first["data"].values()))[""]["place"][2]
     write_points(changed=(next(index for index in range(30) if index not in seen),))
@@ -187,7 +187,7 @@ def test_another_version_of_a_library_is_named() -> None:
     (run / "environment.json").write_text(json.dumps(record))
     verified(run)
     write_points(changed=(0, 1, 2))
-    assert "Other versions than the run had: fsspec 1.0 -> " in causes(verified(run, fails=True)[1])
+    assert "Changed versions since the run: fsspec 1.0 -> " in causes(verified(run, fails=True)[1])
 
 
 def test_steps_that_do_not_repeat_their_own_bits_are_told() -> None:
@@ -231,7 +231,7 @@ def test_runs_that_cannot_be_verified_are_refused_with_a_sentence() -> None:
     for words, said in (
         (("segments=0",), "expected a number of segments"),
         (("devices=0",), "expected at least 1"),
-        (("--out", str(run / "proof")), "is inside of the run directory"),
+        (("--out", str(run / "proof")), "is inside the run directory"),
         (("segment=3",), "Did you mean 'segments='?"),
     ):
         done = legato("verify", str(run), *words, fails=True)

@@ -98,7 +98,7 @@ def on_two(strategy, **more):
 
 
 WHOLE = {"pipeline": "needs all weights"}
-LOOKS = {"pipeline": "looks at all modules"}
+LOOKS = {"pipeline": "needs all modules"}
 SPIKES = LOOKS | {"manual": "judges a step"}
 SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
