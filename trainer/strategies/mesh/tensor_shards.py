@@ -1,9 +1,9 @@
-"""Layers cut into a fixed number of shards, which any number of processes computes with the same bits.
+"""Splits layers into a fixed number of shards, so that any number of processes computes the same bits.
 
-A matrix product's last bits depend on its shape, and a sum's on its order. So each shard of a layer is a product of its
-own, whichever process computes it, and the sums over shards, of a row's outputs and of the gradients of a column's
-input, are added up in one binary tree. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
-https://arxiv.org/abs/2511.17826), with whole layers in place of kernels.
+The last bits of a matrix product depend on its shape, and those of a sum on its order. So each shard of a layer is a
+separate product, whichever process computes it, and one binary tree sums over shards: the outputs of a row, and the
+gradients of a column's input. The idea is that of "tree-based invariant kernels" (Zhang et al. 2025,
+https://arxiv.org/abs/2511.17826), for layers instead of kernels.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +26,7 @@ Sums = Callable[[Iterable[Tensor]], Tensor]
 
 
 class Copies(torch.autograd.Function):
-    """One input for each shard; backward adds up their gradients."""
+    """Copies an input for each shard; backward sums the gradients."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, count: int, add_up: Sums) -> tuple[Tensor, ...]:
@@ -56,18 +56,18 @@ class Sum(torch.autograd.Function):
 
 
 class TensorShards:
-    """The shards of all cut layers that this process computes, one after the other."""
+    """Computes this process's shards of all split layers, one after the other."""
 
     def __init__(self, count: int, ranks: Ranks) -> None:
-        """`count`: that of all processes, `ranks`, together, a multiple of their number."""
+        """`count`: number of shards over all processes, a multiple of the number of `ranks`."""
         self.ranks = ranks
         owned = [Layout(count, ranks.size).owned(rank) for rank in range(ranks.size)]
         self.owned, self.nodes_of = owned[ranks.rank], [partial_nodes(shards) for shards in owned]
         self.generators: Tensor | None = None
-        """Where they stood after the last column, of which no row has come yet."""
+        """States of the random generators after a column, until its row follows."""
 
     def attach(self, task: nn.Module, words: Mapping[str, str]) -> None:
-        """Have the layers that a plan names compute shard by shard."""
+        """Make the layers in a plan compute shard by shard."""
         columns = [task.get_submodule(name) for name, word in words.items() if word == "column"]
         rows = [task.get_submodule(name) for name, word in words.items() if word == "row"]
         give_forwards(columns, lambda kind: lambda layer, inputs: self._column(layer, inputs))
@@ -81,7 +81,7 @@ class TensorShards:
             biases = self._cut(layer.bias, 0)
         outputs = [linear(*arguments) for arguments in zip(copies, self._cut(layer.weight, 0), biases, strict=True)]
         for output in outputs:
-            if output.requires_grad:  # its gradient comes as columns of a wider matrix, where there are several shards
+            if output.requires_grad:  # with several shards, the gradient is a slice of columns
                 output.register_hook(Tensor.contiguous)
         self.generators = generators()
         return like(inputs, torch.cat(outputs, -1), Shard(-1))
@@ -91,8 +91,8 @@ class TensorShards:
         before, self.generators = self.generators, None
         if before is not None and not torch.equal(before, generators()):
             raise TaskError(
-                "tensor_shards: random numbers are drawn between a column and its row, as attention's dropout does: "
-                "other ones for another number of processes. Set that dropout to 0; that of a row's output may stay."
+                "tensor_shards: the task draws random numbers between a column and its row, for example for attention "
+                "dropout. They depend on the number of processes. Set this dropout to 0; dropout after a row is fine."
             )
         pairs = zip(self._cut(inputs, -1), self._cut(layer.weight, 1), strict=True)
         apply: Any = Sum.apply
@@ -100,11 +100,11 @@ class TensorShards:
         return like(inputs, output if layer.bias is None else output + local(layer.bias), Replicate())
 
     def _cut(self, tensor: Tensor, dim: int) -> list[Any]:
-        """Return each shard's part, in memory laid out as it is where a process has one shard."""
+        """Return each shard's part, in the same memory layout as on a process with a single shard."""
         return with_allocated_memory([*local(tensor).chunk(len(self.owned), dim)])  # type: ignore[no-any-return]
 
     def add_up(self, values: Iterable[Tensor]) -> Tensor:
-        """Return the sum over all shards of one tensor for each; every process calls it with those of its own."""
+        """Return the sum over all shards; every process passes one tensor for each of its own shards."""
         stack = CarryStack(torch.add)
         for shard, value in zip(self.owned, values, strict=True):
             stack.push(TreeNode(shard, 0), value)
@@ -120,17 +120,17 @@ class TensorShards:
 
 
 def generators() -> Tensor:
-    """Return where the random generators stand."""
+    """Return the states of the random generators."""
     return torch.cat([torch.get_rng_state(), *generator_states()])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, with its place in the graph."""
+    """Return this rank's part of a tensor, connected to the graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(inputs: Tensor, output: Tensor, place: Placement) -> Tensor:
-    """Return an output as torch's hooks around a cut layer expect it."""
+    """Return an output in the form that torch's hooks on a parallel layer expect."""
     if not isinstance(inputs, DTensor):
         return output
     return DTensor.from_local(output, inputs.device_mesh, [place], run_check=False)
