@@ -164,9 +164,7 @@ class AcceleratorConnector:
         raise UnsupportedError("Trainer chooses its strategy. To select one, pass it: Trainer(strategy='ddp').")
 
     def _check_and_init_precision(self) -> Any:  # private in Lightning; packages override it
-        raise UnsupportedError(
-            "Trainer creates its precision. To select one, pass its name: Trainer(precision='bf16-mixed')."
-        )
+        raise UnsupportedError("Trainer creates its precision. Select one with Trainer(precision='bf16-mixed').")
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:

@@ -143,9 +143,7 @@ def _check(settings: Mapping[str, Any]) -> None:
             f"batches or a time, got {settings['val_check_interval']}."
         )
     if settings["model_registry"] is not None:
-        raise UnsupportedError(
-            "Trainer(model_registry=...) is not supported. Upload checkpoints in Callback.after_save_checkpoint."
-        )
+        raise UnsupportedError("Trainer(model_registry=...): upload checkpoints in Callback.after_save_checkpoint.")
     fast_dev_run = settings["fast_dev_run"]
     if fast_dev_run is not False and (isinstance(fast_dev_run, float) or fast_dev_run < 0):
         raise ConfigError(f"fast_dev_run={fast_dev_run!r}: expected True, False or a number of batches.")
@@ -155,10 +153,7 @@ def _check_barebones(settings: Mapping[str, Any]) -> None:
     unwanted = {**dict.fromkeys(BAREBONES), "fast_dev_run": False, "detect_anomaly": False, "profiler": None}
     for name in unwanted:
         if settings[name] not in (None, False, 0):
-            raise ValueError(
-                f"Trainer(barebones=True, {name}={settings[name]!r}): barebones disables {name}. Remove one of the two "
-                "arguments."
-            )
+            raise ValueError(f"Trainer(barebones=True, {name}={settings[name]!r}): barebones disables it; remove one.")
 
 
 def _accelerator(wanted: Any) -> Any:

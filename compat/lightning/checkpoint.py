@@ -114,8 +114,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
     saved = {key: value for key, value in contents.items() if key not in OF_LEGATO}
     scale, data = saved.pop("precision", None), saved.pop("datamodule", None)
     if "optimizer_states" in saved:
-        states = saved["optimizer_states"]
-        pairs = [(state, *numbered("optimizer", state, None)) for state in states]
+        pairs = [(state, *numbered("optimizer", state, None)) for state in saved["optimizer_states"]]
         # Lightning's part of the file numbers the parameters; Legato's part has their names, if any
         of_legato["optimizer_names"] = [
             [group["params"] for group in state["param_groups"]] if groups else None for state, _, groups in pairs
@@ -252,10 +251,7 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
             else:
                 left_out.append(f"{key}.{name}".lstrip("."))
     if left_out:
-        log.warning(
-            "The checkpoint contains code under %s, which was left out. To load it, pass weights_only=False.",
-            ", ".join(left_out),
-        )
+        log.warning("Skipped the checkpoint's code under %s. To load it, pass weights_only=False.", ", ".join(left_out))
     return saved
 
 
@@ -325,9 +321,8 @@ class LightningFile:
         The weights are the averages, if there are any, unless a callback of this run continues with them.
         """
         contents = self._read(path, ranks, names, in_parts)
-        run = self.trainer.current_run
-        brought = run.task.configure_callbacks() or []
-        callbacks = [*self.trainer.callbacks, *(brought if isinstance(brought, (list, tuple)) else [brought])]
+        added = self.trainer.current_run.task.configure_callbacks() or []
+        callbacks = [*self.trainer.callbacks, *(added if isinstance(added, (list, tuple)) else [added])]
         contents["state_dict"] = averaged_weights(contents, [callback.state_key for callback in callbacks])
         self.states = contents.get("datamodule"), contents.get("callbacks", {})
         return contents
@@ -344,9 +339,7 @@ class LightningFile:
 
     def _read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         if path.is_dir():
-            raise CheckpointError(
-                f"{path} is a checkpoint of Legato's Trainer. Convert it: legato convert {path} FILE.ckpt"
-            )
+            raise CheckpointError(f"{path} is a Legato checkpoint. Convert it: legato convert {path} FILE.ckpt")
         try:
             saved = read(path, weights_only=self.weights_only)
         except CheckpointError:

@@ -49,12 +49,8 @@ def _log_progress(trainer: Any, path: Path, saved: Mapping[str, Any], progress: 
     if left:
         lines.append(f"Not restored: the state of {', '.join(left)}, because this run has no such callback.")
     if rounds:
-        lines.append(
-            "Not in the file: the values logged so far in this epoch. The means of this epoch cover only the rest."
-        )
-    lines.append(
-        f"From here on, a loader that shuffles uses Legato's order, which depends on seed={trainer.seed} and the epoch."
-    )
+        lines.append("Not in the file: values logged so far in this epoch. The epoch's means cover only the rest.")
+    lines.append(f"A loader that shuffles now uses Legato's order, which depends on seed={trainer.seed} and the epoch.")
     log.info("%s", "\n".join(lines))
 
 

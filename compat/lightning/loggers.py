@@ -52,9 +52,8 @@ def refuse_uploads(logger: str, log_model: object) -> None:
     """Raise UnsupportedError for an upload of checkpoints."""
     if log_model:
         raise UnsupportedError(
-            f"{logger}(log_model={log_model!r}) is not supported. Upload checkpoints with logger.experiment in "
-            "Callback.on_fit_end, or in after_save_checkpoint of a subclass; "
-            "trainer.checkpoint_callback.best_model_path is the path of the best one."
+            f"{logger}(log_model={log_model!r}): upload checkpoints with logger.experiment in Callback.on_fit_end or "
+            "after_save_checkpoint; trainer.checkpoint_callback.best_model_path is the path of the best one."
         )
 
 
@@ -194,9 +193,7 @@ class FolderOfLogger:
         self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
     ) -> None:
         if "://" in str(save_dir):
-            raise ConfigError(
-                f"A logger's save_dir must be a local folder, got {str(save_dir)!r}. Mount the store as a folder."
-            )
+            raise ConfigError(f"A logger's save_dir must be a local folder, got {str(save_dir)!r}. Mount the store.")
         self.logger, self.kind = logger, kind
         self.save_dir, self.name, self._version = os.fspath(save_dir), name, version
         self._start = os.getcwd()  # absolute, because the process may change its working directory
@@ -379,10 +376,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         if self._writer is None or not self._log_graph:
             return
         if example is None:
-            rank_zero_warn(
-                "TensorBoardLogger(log_graph=True): the module has no example_input_array, so no graph was written. "
-                "Set self.example_input_array."
-            )
+            rank_zero_warn("TensorBoardLogger(log_graph=True) wrote no graph: set example_input_array in the module.")
             return
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         modes = [(module, module.training) for module in model.modules()]

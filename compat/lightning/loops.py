@@ -25,8 +25,7 @@ class Counts:
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsupportedError(
             f"{type(self).__name__}.{name} = {value!r}: counts of a run cannot be set. To resume, call "
-            "fit(ckpt_path=...), which sets them. You can set only fit_loop.max_epochs and "
-            "fit_loop.epoch_loop._batches_that_stepped."
+            "fit(ckpt_path=...). You can set only fit_loop.max_epochs and fit_loop.epoch_loop._batches_that_stepped."
         )
 
 
@@ -313,10 +312,7 @@ class PredictionLoop(Loop):
     @_predictions.setter
     def _predictions(self, value: list[list[Any]]) -> None:
         if any(value):
-            raise UnsupportedError(
-                "trainer.predict_loop._predictions can only be cleared. To change predictions, return other values "
-                "from predict_step."
-            )
+            raise UnsupportedError("trainer.predict_loop._predictions can only be cleared; change it in predict_step.")
         if self._loop_state is not None:
             self._loop_state.outputs.clear()
 

@@ -54,9 +54,7 @@ class OfClass(classmethod):  # type: ignore[type-arg]
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """Function that creates an object, as the hyperparameters from a LightningCLI name it."""
-_cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar(
-    "hyperparameters of a LightningCLI", default=None
-)
+_cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("LightningCLI hyperparameters", default=None)
 
 
 @contextmanager
@@ -206,9 +204,7 @@ class LightningModule(InitialHyperparameters, Task):
     @fabric.setter
     def fabric(self, fabric: Any) -> None:
         if fabric is not None:
-            raise UnsupportedError(
-                "LightningModule.fabric is not supported, because Legato has no Fabric. Run the module with a Trainer."
-            )
+            raise UnsupportedError("LightningModule.fabric: Legato has no Fabric. Run the module with a Trainer.")
 
     @property
     def on_gpu(self) -> bool:
@@ -344,10 +340,7 @@ class LightningModule(InitialHyperparameters, Task):
         super().__init_subclass__(**options)
         if "configure_sharded_model" in vars(cls):
             if "configure_model" in vars(cls):
-                raise ConfigError(
-                    f"{cls.__name__} defines both configure_model and configure_sharded_model. Keep only "
-                    "configure_model."
-                )
+                raise ConfigError(f"{cls.__name__} defines configure_model as well. Remove configure_sharded_model.")
             cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
 
     def configure_sharded_model(self) -> None:

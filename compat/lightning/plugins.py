@@ -93,9 +93,7 @@ class FSDPPrecision(Precision):
     def __init__(self, precision: str, scaler: Any = None) -> None:
         super().__init__()
         if scaler is not None:
-            raise UnsupportedError(
-                "FSDPPrecision(scaler=...) is not supported: the run creates its scaler. Remove the argument."
-            )
+            raise UnsupportedError("FSDPPrecision(scaler=...): the run creates its scaler. Remove the argument.")
         self.precision = word_of(precision)
 
 
@@ -221,12 +219,10 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
             arguments["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
             # a subclass's methods return the place of the process, but no run of Legato calls them
-            is_builtin = type(plugin).__module__ == __name__
-            if not is_builtin:
+            if type(plugin).__module__ != __name__:
                 raise UnsupportedError(
-                    f"plugins=[{type(plugin).__name__}()] is not supported: Legato reads a launcher's place from RANK, "
-                    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or from SLURM's or MPI's variables. Set "
-                    "these variables."
+                    f"plugins=[{type(plugin).__name__}()] is not supported. Set RANK, WORLD_SIZE, LOCAL_RANK, "
+                    "MASTER_ADDR and MASTER_PORT, or SLURM's or MPI's variables; Legato reads a process's place there."
                 )
             arguments["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
         elif isinstance(plugin, TorchSyncBatchNorm):

@@ -320,9 +320,7 @@ def make_profiler(wanted: str | Profiler | None) -> Profiler:
     if not isinstance(wanted, str):
         return wanted or PassThroughProfiler()
     if wanted not in PROFILERS:
-        raise ConfigError(
-            f"Unknown profiler {wanted!r}: expected one of {', '.join(PROFILERS)}.{did_you_mean(wanted, PROFILERS)}"
-        )
+        raise ConfigError(f"profiler={wanted!r}: expected {', '.join(PROFILERS)}.{did_you_mean(wanted, PROFILERS)}")
     return PROFILERS[wanted]()
 
 

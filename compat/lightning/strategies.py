@@ -144,9 +144,7 @@ class Strategy(strategy.Strategy):
         if not isinstance(tensor, Tensor) or self.place.world_size == 1:
             return tensor
         if group is not None:
-            raise UnsupportedError(
-                "strategy.reduce(group=...) is not supported. Use torch.distributed.all_reduce to reduce over a group."
-            )
+            raise UnsupportedError("strategy.reduce(group=...): call torch.distributed.all_reduce for a group.")
         word = str(getattr(reduce_op, "name", None) or reduce_op).rpartition(".")[2].lower()
         kind = {"mean": "sum", "avg": "sum"}.get(word, word)
         if kind not in ("sum", "max", "min", "product"):
@@ -383,13 +381,9 @@ class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
         )
         self.store_arguments(accelerator, cluster_environment, checkpoint_io, precision_plugin)
         self.trainer_arguments |= _devices_of(parallel_devices)
-        recomputed = (
-            activation_checkpointing if activation_checkpointing_policy is None else (activation_checkpointing_policy)
-        )
-        if recomputed is not None:
-            self.trainer_arguments["activation_checkpointing"] = _class_names(
-                recomputed, "activation_checkpointing_policy"
-            )
+        types = activation_checkpointing if activation_checkpointing_policy is None else activation_checkpointing_policy
+        if types is not None:
+            self.trainer_arguments["activation_checkpointing"] = _class_names(types, "activation_checkpointing_policy")
 
 
 FSDP_INSTEAD = {

@@ -224,8 +224,7 @@ class Trainer(TrainerAttributes):
         # Lightning raises an error; Legato would train nothing and report success
         if run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
             raise MisconfigurationException(
-                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs that the checkpoint has "
-                "completed. Increase max_epochs."
+                f"max_epochs={self.max_epochs} is less than the {self.state.epoch} epochs of the checkpoint. Raise it."
             )
         # a dict with "weight" is an ordinary result in programs for Lightning
         run.optimization.weights = SampleWeights(self)  # type: ignore[assignment]
@@ -379,10 +378,7 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Write a checkpoint of the current state. Every rank calls it. Raises AttributeError before a run."""
         if storage_options is not None:
-            raise UnsupportedError(
-                "save_checkpoint(storage_options=...) is not supported: checkpoints are files on a file system. "
-                "Remove the argument."
-            )
+            raise UnsupportedError("save_checkpoint: remove storage_options. Checkpoints are plain files.")
         module = vars(self.strategy).get("_lightning_module")  # public packages set a module before a run in this way
         if self.run is None and module is not None:
             write_module(Path(filepath), module)
@@ -455,14 +451,11 @@ class Trainer(TrainerAttributes):
         self.files.weights_only = weights_only
         path = self.__dict__.get("_ckpt_path") if path is None else path
         if path == "":  # such as the best_model_path of a callback that has saved no checkpoint
-            raise ConfigError(
-                "ckpt_path='' names no checkpoint. Pass a path, 'last', 'best', or None for no checkpoint."
-            )
+            raise ConfigError("ckpt_path='' names no checkpoint. Pass a path, 'last', 'best', or None for none.")
         if path == "hpc" or str(path).startswith("registry"):
             raise UnsupportedError(
                 f"ckpt_path={str(path)!r} is not supported: a requeued SLURM job resumes automatically "
-                "(SLURMEnvironment(auto_requeue=True)), and Legato has no model registry. Pass a path, 'last' or "
-                "'best'."
+                "(SLURMEnvironment(auto_requeue=True)), and Legato has no registry. Pass a path, 'last' or 'best'."
             )
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)

@@ -47,8 +47,7 @@ class LearningRateSweep(Callback):
             raise ConfigError(f"mode must be 'exponential' or 'linear', got {mode!r}.")
         if not 0 < lr_min < lr_max or num_training < 2:
             raise ConfigError(
-                f"A sweep of learning rates needs 0 < lr_min < lr_max and at least 2 steps, got {lr_min}, {lr_max} and "
-                f"{num_training} steps."
+                f"A sweep needs 0 < lr_min < lr_max and at least 2 steps; got {lr_min}, {lr_max}, {num_training}."
             )
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.diverges_at = diverges_at
@@ -67,9 +66,7 @@ class LearningRateSweep(Callback):
     def on_train_start(self, trainer: "Trainer", task: Task) -> None:
         """Take control of the learning rate from the task's schedulers. Raises ConfigError for several optimizers."""
         if len(trainer.optimizers) != 1:
-            raise ConfigError(
-                f"A sweep of learning rates needs one optimizer, but the task has {len(trainer.optimizers)}."
-            )
+            raise ConfigError(f"A sweep of learning rates needs one optimizer; the task has {len(trainer.optimizers)}.")
         trainer.lr_scheduler_configs.clear()
         self._set_rate(trainer, self.rate(0))
 
@@ -294,9 +291,7 @@ def _largest_size(all_in_one: Callable[[int], bool], mode: str, start: int, tria
             break
     garbage_collection_cuda()
     if not best:
-        raise ConfigError(
-            f"Even a batch of {max(size, 1)} does not fit in memory. Make the model or its input smaller."
-        )
+        raise ConfigError(f"Even a batch of {max(size, 1)} does not fit in memory. Use a smaller model or input.")
     return best
 
 
@@ -311,9 +306,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     is running on several processes.
     """
     if trainer.running and trainer.world_size > 1:
-        raise ConfigError(
-            "On several processes, search for a learning rate or a batch size before a run, not during it."
-        )
+        raise ConfigError("On several processes, search for a learning rate or batch size before a run, not during it.")
     modules = [(module, module.__dict__.get("trainer")) for module in data if isinstance(module, DataModule)]
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # a trial does not use the callbacks that the task adds
@@ -360,9 +353,7 @@ def holders_of(name: str, *owners: Any) -> list[Any]:
     """
     holders = _holders(name, *owners)
     if not holders:
-        raise ConfigError(
-            f"Neither the task, its hparams, nor a data module has an attribute {name!r}. Define it in one of them."
-        )
+        raise ConfigError(f"Neither the task, its hparams, nor a data module has an attribute {name!r}. Define it.")
     return holders
 
 

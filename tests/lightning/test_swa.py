@@ -27,7 +27,7 @@ def test_what_swa_refuses(tmp_path):
     for arguments in ((-0.1,), (0.1, 0), (0.1, 1.5), (0.1, 1, -1), (0.1, 1, 1, "sin"), ([],)):
         with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
             StochasticWeightAveraging(*arguments)
-    with pytest.raises(ConfigError, match="one learning rate for all"):
+    with pytest.raises(ConfigError, match="one learning rate or one for each"):
         run(tmp_path, lambda: StochasticWeightAveraging([0.1, 0.2]), False)
 
 

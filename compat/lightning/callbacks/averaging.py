@@ -116,9 +116,8 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(
-                "StochasticWeightAveraging: expected one optimizer, and one learning rate for all of its parameter "
-                f"groups or one for each; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} "
-                "rates."
+                "StochasticWeightAveraging: expected one optimizer, and one learning rate or one for each parameter "
+                f"group; got {len(groups)} optimizers with {groups} groups and {len(self.swa_lrs)} rates."
             )
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:

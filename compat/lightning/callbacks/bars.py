@@ -116,9 +116,7 @@ def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
         way_out = "keep one of them" if wanted else "remove it, or enable_progress_bar=False"
-        raise ConfigError(
-            f"Trainer(callbacks=...) contains the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}."
-        )
+        raise ConfigError(f"callbacks contains the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
 
 
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:

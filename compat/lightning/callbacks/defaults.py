@@ -24,8 +24,7 @@ def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
     if len(set(keys)) < len(keys):
         same = next(key for key in keys if keys.count(key) > 1)
         raise RuntimeError(
-            f"Several callbacks have the state_key {same!r}, so a checkpoint would keep the state of only one. Give "
-            "each a unique state_key."
+            f"Several callbacks have the state_key {same!r}, and a checkpoint keeps one state per key. Make it unique."
         )
 
 
@@ -40,9 +39,7 @@ def make_callbacks(trainer: Any, arguments: Mapping[str, Any], profiler: Any) ->
         if not isinstance(callback, Callback):
             raise ConfigError(f"Trainer(callbacks=...): expected Callbacks, got {type(callback).__name__}.")
     if any(isinstance(item, CheckpointCallback) for item in callbacks) and not arguments["enable_checkpointing"]:
-        raise ConfigError(
-            "Trainer(enable_checkpointing=False) has a ModelCheckpoint in callbacks. Remove one of the two."
-        )
+        raise ConfigError("Trainer(enable_checkpointing=False) has a ModelCheckpoint in callbacks. Remove one of them.")
     defaults: list[tuple[bool, type, Callable[[], Callback]]] = [
         (trainer.enable_progress_bar, ProgressDisplay, TQDMProgressBar),
         (trainer.enable_model_summary, SummaryOfLegato, ModelSummary),

@@ -51,9 +51,7 @@ class Finder(Callback):
         if not done and trainer.world_size == 1:
             getattr(self, self.SEARCH)(trainer, pl_module)
         elif not done:
-            rank_zero_warn(
-                f"{type(self).__name__} searches only on a single process, and has not searched for this run."
-            )
+            rank_zero_warn(f"{type(self).__name__} searches only on one process, and has not searched for this run.")
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Run the search."""

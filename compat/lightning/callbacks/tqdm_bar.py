@@ -340,10 +340,7 @@ class RichProgressBar(TQDMProgressBar):
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        way_out = (
-            "tqdm draws the bar, which has no columns. Override get_metrics to "
-            "change the values, or init_train_tqdm to change the bar."
-        )
+        way_out = "tqdm draws the bar. Override get_metrics to change its values, or init_train_tqdm to change the bar."
         refuse_overrides(self, ("configure_columns", "_init_progress"), way_out)
         super().__init__(int(refresh_rate > 0), leave=leave)  # rich's rate is in updates per second
         self.theme = RichProgressBarTheme() if theme is None else theme

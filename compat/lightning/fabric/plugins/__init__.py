@@ -15,8 +15,7 @@ XLACheckpointIO, XLAEnvironment = placeholders(
 )
 KubeflowEnvironment, LSFEnvironment = placeholders(
     __name__, "KubeflowEnvironment LSFEnvironment",
-    "Legato reads a launcher's place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Set them in the "
-    "cluster.",
+    "Legato reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Set them in the cluster.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

@@ -13,8 +13,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
     RestartStage, ClosureResult, Closure, OutputResult, AbstractClosure, ManualResult
 ) = placeholders(
     __name__, "RestartStage ClosureResult Closure OutputResult AbstractClosure ManualResult",
-    "Legato's loop is the file legato/trainer/trainer.py. Read progress from trainer.fit_loop, and use hooks to "
-    "change a run.",
+    "Legato's loop is legato/trainer/trainer.py. Read progress from trainer.fit_loop. Change a run with hooks.",
 )
 __getattr__ = inner_name(__name__)
 alias_below(__name__, """

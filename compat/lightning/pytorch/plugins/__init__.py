@@ -26,8 +26,7 @@ BitsandbytesPrecision, = placeholders(
 )
 DeepSpeedPrecision, = placeholders(
     __name__, "DeepSpeedPrecision",
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does. Pass "
-    "Trainer(strategy='fsdp').",
+    "Pass Trainer(strategy='fsdp'). It shards parameters, gradients and optimizer states as ZeRO stage 3 does.",
 )
 TransformerEnginePrecision, = placeholders(
     __name__, "TransformerEnginePrecision",

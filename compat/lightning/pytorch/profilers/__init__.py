@@ -9,8 +9,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 AdvancedProfiler, = placeholders(
     __name__, "AdvancedProfiler",
-    "Use Python's profiler without a Trainer: python -m cProfile -o out.prof train.py. profiler='simple' measures "
-    "actions.",
+    "Use Python's profiler: python -m cProfile -o out.prof train.py. profiler='simple' measures actions.",
 )
 XLAProfiler, = placeholders(
     __name__, "XLAProfiler",

@@ -11,8 +11,7 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 
 DeepSpeedStrategy, remove_module_hooks = placeholders(
     __name__, "DeepSpeedStrategy remove_module_hooks",
-    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does. Pass "
-    "Trainer(strategy='fsdp').",
+    "Pass Trainer(strategy='fsdp'). It shards parameters, gradients and optimizer states as ZeRO stage 3 does.",
 )
 SingleDeviceXLAStrategy, SingleTPUStrategy, XLAStrategy = placeholders(
     __name__, "SingleDeviceXLAStrategy SingleTPUStrategy XLAStrategy",

@@ -35,12 +35,10 @@ from legato.compat.lightning.inner import alias_below, inner_name, placeholders
 ) = placeholders(
     __name__, "DeepSpeedLayerSummary DeepSpeedSummary convert_zero_checkpoint_to_fp32_state_dict "
     "deepspeed_param_size ds_checkpoint_dir",
-    "Legato has no DeepSpeed. Its strategies fsdp and zero1 shard parameters and optimizer states, and write "
-    "complete checkpoints.",
+    "Legato has no DeepSpeed. Strategies fsdp and zero1 shard parameters and optimizers, and write whole checkpoints.",
 )
 is_cuda_out_of_memory, is_cudnn_snafu, is_out_of_cpu_memory = placeholders(
-    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory",(
-        "Call is_oom_error, which recognizes all of these errors.")
+    __name__, "is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "Call is_oom_error, which covers them all."
 )
 extract_batch_size, = placeholders(
     __name__, "extract_batch_size", "Pass the batch size where you need it: self.log(..., batch_size=len(batch))."
@@ -62,8 +60,7 @@ clean_namespace, collect_init_args, is_picklable, parse_class_init_keys, save_hy
     "Call self.save_hyperparameters(), which stores the arguments of __init__ that are data.",
 )
 lightning_getattr, lightning_hasattr, lightning_setattr = placeholders(
-    __name__, "lightning_getattr lightning_hasattr lightning_setattr",(
-        "Read the attribute of the module or its hparams.")
+    __name__, "lightning_getattr lightning_hasattr lightning_setattr", "Read the attribute of the module or hparams."
 )
 find_shared_parameters, set_shared_parameters = placeholders(
     __name__, "find_shared_parameters set_shared_parameters", "Shared parameters stay shared in every run."
