@@ -259,7 +259,7 @@ def test_a_stream_among_them_is_read_by_everyone_and_dealt_out_by_whole_batches(
 
 def test_a_loader_that_turns_out_to_be_empty_is_named():
     loader = lg.CombinedLoader({"full": DataLoader(Stream(4), 2), "none": DataLoader(Stream(0), 2)}, "max_size_cycle")
-    with pytest.raises(DataError, match="'none' yields no batch"):
+    with pytest.raises(DataError, match="'none' yields no batches"):
         list(loader)
     with pytest.raises(TypeError, match="CombinedLoader has no length because these loaders have none: full, none"):
         len(loader)

@@ -188,7 +188,7 @@ REFUSED = {
     "a sampler by rank": (
         lambda: DataLoader(Numbers(range(60)), 4, sampler=StripedSampler(60)),
         {},
-        "DataError: The processes read different data in epoch 0, in the order that a sampler draws",
+        "DataError: The processes read different data in the order that a sampler drew for epoch 0",
     ),
     "a sampler of another rank": (
         lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61), 3, place()[0] + 1)),
@@ -208,7 +208,7 @@ REFUSED = {
     "bitwise": (
         lambda: DataLoader(Stream(share(range(61))), 4),
         {"reproducible": "bitwise"},
-        "loader is its own share of the training data (as they read different samples), but reproducible='bitwise'",
+        "loader yields its own share of the training data (they read different samples), but reproducible='bitwise'",
     ),
     "more replicas": (
         lambda: DataLoader(Stream(share(range(61))), 4),
@@ -218,7 +218,7 @@ REFUSED = {
     "fsdp": (
         lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61))),
         {"strategy": "fsdp"},
-        "under this strategy all processes must run equally many batches",
+        "under this strategy all processes must run the same number of batches",
     ),
 }
 
@@ -254,7 +254,7 @@ def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
 
     undisturbed, stopped = run_workers(work, 2, threads=1)
     with pytest.raises(
-        ConfigError, match=r"own share .* \(as when the run began\).* Start 2 processes, as the run began"
+        ConfigError, match=r"own share .* \(as when the run started\).* Start 2 processes, as when the run started"
     ):
         resume(strategy="single")
     rest = run_workers(lambda: resume(strategy="ddp", devices=2), 2, threads=1)

@@ -90,7 +90,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return _fill(self.iterables, iter(pieces))
 
     def count_samples(self, batch: Any) -> int:
-        """Return the samples of a combined batch, summed over all loaders."""
+        """Return the number of samples in a combined batch, summed over all loaders."""
         return sum(require_samples(piece) for piece in self.pieces(batch) if piece is not None)
 
     def pieces(self, batch: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return [batch] if self.mode == "sequential" else [reduce(getitem, keys, batch) for keys in self._keys]
 
     def _rows(self) -> Iterator[list[Any]]:
-        # all at once, so that every loader's workers start while the first batch is awaited
+        # open all at once, so that every loader's workers start before the first batch is needed
         iterators = [read_loader(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
@@ -115,7 +115,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
                         iterators[number] = read_loader(loader)
                         piece = next(iterators[number], _END)
                     if piece is _END:
-                        raise DataError(f"The combined loader {self.names[number]!r} yields no batch.")
+                        raise DataError(f"The combined loader {self.names[number]!r} yields no batches.")
                 row.append(piece)
             yield row
 
@@ -123,8 +123,8 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def combined(loaders: Any) -> Any:
     """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
 
-    A list without loaders counts as a list of batches. Any iterable counts as a loader unless it can also be indexed or
-    moved to a device, as batches can.
+    A list that contains no loader is treated as a list of batches. Any iterable counts as a loader unless it can be
+    indexed or moved to a device, as batches can.
     """
     if isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders)):
         return CombinedLoader(loaders, "max_size_cycle")
@@ -132,7 +132,7 @@ def combined(loaders: Any) -> Any:
 
 
 def one_after_another(loaders: Any) -> list[Any]:
-    """Return the list of loaders of an evaluation, from a loader, a list, a dict or None.
+    """Return an evaluation's loaders as a list, given a loader, a list, a dict or None.
 
     As in training, a list of batches is a single loader.
     """
@@ -159,7 +159,7 @@ def loaders_in(loader: Any) -> list[Any]:
 
 
 def most_batches(loader: Any) -> int | None:
-    """Return the most batches that a loader may yield in an epoch; None if it has no length.
+    """Return the maximum number of batches that a loader may yield in an epoch; None if it has no length.
 
     With an iterable dataset, each worker of a DataLoader may end with a short batch, which torch's length omits.
     """
@@ -176,7 +176,7 @@ def most_batches(loader: Any) -> int | None:
 
 def _has_loader(loaders: Any) -> bool:
     parts = loaders.values() if isinstance(loaders, Mapping) else loaders
-    alone = not _has_values(parts)  # an iterable beside tensors, such as a set of names, is not a loader
+    alone = not _has_values(parts)  # next to tensors, an iterable such as a set of names is no loader
     return any(
         _has_loader(part)
         if isinstance(part, (Mapping, list, tuple))
@@ -239,7 +239,7 @@ class CombinedPart(MapLoader):
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
         # each restart within an epoch is another epoch of this loader
         self.tells_epoch, self.chunk = not in_order, max(1, CHUNK // self.batch_size)
-        # cached, as an order that a sampler draws is as long as the dataset
+        # cached, because an order drawn by a sampler is as long as the dataset
         self.order_of_pass = lru_cache(maxsize=4)(self._order_of_pass)
 
     def order_of_batches(self, epoch: int) -> EpochOrder:
@@ -283,7 +283,7 @@ class CombinedSource:
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, padded_for: int = 1) -> None:
-        """Build the parts. The first loader keeps the order and random numbers that it has without the others.
+        """Build the parts. The first loader has the same order and random numbers as it would alone.
 
         padded_for: number of replicas for which each loader repeats samples, so that all get batches of equal size.
         """
@@ -293,14 +293,14 @@ class CombinedSource:
             for number, (name, leaf) in enumerate(zip(loader.names, loader.flattened, strict=True))
         ]
         self.length = loader.combine_lengths([part.count for part in self.parts])
-        # Whether to drop a round in which a replica has no batch. Only if all loaders drop their last batch: one that
-        # keeps it has a batch to train on.
+        # Whether to drop a round in which a replica has no batch. True only if every loader drops its last batch: a
+        # loader that keeps it still has a batch to train on.
         self.drop_last = all(part.drop_last for part in self.parts)
         for part in self.parts:
             part.passes = -(-self.length // part.count)
 
     def map_loaders(self) -> dict[str, MapLoader]:
-        """Return the loaders by their names."""
+        """Return the loaders by name."""
         return {part.name: part for part in self.parts}
 
     def positions(self, epoch: int) -> int:
@@ -330,7 +330,8 @@ class CombinedSource:
 def is_dealable_by_batch(loader: Any) -> bool:
     """Return whether `loader` is a CombinedLoader of plain DataLoaders that all have a length.
 
-    In other modes it is read as a stream, since a position does not determine the batch of each loader.
+    False for the modes "max_size" and "sequential", in which a position does not determine the batch of each loader;
+    such a CombinedLoader is read as a stream.
     """
     return (
         isinstance(loader, CombinedLoader)

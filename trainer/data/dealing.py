@@ -32,7 +32,7 @@ from .streams import StreamData
 
 log = logging.getLogger("legato")
 
-# The most positions of an epoch at which processes compare the indices drawn by a sampler
+# Maximum number of positions per epoch at which processes compare the indices drawn by a sampler
 COMPARED = 1024
 
 
@@ -40,9 +40,9 @@ class DealtData:
     """Map-style data distributed by position; a process reads only its own samples."""
 
     forward_is_keyed = False
-    """False: a worker may have loaded the batch, or loaded it early, so the forward must be seeded."""
+    """False: a worker may have loaded the batch, or loaded it early, so the forward pass must be seeded."""
     amount_read = ""
-    """Empty: the ranks compare lengths at set-up, which determine the batches each one reads."""
+    """Empty: the ranks compare lengths during set-up, and the lengths determine the batches that each rank reads."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DealtData:
         if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
             # a sampler may draw from a generator that ranks seed differently
             drawn = {name: part.indices(0, min(order.length, COMPARED)) for name, part in order.by_loader().items()}
-            require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
+            require_same([order.length, drawn], self.ranks, f"the order that a sampler drew for epoch {epoch}")
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         if self.content == {} and self.dealing.keyed and self.dealing.process == 0:
             batches = self._note_content(order, deal, start_step, epoch, batches)
@@ -110,15 +110,15 @@ class DealtData:
         return chain([first], batches)
 
     def _piece(self, batch: Any, name: str) -> Any:
-        """Return a loader's piece of a batch."""
+        """Return the piece of a batch that comes from one loader."""
         combined = self.loader if isinstance(self.source, CombinedSource) else None
         return batch if combined is None else combined.pieces(batch)[combined.names.index(name)]
 
     def changed_content(self, before: Mapping[str, Any]) -> list[str]:
         """Return the loaders whose samples differ from `before`, the resumed run's `content`, and adopt that content.
 
-        Each batch is read twice, by a worker if the loader has workers. Values that differ between the two readings are
-        not compared, nor are batches that cannot be read.
+        Reads each batch twice, in a worker process if the loader has workers. Ignores values that differ between the
+        two reads, and batches that cannot be read.
         """
         self.content, changed = dict(before), list[str]()
         for name, part in self.source.map_loaders().items():
@@ -154,7 +154,7 @@ class DealtData:
             yield StepInput(unmasked, samples, rounds, is_full, masked)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
-        """Return the hashes of a few samples of each dataset, by the name of its loader. Collective."""
+        """Return the hashes of a few samples of each dataset, by the name of its loader. All ranks must call this."""
         loaders = {name: part.loader for name, part in self.source.map_loaders().items()}
         # the shortest length: a rank that only lacks samples at the end must still compare as equal
         lengths = [length_of(loader.dataset) or 0 for loader in loaders.values()]
@@ -189,8 +189,8 @@ class DealtData:
         if not self.warned and self.dealing.process == 0:
             self.warned = True
             log.warning(
-                "Manual optimization and sync_batchnorm need a batch on every replica: the last %d %s of an epoch, too "
-                "few for %d replicas, are left out.",
+                "The last %d %s of each epoch are left out, because they are too few for %d replicas: manual "
+                "optimization and sync_batchnorm need a batch on every replica.",
                 left_out, "batches" if self.source.own_batches else "samples", self.dealing.layout.replicas,
             )  # fmt: skip
 
@@ -206,7 +206,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Evaluation loaders, distributed over replicas exactly once; nothing is dropped or repeated."""
+    """Evaluation loaders, distributed over replicas so that each sample is evaluated exactly once."""
 
     def __init__(
         self,
@@ -218,10 +218,10 @@ class EvaluationData:
         expects_shares: bool = False,
         count: Callable[[Any], int] | None = None,
     ) -> None:
-        """Wrap the loaders. Collective.
+        """Wrap the loaders. All ranks must call this.
 
-        shares: indices of loaders that certainly yield each process's own share.
-        ranks: the ranks that compare whether a loader is the same on all of them or a share.
+        shares: indices of loaders that are known to yield each process's own share.
+        ranks: the ranks that compare samples to find out whether a loader yields the same data on all of them.
         expects_shares: treat map-style data that cannot be compared as a share.
         count: counts the samples of a stream's batch.
         """
@@ -254,7 +254,7 @@ class EvaluationData:
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
-            # a stream may end beyond its length
+            # a stream may yield more batches than its length
             is_unlimited = isinstance(source, StreamData) and isinstance(self.limit, float) and self.limit == 1.0
             limits = limit, None if is_unlimited else self.counts[index]
             most = min((count for count in limits if count is not None), default=None)
@@ -267,7 +267,7 @@ class EvaluationData:
                     yield item
 
     def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
-        """Return whether a map-style loader yields a different share in each process. Collective."""
+        """Return whether a map-style loader yields a different share in each process. All ranks must call this."""
         # with nothing to compare, the user's setting decides
         if self.ranks.size == 1:
             return expects_shares
@@ -275,12 +275,12 @@ class EvaluationData:
             return True
         if not expects_shares:
             return False
-        # where the user expects shares, a custom sampler or a different length shows one
+        # if the user expects shares, a custom sampler or a different length indicates one
         draws = any(part.shuffled is None for part in source.source.map_loaders().values())
         return draws or not have_same(source.source.positions(0), self.ranks)
 
     def _compare(self, index: int, stream: StreamData, epoch: int) -> None:
-        """Treat a stream as a share if processes read different first batches. Collective."""
+        """Treat a stream as a share if processes read different first batches. All ranks must call this."""
         if index in self.certain_shares:
             return
         if are_shares(stream.read_samples(epoch), self.ranks, self.dealing.process):
@@ -290,7 +290,7 @@ class EvaluationData:
             stream.dealing = self.dealing
 
     def _take_share(self, index: int) -> None:
-        """Treat a loader as this process's own share, and read all of it as in a run of one process."""
+        """Treat a loader as this process's own share, and read all of it, as in a single-process run."""
         source = self.sources[index]
         if index in self.shares:
             return
@@ -308,7 +308,7 @@ class EvaluationData:
         return all(count is None or count % replicas == 0 for count, replicas in self._dealt())
 
     def rounds(self) -> list[int | float]:
-        """Return the largest number of batches per replica of each loader; infinity if unknown."""
+        """Return, for each loader, the largest number of batches per replica; infinity if unknown."""
         return [inf if count is None else -(-count // replicas) for count, replicas in self._dealt()]
 
     def _dealt(self) -> Iterator[tuple[int | None, int]]:

@@ -1,4 +1,4 @@
-"""Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors of workers."""
+"""Map-style DataLoaders: their order, a copy that loads this process's batches, and clear worker errors."""
 
 import logging
 import warnings
@@ -49,7 +49,7 @@ def opened_loaders() -> list[Any]:
 
 
 def close_loaders(keep: Sequence[Any] = ()) -> None:
-    """End all loaders' workers, even persistent ones, which a traceback may keep alive; leave the `keep` iterators."""
+    """End the workers of all open iterators not in `keep`, even persistent ones, which a traceback may keep alive."""
     for batches in opened_loaders():
         if not any(batches is kept for kept in keep):
             end_loader_workers(batches, _open_iterators.pop(batches))
@@ -58,14 +58,14 @@ def close_loaders(keep: Sequence[Any] = ()) -> None:
 def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0) -> Iterator[Any]:
     """Yield the batches of an iterator, which must have at least `length` of them.
 
-    If it raises, its non-persistent workers are ended here: torch ends them only with the last reference to the
-    iterator, which a worker's error keeps in a cycle.
+    If the iterator raises, this function ends its non-persistent workers. torch would end them only when the last
+    reference to the iterator is dropped, and the worker's error holds one in a reference cycle.
 
-    Raises DataError for fewer batches: torch treats a StopIteration from a dataset or a collate_fn as the end.
+    Raises DataError if there are fewer batches: torch treats a StopIteration from a dataset or a collate_fn as the end.
     """
     count, (read, most) = 0, reader_of(batches)
     try:
-        # not `yield from`, which would close the iterator with this generator: a user's may serve another epoch
+        # not `yield from`, which would close the iterator with this generator: a user's may be used in another epoch
         while True:
             if count == most:
                 read = read_on(batches, count)
@@ -86,7 +86,8 @@ def iterate_loader(batches: Iterator[Any], loader: Any = None, length: float = 0
 def read_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over the batches of a loader, whose workers leave signals to the trainer.
 
-    A loader with a custom `__len__` ends there, since it may be endless; torch's warns if its length is too small.
+    A loader with a custom `__len__` stops at that length, because it may be endless. A torch DataLoader yields all of
+    its batches and warns if its length is too small.
     """
     with prepared_workers(loader):
         batches = open_loader(loader)
@@ -126,7 +127,7 @@ class MapLoader:
         self.is_share = False
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None
-        # `chunk`: positions per call of the order; `tells_epoch`: call the dataset's set_epoch in workers too
+        # `chunk`: positions per call to the order; `tells_epoch`: call the dataset's set_epoch in workers too
         self.chunk, self.tells_epoch = CHUNK, False
 
     @property
@@ -174,7 +175,7 @@ class MapLoader:
             return None
 
     def count_batches(self) -> int | None:
-        """Return the batches of an epoch over all replicas, or None if unknown before the order is drawn."""
+        """Return the number of batches in an epoch over all replicas; None if unknown before the order is drawn."""
         positions = self.positions(0)
         if positions is None:
             return None
@@ -193,7 +194,7 @@ class MapLoader:
 
 
 def is_dealable(loader: Any) -> bool:
-    """Return whether samples of `loader` can be distributed: a DataLoader, no subclass, over a map-style dataset."""
+    """Return whether samples of `loader` can be distributed: it is a plain DataLoader over a map-style dataset."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -204,7 +205,7 @@ def is_dealable(loader: Any) -> bool:
 def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
     """Return True for a shuffle of all `length` samples, False for all of them in order, None for any other sampler.
 
-    A DistributedSampler is treated as on a single process, since Legato distributes the samples.
+    A DistributedSampler is treated as if there were a single process, because Legato distributes the samples.
     """
     # `type(...) is` rather than isinstance: a subclass may draw any order
     if type(sampler) is DistributedSampler:
@@ -285,13 +286,13 @@ def length_of(loader: Any) -> int | None:
 
 
 def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
-    """Raise DataError if `loader` is not iterable or has length 0; without `refuses_empty`, only warn of the latter."""
+    """Raise DataError if `loader` is not iterable or has length 0; without `refuses_empty`, length 0 is a warning."""
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         hint = " Pass DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
         raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {kind}.{hint}")
     if length_of(loader) == 0:
-        problem = f"{name} is empty: it yields no batch. Its dataset is empty, or too small for drop_last."
+        problem = f"{name} is empty: it yields no batches. Its dataset is empty or too small for drop_last."
         if refuses_empty:
             raise DataError(problem)
         log.warning("%s It is skipped.", problem)

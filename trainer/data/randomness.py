@@ -1,9 +1,9 @@
-"""Keyed random numbers: a function of where they are drawn, not of earlier draws.
+"""Keyed random numbers: each depends only on where it is drawn, not on earlier draws.
 
-Before a batch is loaded, and before each replica's forward, Python's, NumPy's and torch's generators are seeded from a
-key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead does not work:
-workers' states cannot be saved, prefetching consumes random numbers early, and creating an iterator draws from the
-global generator. The keys of weight updates, and of hooks that every rank calls alike, contain no replica.
+Before a batch is loaded, and before each replica's forward pass, the generators of Python, NumPy and torch are seeded
+from a key: `mix` of seed, epoch and position, or of seed, step and replica. Saving generator states instead does not
+work: workers' states cannot be saved, prefetching consumes random numbers early, and creating an iterator draws from
+the global generator. The keys for weight updates, and for hooks that every rank calls, do not depend on the replica.
 """
 
 import logging
@@ -69,7 +69,7 @@ def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) ->
 
 
 def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Return whether two results of `generator_states` are equal, so that nothing was drawn between them."""
+    """Return whether two results of `generator_states` are equal, that is, nothing was drawn in between."""
     tensors = zip((first[2], *first[3]), (second[2], *second[3]), strict=True)
     numpys = np.array_equal(first[1][1], second[1][1]) and first[1][2:] == second[1][2:]
     return bool(first[0] == second[0]) and numpys and all(torch.equal(*pair) for pair in tensors)
@@ -90,7 +90,7 @@ def seed_generators(key: int) -> None:
 
 
 def hook_key(seed: int, hook: str, *place: int) -> int:
-    """Return the key of a hook that all ranks call, equal on all of them."""
+    """Return the key for a hook that all ranks call; the key is equal on all ranks."""
     return mix(seed, crc32(hook.encode()), *place)
 
 
@@ -108,8 +108,8 @@ def kept_generators() -> Iterator[None]:
 def keyed_generators(key: int) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """Seed the generators from a key in this context, and restore their states when it ends.
 
-    Yields a function that calls its argument with the outer generators, as if outside the context. It costs about
-    170 us for Python's, NumPy's and torch's generators together, so it is used only within a replica's step.
+    Yields a function that calls its argument with the outer generators, as if outside the context. That call costs
+    about 170 us for the generators of Python, NumPy and torch together, so it is used only within a replica's step.
     """
     states = generator_states()
 

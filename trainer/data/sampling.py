@@ -31,8 +31,8 @@ MASK = (1 << 64) - 1
 # generators"; multipliers: Stafford's Mix13).
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 ORDER_STREAM = 0x6F72646572  # separates the order's keys from the generators' keys; any constant works
-# With 4 rounds, the distance between the images of two neighbours is visibly uneven (chi-square over 400,000 keys,
-# p < 1e-6); with 5, it still is for positions one row apart; with 6, nothing shows. Two more are a safety margin.
+# With 4 rounds, the distance between the images of adjacent positions is visibly uneven (chi-square over 400,000 keys,
+# p < 1e-6); with 5, it still is for positions one row apart; with 6, it is even. Two more are a safety margin.
 ROUNDS = 8
 TABLE_LENGTH = 1024  # up to this length a sorted table (8 KiB) is faster than the rounds, and exactly uniform
 CHUNK = 4096  # positions that DealtBatches evaluates per call, to amortize NumPy's overhead
@@ -123,8 +123,8 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """Assignment of replicas to processes: contiguous blocks, the first ones longer by one if the division has a
-    remainder."""
+    """Assignment of replicas to processes: contiguous blocks, of which the first ones are longer by one if the number
+    of replicas is not divisible by the number of processes."""
 
     replicas: int
     processes: int
@@ -159,9 +159,10 @@ class Deal:
     """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
-    The last step takes the remaining rounds and may be shorter. `padded` gives all replicas equally many positions in
-    the last round: positions from `length` on, fewer than there are replicas, repeat the epoch's first ones. If samples
-    are left out, `count` returns the remaining samples at positions [start, stop); an empty batch is skipped.
+    The last step takes the remaining rounds and may be shorter. With `padded`, all replicas have the same number of
+    positions in the last round: the added positions, fewer than the replicas, repeat the epoch's first samples. If
+    samples are left out, `count` returns the number of remaining samples at positions [start, stop), and empty batches
+    are skipped.
     """
 
     length: int
@@ -175,7 +176,7 @@ class Deal:
 
     @cached_property
     def rounds(self) -> int:
-        """Rounds in which at least one replica has a sample; with `drop_last`, every replica a full batch."""
+        """Number of rounds in which any replica has a sample or, with `drop_last`, all replicas have a full batch."""
         in_round = self.replicas * self.batch_size
         # double negation rounds the division up
         rounds = self.padded_length // in_round if self.drop_last else -(-self.padded_length // in_round)
@@ -199,7 +200,7 @@ class Deal:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the epoch."""
+        """Number of optimizer steps in the epoch."""
         return -(-self.rounds // self.accumulate)
 
     def rounds_of(self, step: int) -> range:
@@ -220,7 +221,8 @@ class Deal:
     def spans(self, step: int, replicas: range, leaders: Sequence[range] = ()) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
-        leaders: blocks of replicas. The batches of the block with the most are appended until there are as many.
+        leaders: blocks of replicas of other processes. Batches of the block with the most batches are appended until
+        this process has as many.
         """
         # `span` is inlined, as this runs in every step
         full, samples, last, spans, count = self.batch_size, self.samples, self.rounds - 1, [], self.count
@@ -250,9 +252,9 @@ def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
 
 
 class KeyedIndices(list[Any]):
-    """The dataset indices of one batch, with its epoch and first position, which key the random numbers of loading.
+    """The dataset indices of one batch, with its epoch and first position, the key for random numbers during loading.
 
-    It is a list, so that any dataset's `__getitems__` accepts it and both numbers survive pickling to a worker.
+    It is a list, so any dataset's `__getitems__` accepts it, and both numbers survive pickling to a worker.
     """
 
     __slots__ = ("epoch", "position")
@@ -277,7 +279,7 @@ class EpochOrder:
     """The orders of combined loaders, by name."""
 
     def begin_again(self) -> None:
-        """Let positions from `length` on repeat the first ones."""
+        """Make positions from `length` on repeat the first positions."""
         once, length, size_of = self.order, self.length, self.size_of
         self.order = lambda positions: once(positions % length)
         self.size_of = None if size_of is None else lambda position: size_of(position % length)

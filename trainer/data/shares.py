@@ -19,14 +19,15 @@ from .sampling import KeyedIndices
 
 log = logging.getLogger("legato")
 
-# Samples of a dataset to compare, and readings of each, to recognize noise that no seed repeats
+# Number of samples of a dataset to compare, and how often to read each, to detect noise that no seed reproduces
 SAMPLES, READINGS = 4, 3
 WRITTEN = (str, bytes, int, float, complex, type(None))
 
 # The error of strategies whose processes run in lockstep
 LOCKSTEP = (
     "Each process reads its own share of the data, which may be uneven, but under this strategy all processes must run "
-    "equally many batches. Let each process read all of the data, which Legato then distributes, or use strategy ddp."
+    "the same number of batches. Let each process read all of the data, which Legato then distributes, or use "
+    "strategy ddp."
 )
 
 # A hash for each tensor, number and text of a sample; None for a value that differs at each reading
@@ -51,7 +52,7 @@ def _content_of(part: Any, above: list[Any]) -> Iterator[bytes]:
         yield repr(part).encode()
     elif isinstance(part, np.ndarray) and part.dtype.hasobject:
         yield from _content_of(part.tolist(), above)
-    elif callable(getattr(part, "tobytes", None)):  # arrays, numbers of NumPy, images
+    elif callable(getattr(part, "tobytes", None)):  # arrays, NumPy scalars, images
         yield part.tobytes()
     elif not any(part is parent for parent in above):
         items: Any = ()
@@ -73,10 +74,10 @@ def _hashes_of_each(samples: Any) -> list[tuple[int, ...]]:
 
 
 def read_samples(loader: "DataLoader[Any]", length: int) -> list[Sample]:
-    """Return the hashes of a few of the first `length` samples of a loader's dataset, which depend on the data only.
+    """Return the hashes of a few of the first `length` samples of a loader's dataset.
 
-    All samples are read with the same random numbers, by a worker process if the loader has workers: a file that the
-    dataset opens at its first read must not be open in the process that forks the workers.
+    All samples are read with the same random numbers, so the hashes depend only on the data. If the loader has workers,
+    a worker reads them: a file that the dataset opens on first read must not be open in the process that forks workers.
     """
     indices = sorted({length * number // SAMPLES for number in range(SAMPLES)}) if length else []
     try:
@@ -131,7 +132,7 @@ def differs(samples: Sequence[Any]) -> bool:
 
 
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
-    """Return whether processes read different data, judged by a few samples from each. Collective.
+    """Return whether processes read different data, judged by a few samples from each. All ranks must call this.
 
     samples: by loader name, for combined loaders.
     data_rank: equal on ranks that work on the same batches.
@@ -167,7 +168,7 @@ def name_of(loader: Any) -> str:
 
 def log_share(data: str, loader: Any, ranks: Ranks) -> None:
     """Log on rank 0 that each process reads its own share of the "training" or "evaluation" data."""
-    stays = f", so this run stays on {ranks.size} processes" if data == "training" else ""
+    stays = f", so this run must keep {ranks.size} processes" if data == "training" else ""
     if ranks.rank == 0:
         log.info("Each process reads its own share of the %s data (%s)%s.", data, name_of(loader), stays)
 
@@ -191,7 +192,7 @@ def reads_share(loader: Any, ranks: Ranks) -> bool:
 
 
 def _distributed_samplers(loader: Any) -> "list[DistributedSampler[Any]]":
-    """Return the DistributedSamplers of a loader, except one that Legato replaces by its own order."""
+    """Return the DistributedSamplers of a loader, except one that Legato replaces with its own order."""
     batches: Any = getattr(loader, "batch_sampler", None)
     if is_dealable(loader) and type(batches) is BatchSampler and type(batches.sampler) is DistributedSampler:  # type: ignore[comparison-overlap]
         return []
@@ -216,24 +217,25 @@ def unpadded(loader: Any) -> Iterator[None]:
 
 
 def have_same(content: Any, ranks: Ranks) -> bool:
-    """Return whether all ranks have the same content. Collective."""
+    """Return whether all ranks have the same content. All ranks must call this."""
     # a hash of integers, which is equal in all processes; Python's hash of strings is not
     numbers = torch.tensor([hash(hashes_of(content)) >> 1])
     return len(set(ranks.all_gather(numbers).flatten().tolist())) == 1
 
 
 def require_same(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError if ranks that distribute one stream or order read different content. Collective."""
+    """Raise DataError if ranks that distribute one stream or order read different content. All ranks must call this."""
     if not have_same(content, ranks):
         raise DataError(
             f"The processes read different data in {where}, so samples would be lost: each process keeps only its "
             f"part. If each process reads its own share, set trainer.use_distributed_sampler=false. If all should read "
-            f"the same, draw from the global generators of Python, NumPy or torch, which are seeded alike."
+            f"the same data, draw random numbers from the global generators of Python, NumPy or torch, which Legato "
+            f"seeds identically."
         )
 
 
 def require_different(content: Any, ranks: Ranks, where: str) -> None:
-    """Raise DataError if ranks that should read different shares read the same content. Collective."""
+    """Raise DataError if ranks that should read different shares read the same content. All ranks must call this."""
     if have_same(content, ranks) and content is not None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share: they would "

@@ -19,7 +19,7 @@ class ReplicaBatch:
     samples: int
     dataloader_idx: int = 0
     masked: bool = False
-    """Whether the batch belongs to another process and runs only to keep lockstep; its results are discarded."""
+    """Whether the batch belongs to another process and runs only to stay in lockstep; its results are discarded."""
     place: tuple[Any, int, int] | None = None
     """The epoch's order and the batch's positions [start, stop) in it; None if the data has no positions."""
 
@@ -53,7 +53,7 @@ class StepInput:
     is_full: bool = True
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
-    """Masked batches that bring this process up to the largest number of any process; see `Dealing.lockstep`."""
+    """Masked batches, so that this process runs as many as the process with the most; see `Dealing.lockstep`."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Dealing:
     keyed: bool = True
     """Whether to key the random numbers of each batch's loading; False with `reproducible: off`."""
     lockstep: bool = False
-    """Whether all processes run equally many batches per step, filling up with masked ones."""
+    """Whether all processes run the same number of batches per step, adding masked batches if needed."""
     loader_options: Mapping[str, Any] | None = None
     """Options that override those of the user's DataLoaders."""
     padded: bool = False
-    """Whether an epoch's last round repeats its first samples until all replicas have equally many."""
+    """Whether the last round repeats the epoch's first samples until all replicas have the same number."""
     left_out: frozenset[int] = frozenset()
     """Dataset indices to leave out of all batches; positions stay the same, and batches shrink."""
 
@@ -93,7 +93,7 @@ class Dealing:
 def apply_limit(limit: int | float, count: int | None) -> int | None:
     """Return how many of `count` batches remain under a limit, a count (int) or a fraction (float).
 
-    An unknown count is None.
+    None stands for an unknown count.
     """
     # 1 is one batch, 1.0 is all of them
     if isinstance(limit, float):

@@ -27,7 +27,7 @@ _END = object()
 WORKER_STREAM = 0x776F726B657273
 # Keys in the states of loaders that count epochs themselves: MosaicML's and litdata's
 EPOCHS = {"epoch", "current_epoch"}
-# Length of a share without a length; any real length is smaller
+# Stands for the length of a share whose loader has none; any real length is smaller
 UNKNOWN = 2**62
 
 
@@ -81,9 +81,9 @@ class StreamData:
 
     @property
     def forward_is_keyed(self) -> bool:
-        """Whether the generators are still keyed by position at the forward, as with one batch per step.
+        """Whether the generators are still keyed by position in the forward pass, as with one batch per step.
 
-        Seeding them again before the forward would cost 10 us.
+        Reseeding them before the forward pass would cost 10 us.
         """
         alone = self.dealing.accumulate == self.dealing.layout.replicas == 1
         return self.dealing.keyed and alone
@@ -214,7 +214,7 @@ class StreamData:
         return mix(WORKER_STREAM, self.dealing.seed, epoch) if self.dealing.keyed else None
 
     def _skip(self, batches: Iterator[Any], epoch: int, step: int, count: int, has_state: bool) -> None:
-        """Read and discard batches under their original keys, so that a loader's random numbers are the same."""
+        """Read and discard batches under their original keys, so that the loader draws the same random numbers."""
         reason = "a state that does not restore its position (a shuffle buffer?)" if has_state else "no state_dict"
         log.warning(
             "%s has %s: reading %d batches again to get back to step %d of epoch %d.",
@@ -279,7 +279,7 @@ class OwnShares(StreamData):
         ranks: Ranks,
         count: Callable[[Any], int] | None = None,
     ) -> None:
-        """Wrap a loader. Collective.
+        """Wrap a loader. All ranks must call this.
 
         dealing: the run's settings over all processes.
         ranks: the ranks that read shares.
@@ -331,7 +331,7 @@ class OwnShares(StreamData):
             yield StepInput(batches, samples, rounds, is_full=batches_of_all == processes * len(batches))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all processes' loaders. Collective."""
+        """Return the states of all processes' loaders. All ranks must call this."""
         states = self.sharers.gather_objects(super().state_dict())
         return {"shares": states} if all(states) else {}
 
@@ -345,6 +345,6 @@ def own_shares(data: Any, ranks: Ranks, count: Callable[[Any], int] | None = Non
     """Return training data that treats the loader of `data` as each process's own share; see `OwnShares`."""
     shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count)
     log_share("training", data.loader, ranks)
-    if hasattr(data.loader, "__next__"):  # an iterator cannot start over under this process's random numbers
+    if hasattr(data.loader, "__next__"):  # an iterator cannot start over with this process's random numbers
         shares.first_read = getattr(data, "first_read", None)
     return shares

@@ -18,7 +18,7 @@ from .shares import hashes_of
 
 
 class Delivery(NamedTuple):
-    """A batch with its number of samples and its worker's state; a tuple, whose tensors torch can pin and send."""
+    """A batch with its number of samples and its worker's state; a tuple, so torch can pin and send its tensors."""
 
     batch: Any
     samples: int | None
@@ -75,7 +75,7 @@ class TrackingCollate:
 
 
 class TrackedLoader:
-    """A loader whose batches are deliveries, with the states noted from them in the current epoch."""
+    """A loader whose batches are deliveries; it records the states that they carry in the current epoch."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.loader = loader
@@ -113,9 +113,9 @@ class TrackedLoader:
 
         batch_key: the key under which the main process read that batch.
 
-        Workers take turns, always starting with worker 0. Workers up to the newest batch's therefore start one batch
-        earlier, and these batches are dropped. The newest one must have the saved hashes: they differ if the dataset
-        keeps samples outside of its state, as in a shuffle buffer.
+        Workers take turns, always starting with worker 0. Therefore all workers up to the one that made the newest
+        batch start one batch earlier, and these batches are dropped. The newest batch must have the saved hashes: they
+        differ if the dataset keeps samples outside its state, as in a shuffle buffer.
         """
         states = {worker: pair for worker, *pair in saved["states"]}
         newest, batches_open, delivery = saved["newest"], opened_loaders(), None
@@ -150,7 +150,7 @@ def has_state(dataset: Any) -> bool:
 def tracked(loader: Any) -> TrackedLoader | None:
     """Return a TrackedLoader; None if `loader` is not a DataLoader that iterates as torch's does.
 
-    Also None if tracking adds nothing: batches of torch's collate functions show their number of samples themselves.
+    Also None if tracking adds nothing: the number of samples is evident in a batch from torch's collate functions.
     """
     if not isinstance(loader, DataLoader) or not iterates_plainly(loader):
         return None

@@ -16,13 +16,13 @@ class CopyStream:
     """Copies batches to a device on a separate stream, so that the next batch arrives while the current one computes.
 
     No batch is read ahead of its step: the host queues a batch's kernels long before the device runs them, and on
-    another stream the next copy does not wait for those kernels. At most one extra batch takes device memory: before a
-    copy, the host waits until the batch before the newest one is done, while the newest one is still queued.
+    another stream the next copy does not wait for those kernels. At most one extra batch takes device memory: before
+    each copy, the host waits for the second-newest batch to finish, while the newest one is still queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.Stream(device)
-        # Event after the work that was queued when the newest batch was copied
+        # Event recorded after the work that was already queued when the newest batch was copied
         self.queued: Any = None
 
     def begin_batch(self) -> None:

@@ -44,7 +44,7 @@ class WorkerSetup:
 
 @functools.cache
 def _attends() -> Any:
-    """Return the flag, shared with forked loader workers, for whether this process handles signals."""
+    """Return the flag that tells forked loader workers whether this process handles signals."""
     from multiprocessing.sharedctypes import RawValue
 
     # without a lock: a signal handler reads it, and could deadlock

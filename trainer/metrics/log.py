@@ -1,7 +1,7 @@
 """Logged values: collected without a host sync, and reduced over batches, replicas and ranks.
 
-`log` only appends to a list; all pending values are read from the device together when a log point is due. Sums are
-kept per replica in float64 and combined in replica order, so a logged mean is the same on any number of processes.
+`log` only appends to a list; all pending values are read from the device together at a log point. Sums are kept per
+replica in float64 and combined in replica order, so a logged mean is the same for any number of processes.
 """
 
 import logging
@@ -53,7 +53,7 @@ BatchSize = float | Tensor | None
 # (weighted value, weight) by replica
 Sums = dict[int, list[float]]
 
-# Maximum number of values, or losses, that wait on the device; beyond it they are read even if no log point is due
+# Maximum number of values, or losses, kept on the device; beyond it, they are read without waiting for a log point
 PENDING_LIMIT = 1024
 
 NO_STEP = -2
@@ -96,14 +96,14 @@ class Metrics:
         self.loaders_of: dict[str, set[int]] = {}
         # Series, value, weight, replica and step of each value that is not read yet
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
-        # `dropped`: the newest step if it was dropped, whose later values are ignored too
+        # `dropped`: the newest step, if it was dropped; its later values are ignored too
         self.batches_of_step, self.dropped = 0, -1
         # Whether to ignore logged values, as for masked batches
         self.muted = False
         self.losses: list[tuple[Tensor, int]] = []
         # Paths of the task's metric objects that were logged
         self.logged: set[str] = set()
-        # State of an epoch in which the run ended, after which the metric objects were reset
+        # State of the epoch in which the run ended, kept because the metric objects were reset after it
         self.state_at_end: dict[str, Any] | None = None
         # The first step of this process with a non-finite loss, and that loss
         self.bad_loss: tuple[int, float] | None = None
@@ -160,7 +160,7 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside of any step or epoch, so there is no point to write it to. Call it "
+                f"log({name!r}) was called outside of any step or epoch, so it belongs to no log point. Call it "
                 f"in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
@@ -187,7 +187,7 @@ class Metrics:
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
-        """Record several values, like `log` for each one, in half the time."""
+        """Record several values, in half the time of a call to `log` for each one."""
         # Checked once for all values: in rarer cases no series is looked up here, and each value goes through `log`.
         is_plain = self.in_step and not (self.muted or self.suffix or options[6])
         open_series = self.series if is_plain and self.series is not None else {}
@@ -223,7 +223,7 @@ class Metrics:
             )
         if on_step is False and on_epoch is False:
             raise TaskError(
-                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value. Set one to True."
+                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value. Set either to True."
             )
         if self.in_step and self.stage == "train":
             on_step = on_step is not False
@@ -260,7 +260,7 @@ class Metrics:
         return path
 
     def _warn_of_shared(self, name: str, metric: Any) -> None:
-        """Warn of a metric object logged in two open stages, whose samples it mixes."""
+        """Warn if a metric object is logged in two open stages, because that mixes their samples."""
         for stage, series in self.stages.items():
             if stage != self.stage and any(item.metric is metric for item in series.values()):
                 log.warning(
@@ -283,7 +283,7 @@ class Metrics:
         """Return all pending values as numbers, except those of a dropped step."""
         pending = self.pending if self.dropped < 0 else [item for item in self.pending if item[4] != self.dropped]
         self.pending, self.dropped = [], -1
-        # If a series only has values of steps, only the newest step's are read: each takes a microsecond.
+        # If a series has only per-step values, only those of the newest step are read: each takes a microsecond.
         newest = {series: step for series, _, _, _, step in pending}
         pending = [item for item in pending if item[0].keeps_sums or item[4] == newest[item[0]]]
         if not pending:
@@ -307,7 +307,7 @@ class Metrics:
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError on every rank, naming the first step with a non-finite loss. Collective."""
+        """Raise NonFiniteError if a loss is not finite, with the first such step. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
@@ -343,7 +343,7 @@ class Metrics:
         return {series.name: total(series.kind, series.sums) for series in shown}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values of the current stage, over all replicas. Collective."""
+        """Return the newest step's values of the current stage, over all replicas. All ranks must call this."""
         return self.log_point(checks_losses=False, extra=())[0]
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
@@ -358,7 +358,7 @@ class Metrics:
         return sort_out(values, "_step"), maxima[1:]
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the values of the newest step over all replicas, and the maxima of `extra`. Collective."""
+        """Return the newest step's values over all replicas, and the maxima of `extra`. All ranks must call this."""
         self.flush()
         local = {series: series.step for series in self.with_values_of_step()}
         gathered, maxima = self._gather(local, self.batches_of_step == 0, extra)
@@ -370,7 +370,10 @@ class Metrics:
         return [series for series in open_series if series.step_at == self.step and series.step]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the current stage's values over the epoch; close the stage unless `keep` is set. Collective."""
+        """Return the current stage's values over the epoch; close the stage unless `keep` is set.
+
+        All ranks must call this.
+        """
         assert self.series is not None
         gathered = self.gather_epoch()
         self._read_metrics([series for series in gathered if series.kind == "metric"], keep)
@@ -386,7 +389,7 @@ class Metrics:
         return sort_out(values, "_epoch")
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return every series of the epoch with its sums over all replicas. Collective."""
+        """Return every series of the epoch with its sums over all replicas. All ranks must call this."""
         self.flush()
         reduced = (series for series in (self.series or {}).values() if series.on_epoch)
         local = {series: series.sums for series in reduced if series.sums or series.metric is not None}
@@ -398,7 +401,7 @@ class Metrics:
         return series.alone
 
     def _read_metrics(self, logged: list[Series], keep: bool) -> None:
-        """Compute torchmetrics objects over all ranks, except those without an update since the last time.
+        """Compute torchmetrics objects over all ranks, except those without an update since they were last computed.
 
         With `keep`, their states stay, so that hooks at the end of an epoch can read them.
         """
@@ -491,10 +494,13 @@ class Metrics:
         return among[key]
 
     def share(self) -> None:
-        """If `shares`, give every rank the training values of all ranks. Collective."""
+        """If `shares` is set, give every rank the training values of all ranks. All ranks must call this."""
 
     def share_step(self) -> None:
-        """If `shares`, give every rank the current step's values of all ranks, before the update. Collective."""
+        """If `shares` is set, give every rank all ranks' values of the current step, before the update.
+
+        All ranks must call this.
+        """
 
     # --- another step, epoch or layout ------------------------------------------------------------------------------
     def rewind(self, step: int) -> None:
@@ -513,7 +519,7 @@ class Metrics:
         self.open("train")
 
     def join(self, collectives: Ranks, replicas: range) -> None:
-        """From now on, reduce values with the other ranks. `replicas`: those of this process."""
+        """From now on, reduce values with the other ranks. `replicas`: the replicas of this process."""
         self.collectives = collectives
         self.set_layout(collectives.size, replicas)
 
@@ -537,7 +543,7 @@ class Metrics:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the training epoch's sums so far, over all ranks. Collective.
+        """Return the training epoch's sums so far, over all ranks. All ranks must call this.
 
         Values that hooks log between steps are omitted: a resumed epoch calls these hooks again.
         """
@@ -580,7 +586,7 @@ class Metrics:
             series.sums = {self.first_replica: saved["sums"][0][1:]}
 
     def finish(self) -> None:
-        """Reset metric objects if a run of one process ends within an epoch, so that the next fit starts without them.
+        """Reset metric objects if a single-process run ends mid-epoch, so that the next fit starts from empty states.
 
         A checkpoint saved later still contains their states.
         """
@@ -591,7 +597,7 @@ class Metrics:
                 metric.reset()
 
     def gather_unlogged(self) -> list[str]:
-        """Load the states of all replicas into the metric objects that were never logged. Collective.
+        """Load the states of all replicas into the metric objects that were never logged. All ranks must call this.
 
         Returns the names of metrics that were updated but not computed.
         """
@@ -611,11 +617,11 @@ class Metrics:
         return [path for path in updated if path not in computed] if self.processes > 1 else []
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value. Collective."""
+        """Return every rank's value. All ranks must call this."""
         return self.collectives.gather_objects(value)
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:
-        """Return the states of metrics on all ranks, by path and replica. Collective."""
+        """Return the states of metrics on all ranks, by path and replica. All ranks must call this."""
         return self.states.gather(metrics, self.collectives)
 
 

@@ -22,7 +22,7 @@ ONCE = "once"
 
 # The attributes of a series that ranks exchange, in the order of its arguments
 Description = tuple[Any, ...]
-# Added to the names of series logged between steps, as a series logged within steps may have the same name
+# Added to the names of series logged between steps, because a series logged within steps may have the same name
 BETWEEN_STEPS = "\n"
 
 
@@ -68,7 +68,7 @@ class Series:
 
 
 def key_of(name: str, in_step: bool) -> str:
-    """Return the key of a series; not a tuple, whose hash would take half the time of `log`."""
+    """Return the key of a series: a string, because hashing a tuple would take half the time of `log`."""
     return name if in_step else name + BETWEEN_STEPS
 
 
@@ -198,7 +198,7 @@ Row = tuple[Series, int, float, float, int]
 class Exchange:
     """Gathers rows of all ranks in one all_gather, where each series is represented by a number.
 
-    For a new series, or more rows than fit, the ranks first exchange descriptions by pickle. Collective.
+    For a new series, or more rows than fit, the ranks first exchange descriptions by pickle. All ranks must call this.
     """
 
     def __init__(self, collectives: Ranks) -> None:
@@ -232,7 +232,7 @@ class Exchange:
             for descriptions in self.collectives.gather_objects([row[0].description for row in rows]):
                 for description in descriptions:
                     self.numbers.setdefault(description, len(self.numbers))
-            # doubled, so that a run that logs ever more names needs few of these exchanges
+            # doubled, so that a run that keeps adding names needs few of these exchanges
             self.rows = 2 * most if most > self.rows else self.rows
 
 

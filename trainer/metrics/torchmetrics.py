@@ -5,8 +5,8 @@ for all of its replicas, stored under the first one. Other states (dist_reduce_f
 be combined by a metric's `compute`. A task with such a metric, and any task under `reproducible: bitwise`, has one
 state per replica; these are swapped into the metric objects in turn and merged in replica order.
 
-States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`; that equals the
-single-process value if updates have equal sizes. States without an update are ignored.
+States reduced by "mean" are weighted by their number of updates, as in torchmetrics' `forward`; the result matches a
+single-process run if all updates have the same size. States without an update are ignored.
 """
 
 import sys
@@ -23,7 +23,7 @@ from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..accelerators import widest_float
 from ..processes.ranks import Ranks
 
-# torchmetrics' reductions whose merged state can be updated further with the same result
+# torchmetrics reductions whose merged state can be updated further without changing the result
 MERGED_EARLY = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")
 
 # The states of one metric by name, and its number of updates
@@ -38,10 +38,10 @@ def is_metric(value: Any) -> bool:
 
 
 def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return every rank's `state`, by rank; a metric's `compute()` calls this function in a hook. Collective.
+    """Return every rank's `state`, in rank order, for a metric's `compute()` in a hook. All ranks must call this.
 
     For a list state without an update, torchmetrics sends an empty float vector, and gloo aborts the process if other
-    ranks hold matrices or integers. So states are sent as objects, and empty ones are left out.
+    ranks hold matrices or integers. So states are sent as objects, and empty ones are omitted.
     """
     ranks = Ranks(dist.get_rank(group), dist.get_world_size(group), group)
     states = ranks.gather_objects(state.detach().cpu())
@@ -110,7 +110,7 @@ class MetricStates:
                 if self.replica in self.kept[path]:
                     load_states(metric, self.kept[path][self.replica])
                 if self.merged.pop(path, None):
-                    # the metric's own setting, which its program may have switched off
+                    # the metric's setting, which the user's code may have switched off
                     set_synced(metric, metric.sync_on_compute)
 
     def save(self) -> None:
@@ -137,7 +137,10 @@ class MetricStates:
         self._load([*self.with_states])
 
     def merge(self, metrics: Iterable[Any], collectives: Ranks) -> None:
-        """Load the merged states of all replicas of all ranks into these metrics until the next batch. Collective."""
+        """Load the merged states of all ranks' replicas into these metrics, until the next batch.
+
+        All ranks must call this.
+        """
         if collectives.size == len(self.replicas) == 1:
             return  # the metrics already hold the only states
         for path, parts in self.gather(metrics, collectives).items():
@@ -158,7 +161,7 @@ class MetricStates:
                 self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: Ranks) -> dict[str, dict[int, States]]:
-        """Return the states of these metrics on all ranks, by path and replica. Collective."""
+        """Return the states of these metrics on all ranks, by path and replica. All ranks must call this."""
         paths = [path for path in self.paths_of(metrics) if path in self.with_states]
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in paths}
@@ -288,7 +291,7 @@ def value_of(metric: Any) -> float:
             set_updates(part, updates)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TaskError(
-            f"{type(metric).__name__}.compute() returned {type(value).__name__}, not a single number. Log its parts by "
-            f"name with self.log_dict in on_validation_epoch_end."
+            f"{type(metric).__name__}.compute() returned {type(value).__name__}, not a single number. Log its values "
+            f"by name with self.log_dict in on_validation_epoch_end."
         )
     return float(value)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(trainer: "Trainer") -> None:
-    """Raise ConfigError for invalid arguments, and set arguments that follow from others."""
+    """Raise ConfigError for invalid arguments, and set arguments that are derived from others."""
     let_be_seen()
     if isinstance(trainer.default_root_dir, str | os.PathLike):  # before its type check: Path drops a slash of "s3://"
         root = to_absolute(trainer.default_root_dir)  # the process may change its directory later
@@ -81,7 +81,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
     if not isinstance(task, Task):
         base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
         raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
-    # workers get the task by pickle, which fails late and with an obscure message
+    # the task is pickled for the workers, which would fail late and with an obscure message
     if is_sent:
         require_sendable(task)
     trainer.check(task, *([] if request.datamodule is None else [request.datamodule]))
@@ -94,7 +94,7 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
         raise TaskError(
             f"fit got validation loaders, but {lacking(task, 'validation_step')}. Define it, or leave the loaders out."
         )
-    # as in Lightning, None disables steps, loaders and hooks; any other method that is None would fail when called
+    # as in Lightning, None disables a step, loader or hook; any other method set to None would fail when called
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     called = (step, "validation_step") if stage == "fit" else (step,)
     for name in called:

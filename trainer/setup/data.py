@@ -37,7 +37,7 @@ LIMIT_OF = {stage: f"limit_{short}_batches" for stage, short in SHORT.items()}
 
 
 def prepare_data(call: Call) -> None:
-    """Call prepare_data in one process of each machine, or one in all, while the others wait."""
+    """Call prepare_data in one process on each machine, or in a single process, while the others wait."""
     place = call.strategy.place
     if place.local_rank == 0 and (place.node_rank == 0 or getattr(call.datamodule, "prepare_data_per_node", True)):
         if call.datamodule is not None:
@@ -69,7 +69,7 @@ def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute the number of batches per replica, or seconds, between validations; None: at the end of epochs."""
+    """Compute the number of batches per replica, or seconds, between validations; None means at the end of epochs."""
     interval, over_epochs = call.trainer.val_check_interval, call.trainer.check_val_every_n_epoch is None
     if "validation" not in call.data.evaluations:
         return
@@ -96,9 +96,9 @@ def plan_validation(call: Call) -> None:
 
 
 def require_same_lengths(call: Call) -> None:
-    """Raise DataError if data that is distributed by position differs in length between ranks. Collective.
+    """Raise DataError if data that is distributed by position differs in length between ranks.
 
-    Such ranks would end an epoch after different steps, and wait for each other forever.
+    Such ranks would end an epoch after different steps, and wait for each other forever. All ranks must call this.
     """
     sources: dict[str, Any] = {"training": call.data.training}
     for stage, data in call.data.evaluations.items():
@@ -154,16 +154,19 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         trainer, loader, data.rounds, trainer.use_distributed_sampler and not origin
     )
     if trainer.is_global_zero:
-        log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, data.rounds)
+        log.debug("Training data: %s, %s batches per replica", type(loader).__name__, data.rounds)
     if data.rounds == 0 and limit:
         raise DataError(
-            f"The training data has no step: {len(loader)} batches with limit_train_batches={limit} and "
+            f"The training data is too short for a step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last, every replica needs a full batch."
         )
 
 
 def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
-    """Return a training loader's data, distributed by the trainer's settings; `ranks` check that they read the same."""
+    """Return a training loader's data, distributed by the trainer's settings.
+
+    ranks: the ranks that check that they read the same data.
+    """
     # both have collectives within the step, which need a batch on each replica
     full_rounds = not task.automatic_optimization or trainer.sync_batchnorm
     left_out = samples_left_out(trainer.leave_out_samples, loader)
@@ -260,14 +263,14 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
         return "use_distributed_sampler=False"
     # before reading samples, which may be expensive: the sampler's class shows it
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
-        return "by its DistributedSampler"
+        return "it has a DistributedSampler"
     # no reading at a resume: a stream that was opened may not accept the restored position
     if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
-        return "" if begun.get("use_distributed_sampler", True) else "as when the run began"
+        return "" if begun.get("use_distributed_sampler", True) else "as when the run started"
     if call.strategy.collectives.size == 1:
         return ""
     samples = source.read_samples(call.state.epoch)
-    return "as they read different samples" if are_shares(samples, call.strategy.collectives, ranks.rank) else ""
+    return "they read different samples" if are_shares(samples, call.strategy.collectives, ranks.rank) else ""
 
 
 def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
@@ -284,21 +287,21 @@ def require_shares_fit(call: Call, origin: str) -> None:
     if call.strategy.lockstep:
         raise ConfigError(LOCKSTEP)
     remedy = (
-        f"Start {replicas} processes, as the run began"
+        f"Start {replicas} processes, as when the run started"
         if call.source is not None
         else f"Set trainer.replicas={processes}"
     )
-    # a share belongs to its process: with other processes, a step has other samples
+    # a share belongs to its process: with a different number of processes, a step has different samples
     reasons = {
         "which an elastic run cannot give to other processes when this one leaves": call.members_change,
         "which has no indices for trainer.leave_out_samples": call.trainer.leave_out_samples,
         "but reproducible='bitwise' must be the same on any number of processes": call.bitwise,
-        f"that of one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
+        f"which serves one replica, but there are {replicas} replicas on {processes} processes. {remedy}": replicas
         != processes,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(
-            f"Each process's loader is its own share of the training data ({origin}), {reason}. To let Legato "
+            f"Each process's loader yields its own share of the training data ({origin}), {reason}. To let Legato "
             f"distribute the data, give each process all of it."
         )
 
@@ -345,7 +348,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         else:
             batch = move_all(batch, device)
         batch = precision.convert_batch(batch)
-        # last, as any of the above may return a view at an odd offset
+        # last, because any of the above may return a view at an odd offset
         if bitwise:
             batch = with_allocated_memory(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)

@@ -33,7 +33,7 @@ log = logging.getLogger("legato")
 
 @dataclass
 class Start:
-    """The start of a call, decided by one process for all."""
+    """The start of a call, decided by one process for all processes."""
 
     directory: Path | None = None
     """The run directory; None: nothing is written."""
@@ -95,7 +95,7 @@ def find_start(call: Call, request: Request) -> tuple[Start, dict[str, Any] | No
 
 
 def weight_names(task: Task) -> set[str]:
-    """Return the names of a task's weights, without a custom `state_dict`, which may need objects made in `setup`."""
+    """Return the names of a task's weights without a custom `state_dict`, which may need objects made in `setup`."""
     return set(nn.Module.state_dict(task))
 
 
@@ -130,14 +130,14 @@ def with_directory(trainer: "Trainer", request: Request, start: Start) -> Start:
     directory, source, stage = trainer.run_dir or start.directory, start.source, request.stage
     last = None if directory == trainer.assigned_dir else directory
     if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
-        directory = None  # the last evaluation's directory, perhaps of another run's checkpoint
+        directory = None  # the directory of the last evaluation, perhaps with another run's checkpoint
     if directory is None and (trainer.loggers or trainer.enable_checkpointing):
         if stage != "fit" and source is not None:
             directory = evaluation_directory(trainer, stage, source)
         # a run that starts over because it has no complete checkpoint keeps its identity, and may overwrite its files
         identity, root = start.identity or new_identity(), to_location(trainer.default_root_dir)
         directory = directory or places.create(root, trainer.run_name, identity, stage)
-    if directory is not None and trainer.assigned_dir is None:  # an assigned one is locked elsewhere, or a trial's
+    if directory is not None and trainer.assigned_dir is None:  # an assigned one has a lock, or belongs to a trial
         trainer.saver.hold(directory, stage)
     elif directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def folders_elsewhere(trainer: "Trainer", request: Request) -> list[Location]:
     is_fit = request.stage == "fit"
     request.task.trainer = trainer  # configure_callbacks may use it
     callbacks = with_callbacks_of(request.task, trainer.callbacks)
-    # a checkpoint saved at an error is not for evaluation, and a run cannot resume from weights alone
+    # a checkpoint saved after an error is not evaluated, and a run cannot resume from weights alone
     savers = [saver for saver in callbacks if isinstance(saver, CheckpointCallback if is_fit else Checkpoint)]
     elsewhere = [saver for saver in savers if saver.dirpath and saver.is_elsewhere]
     return [to_location(str(saver.dirpath)) for saver in elsewhere if not (is_fit and saver.save_weights_only)]

@@ -55,7 +55,7 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     start, saved = find_start(call, request)
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
-    # restore the user's value: if it is None, the next run chooses by its number of processes
+    # restore the user's value: if it is None, the next run uses its number of processes
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # during the run, for configure_optimizers and others
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
@@ -99,7 +99,7 @@ def set_owners(call: Call) -> None:
 
 
 def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
-    """Return step and epoch of the evaluated checkpoint; None if the trainer has its own step, or in a fit."""
+    """Return step and epoch of the evaluated checkpoint; None in a fit, or if the trainer has its own step."""
     if call.stage == "fit" or saved is None or call.state.global_step:
         return None
     return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))

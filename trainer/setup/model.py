@@ -47,8 +47,8 @@ def make_run(call: Call, saved: dict[str, Any] | None) -> Run:
     optimization = (
         make_optimizers(call, saved) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
     )
-    # before anything is restored, with the settings that configure_optimizers returned: the learning rate of step
-    # 5,000 is no difference from the config's
+    # before anything is restored, with the settings that configure_optimizers returned: a scheduled learning rate at
+    # step 5,000 is not a change of the config
     run_fingerprint = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
     transfer = make_transfer(call)
     optimization.take_optimizers(strategy.prepare(task, optimization.optimizers))
@@ -100,7 +100,7 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
     require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
     try:
         optimizers, schedulers = task.make_optimizers()
-    # torch only says that the parameter list is empty; the cause is in the task
+    # torch's error only says that the parameter list is empty; the cause is in the task
     except ValueError:
         require_parameters(task)
         raise

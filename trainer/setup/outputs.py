@@ -45,7 +45,7 @@ def record_start(call: Call, source: Location | None = None, evaluated: tuple[in
 
 
 def note_epoch(run: Run) -> None:
-    """Record in the run directory, on rank 0, the step after which an epoch begins."""
+    """Record in the run directory, on rank 0, the step after which an epoch starts."""
     trainer, state = run.trainer, run.state
     if trainer.is_global_zero and trainer.run_dir is not None:
         run_record.note_epoch(trainer.run_dir, state.epoch, state.global_step - state.epoch_steps)
@@ -60,7 +60,7 @@ def open_outputs(run: Run) -> None:
 def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
-    resume_step: the step of a resume, beyond which existing log points are void; None: the run does not resume.
+    resume_step: the step of a resume, after which existing log points are invalid; None: the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:

@@ -106,7 +106,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's and the task's callbacks; the task's replace those of equal class, checkpoints are last."""
+    """Return the trainer's and the task's callbacks; the task's replace those of the same class. Checkpoints last."""
     configured = task.configure_callbacks() or []  # None: the task has none, or has added them to the trainer itself
     of_task = list(configured) if isinstance(configured, (list, tuple)) else [configured]
     kinds = {type(callback) for callback in of_task}
