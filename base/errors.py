@@ -11,7 +11,7 @@
     |-- HangError         (RuntimeError)     the run made no progress; the message has each rank's position
     `-- WorkerError       (RuntimeError)     a process of the run failed; has its rank and its traceback
 
-A message says what was expected, what came and what to do.
+A message says what was expected, what came and what to do; for a common mistake it ends with `correction`.
 """
 
 import difflib
@@ -72,14 +72,26 @@ SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bflo
 
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return " Did you mean X?" for the name nearest to `word`; "" if no similarity reaches `cutoff` (0 to 1)."""
+    """Return " Did you mean X?" for the name nearest to `word`; "" if there is none."""
+    near = nearest_name(word, names, cutoff)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the name nearest to `word`; "" if no similarity reaches `cutoff` (0 to 1)."""
     names = [str(name) for name in names]
     # 0.6 is difflib's default
     near = difflib.get_close_matches(word, names, 1, cutoff)
     # between words of very different length similarity is chance: "root" in "dropout"
     near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]
     near = [SYNONYMS[word]] if SYNONYMS.get(word) in names else near
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return near[0] if near else ""
+
+
+def correction(wrong: str, right: str) -> str:
+    """Return the wrong and the right line of code, to append to a message."""
+    width = max(len(wrong), len(right))
+    return f"\n    {wrong:<{width}}  # incorrect\n    {right:<{width}}  # correct"
 
 
 def describe_kind(value: object) -> str:

@@ -265,6 +265,10 @@ def _wrong(members: tuple[Any, ...], value: Any) -> str:
     if isinstance(value, str):
         if bool in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
             return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
+        if value == "None" and type(None) in kinds:
+            return f"{message} Write null."
+        if float in kinds and re.fullmatch(r"[-+]?[0-9]+\.[0-9]+(e[-+]?[0-9]+)?", value):
+            return f"{message} Write {value} without quotes."
         if kinds & {int, float} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
             return f"{message} Write {int(value)} without quotes."
         words = [word for kind in bare if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ..base.errors import ConfigError, did_you_mean
+from ..base.errors import ConfigError, correction, did_you_mean, nearest_name
 
 if TYPE_CHECKING:
     from ..base.contracts import Trainer
@@ -103,8 +103,10 @@ class Monitor:
             # a misspelled name shows only after an epoch: a resume with the right name need not repeat it
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
+        near = nearest_name(self.name, logged)
         raise ConfigError(
             f"{self.user} monitors {self.name!r}, but nothing logged it by the end of epoch {trainer.current_epoch}."
             f"{did_you_mean(self.name, logged)} Logged: {', '.join(logged) or 'nothing'}. "
             f"Set {self.user}'s monitor to one of these, or log {self.name!r} in training_step or validation_step."
+            + (correction(f'monitor="{self.name}"', f'monitor="{near}"') if near else "")
         )

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..base.errors import ConfigError, LegatoError, did_you_mean
+from ..base.errors import ConfigError, LegatoError, correction, did_you_mean
 from ..base.messages import STDERR, shown_from
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130  # 128 + SIGINT, as in shells
@@ -88,12 +88,13 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].partition("=")[0]
             hint = did_you_mean(word, self._option_string_actions) if word.startswith("-") else " Remove it."
-            self.error(f"unexpected argument {unknown[0]!r}.{hint}".removesuffix("."))
+            example = correction(f"{word} VALUE", f"{word.lstrip('-')}=VALUE") if "." in word else ""
+            self.error(f"unexpected argument {unknown[0]!r}.{hint}".removesuffix("."), example)
         return options
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, example: str = "") -> NoReturn:
         """Raise ConfigError."""
-        raise ConfigError(f"{self.prog}: {message}. See `{self.prog} --help`.")
+        raise ConfigError(f"{self.prog}: {message}. See `{self.prog} --help`.{example}")
 
 
 def command_parser(name: str) -> Parser:

@@ -9,12 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..base.errors import TaskError, did_you_mean, first_names
+from ..base.errors import TaskError, correction, did_you_mean, first_names
 
 FORMS = (
     "an optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers); a dict with 'optimizer' and "
     "optionally 'lr_scheduler'; a list or tuple of such dicts; or None"
 )
+EXAMPLE = correction("return torch.optim.Adam", "return torch.optim.Adam(self.parameters(), lr=1e-3)")
+SCHEDULED = correction("return optimizer, scheduler", "return [optimizer], [scheduler]")
 
 
 @dataclass
@@ -108,7 +110,7 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
         entries, second = returned
         schedulers = [_read_scheduler(item) for item in (second if isinstance(second, Sequence) else [second])]
     elif not isinstance(returned, Sequence) or isinstance(returned, str) or not returned:
-        raise TaskError(f"configure_optimizers must return {FORMS}. It returned {_describe(returned)}.")
+        raise TaskError(f"configure_optimizers must return {FORMS}. It returned {_describe(returned)}.{EXAMPLE}")
     optimizers = []
     for entry in entries:
         values = entry if isinstance(entry, Mapping) else {"optimizer": entry}
@@ -116,7 +118,7 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
         if not isinstance(values["optimizer"], Optimizer):
             raise TaskError(
                 f"configure_optimizers must return {FORMS}. Expected an optimizer, got "
-                f"{_describe(values['optimizer'])}."
+                f"{_describe(values['optimizer'])}.{SCHEDULED if hasattr(values['optimizer'], 'step') else EXAMPLE}"
             )
         optimizers.append(values["optimizer"])
         if values.get("lr_scheduler") is not None:

@@ -7,7 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import TaskError, did_you_mean
+from ..base.errors import TaskError, correction, nearest_name
 from ..callbacks.callback import Callback, MonitoringCallback
 from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..tasks.data_hooks import DataHooks
@@ -155,14 +155,15 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
         cutoff = 0.8 if name.startswith("on_") else STEP_SIMILARITY
         candidates = {RENAMED[name]} & hook_names if name in RENAMED else hook_names | step_names
         # 0.0: the new name of a renamed hook is the only candidate
-        hint = did_you_mean(name, candidates, 0.0 if name in RENAMED else cutoff)
+        near = nearest_name(name, candidates, 0.0 if name in RENAMED else cutoff)
         right_name = MISNOMERS.get(name, "")
         if right_name in step_names and getattr(type(owner), right_name, None) is getattr(base, right_name, None):
-            hint = f" Did you mean {right_name!r}?"
-        if hint:
+            near = right_name
+        if near:
             yield (
-                f"{kind.__qualname__}.{name} is named like a hook but isn't one, so it would never be called.{hint} If "
-                f"it is another method, rename it (for example with a leading underscore)."
+                f"{kind.__qualname__}.{name} is named like a hook but isn't one, so it would never be called. Did you "
+                f"mean {near!r}? If it is another method, rename it (for example with a leading underscore)."
+                f"{correction(f'def {name}(self, ...):', f'def {near}(self, ...):')}"
             )
 
 
@@ -187,7 +188,10 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
             continue
         return
     names = ", ".join(parameter.name for parameter in parameters)
-    raise TaskError(f"{type(instance).__qualname__}.{name}{accepted} must accept the arguments ({names}).")
+    wrong = ", ".join(["self", *map(str, accepted.parameters.values())])
+    right = ", ".join(["self", *(parameter.name for parameter in parameters)])
+    example = correction(f"def {name}({wrong}):", f"def {name}({right}):")
+    raise TaskError(f"{type(instance).__qualname__}.{name}{accepted} must accept the arguments ({names}).{example}")
 
 
 def check_nones(instance: object, base: type, switched_off: Iterable[str]) -> None:

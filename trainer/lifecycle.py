@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.errors import Errors, TaskError, WorkerError, first_names
+from ..base.errors import Errors, TaskError, WorkerError, correction, first_names
 from .processes.signals import RESUME_ME
 from .request import DOING_OF_STAGE, Request
 from .run import Call, Run
@@ -24,6 +24,9 @@ log = logging.getLogger("legato")
 
 SECOND_BACKWARD = "Trying to backward through the graph a second time"
 """Beginning of torch's message about a graph that an earlier backward has freed."""
+
+DEVICES_DIFFER = ("Expected all tensors to be on the same device", "is not on the expected device")
+"""Parts of torch's messages about tensors on several devices."""
 
 DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 """Files of Python's debugger, whose frames are not the user's."""
@@ -71,7 +74,11 @@ def named(run: Call, error: BaseException) -> BaseException:
             f"Backward ran twice through one graph. Legato calls loss.backward() itself: if "
             f"{type(run.task).__name__}.training_step calls it too, only return the loss, or set "
             f"self.automatic_optimization = False. To keep a tensor between batches, store tensor.detach()."
+            f"{correction('loss.backward()', 'return loss')}"
         )
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in DEVICES_DIFFER):
+        example = correction("noise = torch.zeros(8)", "noise = torch.zeros(8, device=self.device)")
+        return TaskError(f"An operation got tensors on different devices: {error}{example}")
     if isinstance(error, NotImplementedError) and "storage of SparseTensorImpl" in str(error):
         return TaskError(
             "A parameter has a sparse gradient, but no Embedding(sparse=True) holds it, so DDP cannot reduce it. Look "

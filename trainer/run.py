@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.contracts import Stateful
-from ..base.errors import DataError, Errors, NonFiniteError, TaskError
+from ..base.errors import DataError, Errors, NonFiniteError, TaskError, correction
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
@@ -399,6 +399,7 @@ class Run(Call):
         epoch = self.state.epoch
         problem = (
             f"training_step returned None for every batch of epoch {epoch}, so nothing was trained. Return the loss."
+            + correction("loss = mse_loss(outputs, targets)", "return mse_loss(outputs, targets)")
         )
         # after an early stop: a later batch of the epoch might have had a loss
         if epoch == 0 and not self.agreement.stop:

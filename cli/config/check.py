@@ -5,6 +5,7 @@ imports the classes for the types of their arguments. Each reports all its mista
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, correction, did_you_mean
 from ...base.location import place_problem
 from ...base.run_names import name_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
@@ -257,7 +258,8 @@ class KeyChecker:
         for name in ("callbacks", "loggers"):
             if not isinstance(self.values.get(name, {}), dict):
                 message = f"must be a mapping of names to `{TARGET}` mappings, not {describe(self.values[name])}."
-                yield Problem((name,), message)
+                example = correction(f"{name}: [{{{TARGET}: ...}}]", f"{name}: {{my_name: {{{TARGET}: ...}}}}")
+                yield Problem((name,), message + example)
 
     def _addresses(self) -> Iterator[Problem]:
         """Yield the mistakes in addresses of stores, including missing packages."""
@@ -312,7 +314,7 @@ class KeyChecker:
         name, kind = value.get("name") if isinstance(value, dict) else value, str(key[-1])
         if not isinstance(name, str) or name not in choices:
             start = "must be one of" if isinstance(value, str) else "must be, or have as `name`, one of"
-            hint = did_you_mean(name, choices) if isinstance(name, str) else ""
+            hint = did_you_mean(name.lower(), choices) if isinstance(name, str) else ""
             shown = describe(name if name is not None else value)
             yield Problem(key, f"{start} {', '.join(choices)}, not {shown}.{hint}")
         elif isinstance(value, dict):
@@ -322,13 +324,17 @@ class KeyChecker:
     def _entry(self, key: Key, value: Any) -> Iterator[Problem]:
         """Yield the mistakes in an entry, which must be a mapping with `_target_` and arguments."""
         if not isinstance(value, dict):
-            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
+            example = correction(f"{key[-1]}: {value}", f"{key[-1]}: {{{TARGET}: {value}}}")
+            message = f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}."
+            yield Problem(key, message + (example if isinstance(value, str) and "." in value else ""))
         elif TARGET not in value:
             # usually an override of an entry whose name is misspelled
             siblings = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
             expected = EXPECTED[str(key[0])].rpartition(".")[2]
             hint = did_you_mean(str(key[-1]), siblings) or f" Set it to a subclass of {expected}."
-            yield Problem(key, f"has no `{TARGET}`.{hint}")
+            paths = [(name, path) for name, path in value.items() if str(name).strip("_") == "target"]
+            example = correction(f"{paths[0][0]}: {paths[0][1]}", f"{TARGET}: {paths[0][1]}") if paths else ""
+            yield Problem(key, f"has no `{TARGET}`.{hint}{example}")
         elif not isinstance(value[TARGET], str):
             yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(value[TARGET])}.")
         else:
@@ -511,10 +517,35 @@ def _list_names(names: Iterable[str]) -> str:
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
     """Return the message: for one mistake with the argument's documentation, for several a line each."""
-    lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text in mistakes[:_SHOWN]]
+    parts = [(key, *text.partition("\n    ")) for key, text in mistakes[:_SHOWN]]
+    lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in parts]
     if len(mistakes) > 1:
         more = f"; the first {_SHOWN}" if len(mistakes) > _SHOWN else ""
         return "\n".join([f"The config has {len(mistakes)} mistakes{more}:", *lines])
     section, *names = mistakes[0].key
     text = argument_texts().get(str(names[0]), "") if section == "trainer" and names else ""
-    return "\n".join([lines[0], *([text] if text else [])])
+    example = "".join(parts[0][2:]) or _example(mistakes[0], layer)
+    return lines[0] + example + (f"\n{text}" if text else "")
+
+
+def _example(mistake: Problem, layer: Layer) -> str:
+    """Return the wrong and the right line of a file, or the overrides, for a message that ends with a suggestion."""
+    key, text = mistake
+    suggestion = _SUGGESTION.search(text)
+    value: Any = layer.values
+    for name in key:
+        value = value[name] if isinstance(value, dict) and name in value else None
+    if suggestion is None or key[-1] == TARGET or isinstance(value, dict | list | None) or key in layer.secrets:
+        return ""
+    right, is_name = suggestion[1], text.startswith("is not ")
+    shown = format_value(value) if is_name or "without quotes" in text else str(value)
+    if layer.origin(key).startswith("override"):
+        renamed = dotted((*key[:-1], right))
+        return correction(f"{dotted(key)}={shown}", f"{renamed}={shown}" if is_name else f"{dotted(key)}={right}")
+    section, dot, inner = right.partition(".") if is_name else (right, "", "")
+    moved = f"{section}: {{{inner}: {shown}}}" if dot else f"{right}: {shown}"
+    return correction(f"{key[-1]}: {shown}", moved if is_name else f"{key[-1]}: {right}")
+
+
+_SUGGESTION = re.compile(r"(?:Did you mean|Write) '?([\w.]+?)'?(?: without quotes)?[.?]$")
+"""The name or value with which a message ends."""

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from ...base.environment import get_variable
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, correction, did_you_mean
 from ...base.messages import LEVELS
 from ...base.run_names import CONFIG, is_run_directory, require_local
 from ...base.targets import TARGET
@@ -281,6 +281,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
             names = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
             hint = did_you_mean(f"{word}.yaml", names) or did_you_mean(word, [*names, *LEVELS])
             usage = " Write KEY=VALUE as one word, without dashes or spaces; KEY=null removes an entry."
+            usage += correction("--trainer.max_epochs 3", "trainer.max_epochs=3")
             raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{hint or usage}")
     # overrides apply after all files, wherever they are among the arguments
     merged = reduce(merge, [_read_config_file(Path(word), ()) for word in files])

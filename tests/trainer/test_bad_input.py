@@ -149,7 +149,7 @@ def test_validation_loaders_without_a_validation_step(refused):
     ("change", "message"),
     [
         (lambda loss: loss.detach(), "without a graph.*detached.*frozen"),
-        (lambda loss: torch.stack([loss, loss]), r"scalar loss.*shape \(2,\).*loss.mean\(\)"),
+        (lambda loss: torch.stack([loss, loss]), r"scalar loss.*shape \(2,\).*losses.mean\(\)"),
         (lambda loss: loss.item(), "must return a scalar loss tensor.*it returned float"),
         (lambda loss: "low", "it returned str"),
         (lambda loss: {"losses": loss}, r"returned a dict without 'loss'; its keys are \['losses'\]"),

@@ -304,9 +304,9 @@ class Lenient(lg.Callback):
 
 def test_hooks_that_cannot_be_called_are_refused_before_the_run(refused):
     message = refused(TaskError, OldEpochEnd())
-    assert message == "OldEpochEnd.on_train_epoch_end(outputs) must accept the arguments ()."
+    assert message.startswith("OldEpochEnd.on_train_epoch_end(outputs) must accept the arguments ().\n")
     message = refused(TaskError, Tiny(), callbacks=[OldBefore()])
-    assert message.endswith("must accept the arguments (trainer, task, optimizer).")
+    assert "must accept the arguments (trainer, task, optimizer).\n" in message
 
 
 def test_hooks_with_looser_arguments_are_not(trainer):

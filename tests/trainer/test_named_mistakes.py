@@ -98,7 +98,7 @@ class Logs(Validated):
 def test_the_name_and_the_value_of_log_in_the_wrong_order(play, options):
     with pytest.raises(TaskError, match=r"log\(\) needs a name first.*as in log\('loss', loss\)"):
         play(Logs(lambda task, loss: task.log(loss, "loss", **options)))
-    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*got 1\.0\.$"):
+    with pytest.raises(TaskError, match=r"log\(\) needs a name first.*got 1\.0\.\n"):
         play(Logs(lambda task, loss: task.log(1.0, loss)))
 
 

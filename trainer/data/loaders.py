@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from ...base.arguments import LOADER_OPTIONS
-from ...base.errors import DataError
+from ...base.errors import DataError, correction
 from ...base.torch_private import end_loader_workers, is_profiling, read_on, reader_of
 from .randomness import KeyedDataset, seed_generators
 from .sampling import CHUNK, Deal, DealtBatches, EpochOrder, SampledOrder, epoch_key, mix, permutation
@@ -289,7 +289,8 @@ def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None
     """Raise DataError if `loader` is not iterable or has length 0; without `refuses_empty`, length 0 is a warning."""
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         kind = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
-        hint = " Pass DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
+        example = correction("trainer.fit(task, dataset)", "trainer.fit(task, DataLoader(dataset, batch_size=32))")
+        hint = example if isinstance(loader, Dataset) else ""
         raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {kind}.{hint}")
     if length_of(loader) == 0:
         problem = f"{name} is empty: it yields no batches. Its dataset is empty or too small for drop_last."

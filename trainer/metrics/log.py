@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import DisagreementError, NonFiniteError, TaskError
+from ...base.errors import DisagreementError, NonFiniteError, TaskError, correction
 from ...base.torch_private import is_computed, newest_value_of
 from ..processes.ranks import Ranks
 from .reduce import (
@@ -206,7 +206,10 @@ class Metrics:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only, synced = options
         assert self.series is not None
         if not isinstance(name, str) or not name:
-            raise TaskError(f"log() needs a name first, then the value, as in log('loss', loss); got {name!r:.60}.")
+            example = correction('self.log(loss, "loss")', 'self.log("loss", loss)')
+            raise TaskError(
+                f"log() needs a name first, then the value, as in log('loss', loss); got {name!r:.60}.{example}"
+            )
         path = None
         if is_metric(value):
             kind, path = "metric", self._path_of(name, value)
@@ -220,6 +223,7 @@ class Metrics:
             kind = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if is_tensor else type(value).__name__
             raise TaskError(
                 f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {kind}."
+                + correction(f'self.log("{name}", values)', f'self.log("{name}", values.mean())')
             )
         if on_step is False and on_epoch is False:
             raise TaskError(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ...base.errors import ConfigError, TaskError, first_names
+from ...base.errors import ConfigError, TaskError, correction, first_names
 
 
 def require_parameters(task: nn.Module) -> None:
@@ -14,6 +14,7 @@ def require_parameters(task: nn.Module) -> None:
         raise TaskError(
             f"{type(task).__name__} has no parameters, so configure_optimizers has nothing to train. Assign modules to "
             f"the task as attributes, and lists or dicts of modules as nn.ModuleList or nn.ModuleDict."
+            + correction("self.layers = [nn.Linear(8, 8)]", "self.layers = nn.ModuleList([nn.Linear(8, 8)])")
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...base.errors import TaskError
+from ...base.errors import TaskError, correction
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
@@ -20,14 +20,17 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
         return ()
     result = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and "loss" not in output:
-        raise TaskError(f"training_step returned a dict without 'loss'; its keys are {sorted(map(str, output))}.")
+        example = correction('return {"losses": loss}', 'return {"loss": loss}')
+        keys = sorted(map(str, output))
+        raise TaskError(f"training_step returned a dict without 'loss'; its keys are {keys}.{example}")
     is_list = isinstance(result, (list, tuple))
     losses: Sequence[Any] = result if is_list else (result,)  # type: ignore[assignment]  # checked by isinstance
     for loss in losses:
         if not isinstance(loss, Tensor):
+            example = correction("return loss.item()", "return loss") if isinstance(loss, float) else ""
             raise TaskError(
                 f"training_step must return a scalar loss tensor, a dict with 'loss', or None to skip the batch; it "
-                f"returned {type(loss).__name__}."
+                f"returned {type(loss).__name__}.{example}"
             )
     if is_list and len(losses) != optimizers:
         raise TaskError(
@@ -58,9 +61,10 @@ def describe_bad_loss(loss: Tensor) -> str:
     if loss.numel() != 1:
         return (
             f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "
-            f"Reduce it, for instance with loss.mean()."
+            f"Reduce it.{correction('return losses', 'return losses.mean()')}"
         )
     return (
         "training_step returned a loss without a graph: it does not depend on any parameter that requires a gradient. "
         "Check that it is not detached or computed under torch.no_grad, and that not all parameters are frozen."
+        + correction("return loss.detach()", "return loss")
     )

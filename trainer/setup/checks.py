@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, problems
-from ...base.errors import ConfigError, TaskError, describe_kind, did_you_mean
+from ...base.errors import ConfigError, TaskError, correction, describe_kind, did_you_mean
 from ...base.location import place_problem, to_absolute
 from ...base.messages import let_be_seen
 from ...base.quantities import parse_duration
@@ -79,8 +79,12 @@ def check_task(trainer: "Trainer", task: Any, request: Request, is_sent: bool = 
     """
     stage = request.stage
     if not isinstance(task, Task):
-        base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
-        raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
+        is_class = isinstance(task, type)
+        kind = task if is_class else type(task)
+        base = "" if is_class else ": subclass lg.Task instead of nn.Module"
+        call, head = f"trainer.{stage}({kind.__name__}", f"class {kind.__name__}("
+        lines = (f"{call})", f"{call}())") if is_class else (f"{head}nn.Module):", f"{head}lg.Task):")
+        raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.{correction(*lines)}")
     # the task is pickled for the workers, which would fail late and with an obscure message
     if is_sent:
         require_sendable(task)

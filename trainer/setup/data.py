@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import ConfigError, DataError
+from ...base.errors import ConfigError, DataError, correction
 from ...base.quantities import parse_duration
 from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
@@ -123,6 +123,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     if loader is None:
         raise DataError(
             "fit needs training data: pass train_dataloaders or a data module, or define the task's train_dataloader."
+            + correction("trainer.fit(task)", "trainer.fit(task, train_loader)")
         )
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")

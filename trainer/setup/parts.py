@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...base.arguments import TORCH_OPTIONS
-from ...base.errors import ConfigError, describe_kind, did_you_mean
+from ...base.errors import ConfigError, correction, describe_kind, did_you_mean
 from ...base.place import Place, find_place
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
@@ -76,7 +76,9 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
     callbacks = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.")
+            name = callback.__name__ if isinstance(callback, type) else ""
+            example = correction(f"callbacks=[{name}]", f"callbacks=[{name}()]") if name else ""
+            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.{example}")
     logs = bool(trainer.loggers)
     defaults: list[tuple[bool, type[Callback], dict[str, Any]]] = [
         (trainer.enable_progress_bar, classes.ProgressBar, {}),
