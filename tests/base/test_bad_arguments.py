@@ -81,8 +81,12 @@ def test_a_device_that_is_not_there(trainer, name):
 
 
 def test_an_option_that_a_strategy_does_not_have(trainer):
-    with pytest.raises(ConfigError, match=r"trainer.strategy.ddp: .*bucket_cap"):
+    with pytest.raises(ConfigError, match=r"ddp has no option 'bucket_cap'. Did you mean 'bucket_cap_mb'"):
         trainer(strategy={"name": "ddp", "bucket_cap": 3})
+    with pytest.raises(ConfigError, match=r"single has no option 'elastic'. It is an option of ddp"):
+        trainer(strategy={"name": "single", "elastic": True})
+    with pytest.raises(ConfigError, match=r"ddp has no option 'static_graph'. Remove it"):
+        trainer(strategy={"name": "ddp", "static_graph": True})
 
 
 def test_an_unknown_argument():

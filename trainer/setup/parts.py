@@ -1,6 +1,7 @@
 """The strategy, loggers and callbacks made from a Trainer's arguments."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ...base.arguments import TORCH_OPTIONS
@@ -34,16 +35,23 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         if str(name).startswith("ddp_"):
             hint = " Pass options beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is unknown; expected one of {', '.join(names)}.{hint}")
+    kind = getattr(strategies, STRATEGIES[name].split(":")[1])
+    for option in (option for option in options if option not in signature(kind).parameters):
+        raise ConfigError(f"trainer.strategy: {name} has no option {option!r}.{alternative(option, kind)}")
     try:
-        strategy: Strategy = getattr(strategies, STRATEGIES[name].split(":")[1])(**options)
-    # from the strategy's __init__, which names an argument but not its key in the config
-    except TypeError as error:
-        unknown = [option for option in options if option in TORCH_OPTIONS]
-        instead = f" {TORCH_OPTIONS[unknown[0]]}" if unknown else ""
-        raise ConfigError(f"trainer.strategy.{name}: {error}.{instead}") from error
+        strategy: Strategy = kind(**options)
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return strategy
+
+
+def alternative(option: str, kind: type[Strategy]) -> str:
+    """Return advice for an option that a class of strategies does not have."""
+    if option in TORCH_OPTIONS:
+        return f" {TORCH_OPTIONS[option]}"
+    classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
+    names = [name for name, each in classes.items() if option in signature(each).parameters]
+    return f" It is an option of {', '.join(names)}." if names else did_you_mean(option, signature(kind).parameters)
 
 
 def choose_name(trainer: "Trainer") -> str:
