@@ -412,7 +412,7 @@ STOPPED = [
     ),
     (Before, {}, TaskError, "uses parameters before 'net.0', the first block"),
     (Never, {}, TaskError, "did not call 'net.0', the first"),
-    (Twice, {}, TaskError, r"must call each block of the task once; it called 'net.0' again\. Join the inputs"),
+    (Twice, {}, TaskError, r"must call each block of the task once; it called 'net.0' again\. Join both inputs"),
     (Fails, {}, ValueError, "the last stage fails"),
 ]
 

@@ -1,4 +1,4 @@
-"""Strategies: how replicas map to devices and processes, and how their gradients meet."""
+"""Strategies: how replicas map to devices and processes, and how their gradients are combined."""
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ STRATEGIES = {
     "ddp_model_parallel": ".model_parallel.model_parallel:DDPModelParallelStrategy",
     "ddp_rpc": ".ddp_rpc.ddp_rpc:DDPRPCStrategy",
 }
-"""Strategy names in a config, and their classes."""
+"""Maps the name of each strategy in a config to its class."""
 
 _HOMES = {
     "Strategy": ".strategy",

@@ -1,7 +1,7 @@
 """Batch normalization with statistics over the batches of all replicas of a step.
 
-On CUDA this is torch.nn.SyncBatchNorm; elsewhere differentiable sums over ranks compute the same. Modules keep their
-parameters and buffers; only their class changes, until the end of the run.
+On CUDA this is torch.nn.SyncBatchNorm. On other devices, differentiable sums over ranks give the same result. Modules
+keep their parameters and buffers; only their class changes, until the run ends.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        # every rank's output depends on this rank's input, so the gradient is a sum over ranks, too
+        # the output on every rank depends on this rank's input, so the gradient is also a sum over ranks
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return None, total
@@ -38,21 +38,21 @@ def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     return total
 
 
-# not SyncBatchNorm itself, which DDP refuses on the CPU
+# not SyncBatchNorm itself, which DDP rejects on the CPU
 class Synced(BATCH_NORM):  # type: ignore[misc]
-    """Batch norm with statistics over all ranks in training mode."""
+    """Batch norm that computes its statistics over all ranks in training mode."""
 
     process_group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize an input of shape (N, C, ...) by mean and variance over all dimensions but C, and over ranks."""
+        """Normalize an input of shape (N, C, ...) by mean and variance over ranks and all dimensions except C."""
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         dims = [dim for dim in range(values.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(values.dim())]
-        # sums and the number of values in one collective, as ranks may have batches of different sizes
+        # one collective for the sums and the number of values, since ranks may have batches of different sizes
         size = values.new_tensor([values.numel() / values.shape[1]])
         sums = _sum(self.process_group, torch.cat([values.sum(dims), size]))
         count = sums[-1].detach()
@@ -78,9 +78,9 @@ class Synced(BATCH_NORM):  # type: ignore[misc]
 
 @cache
 def synced(kind: Any, base: Any = Synced) -> Any:
-    """Return a subclass of `kind` and `base` with the name of `kind`, whose statistics are over all ranks.
+    """Return a subclass of `kind` and `base` that is named like `kind` and computes statistics over all ranks.
 
-    `base` follows `kind` in the method resolution order, so that an overridden forward still runs, and its call of
+    `base` follows `kind` in the method resolution order, so that an overridden forward still runs, and its call to
     `super().forward` is synchronized.
     """
     return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})
@@ -92,7 +92,7 @@ def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup)
     norms = [(module, kind) for module, kind in norms if not issubclass(kind, nn.SyncBatchNorm)]
     base = Synced if device.type == "cpu" else nn.SyncBatchNorm
     for module, kind in norms:
-        # unlike convert_sync_batchnorm, which makes another module: `task.norm` must stay the same object
+        # convert_sync_batchnorm would make a new module, but `task.norm` must stay the same object
         module.__class__ = synced(kind, base)
         module.process_group = group
 

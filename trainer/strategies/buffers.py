@@ -1,4 +1,4 @@
-"""Buffers, such as batch norm's running statistics, of replicas that a process runs in turn."""
+"""Buffers, such as batch norm's running statistics, when a process runs several replicas in turn."""
 
 from typing import TYPE_CHECKING
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from ...tasks.task import Task
 
 BufferSlot = tuple[Tensors, str, Tensor | None]
-"""A buffer: the module's dict of buffers, the key in it, and the original tensor."""
+"""A buffer: the module's dict of buffers, the buffer's key in it, and the original tensor."""
 Values = list[Tensor | None]
 
 
 class ReplicaBuffers:
     """Starts every replica of a step from the same buffers, and keeps those of the first replica.
 
-    So the buffers follow replica 0 whatever the number of processes: at the end of a step rank 0 broadcasts them.
+    At the end of a step rank 0 broadcasts its buffers, so they follow replica 0 for any number of processes.
 
     A step may also assign a new tensor to a buffer (`self.average = 0.9 * self.average + ...`). Its values are copied
     to the original tensor.
     """
 
     def __init__(self, task: "Task | None") -> None:
-        """`task`: None for a no-op."""
+        """Record the buffers of `task`; without a task, all methods are no-ops."""
         self.task = task
         owners = [] if task is None else [own_buffers(module) for module in task.modules()]
         self.places: list[BufferSlot] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
@@ -35,7 +35,7 @@ class ReplicaBuffers:
         self.first: Values = []
 
     def open_replica(self, index: int) -> None:
-        """Reset the buffers for the local replica at `index`."""
+        """Reset the buffers before the local replica at `index` runs."""
         if not self.places or self.task is None:
             return
         if index == 0 or self.step != self.task.global_step:
@@ -47,14 +47,14 @@ class ReplicaBuffers:
         self._set(self.start)
 
     def close_step(self) -> None:
-        """Restore the buffers of the first replica, after the last local one."""
+        """Restore the buffers of the first replica, once the last local replica has run."""
         self._set(self.first or [owner[name] for owner, name, _ in self.places])
         self.first = []
 
     def rewind(self) -> None:
-        """Restore the buffers from the start of an unfinished step, so that it can be repeated."""
-        # Any collective of the step may break, after which the step is repeated: batch norm must not count it twice. A
-        # step that is already counted keeps its buffers.
+        """Restore the buffers to their values at the start of an unfinished step, so that the step can be repeated."""
+        # If a collective fails, the step is repeated, and batch norm must not count it twice. A step that is already
+        # counted keeps its buffers.
         if self.task is not None and self.step == self.task.global_step:
             self._set(self.start)
         self.start, self.step, self.first = [], -1, []
@@ -67,7 +67,7 @@ class ReplicaBuffers:
         for (owner, name, original), value in zip(self.places, values, strict=True):
             if value is original:
                 continue
-            # a buffer that was None, or has another shape now, does not fit the original tensor
+            # a buffer that was None or has changed its shape does not fit the original tensor
             if original is None or value is None or original.shape != value.shape or original.dtype != value.dtype:
                 owner[name] = None if value is None else value.clone()
                 continue

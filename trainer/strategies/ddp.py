@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ...tasks.task import Task
 
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
-"""DDP's error for parameters without gradient, with their indices."""
+"""Matches DDP's error for parameters without a gradient, and their indices."""
 
 
 class DDPStrategy(GroupStrategy):
-    """One process per device. Takes arguments of DistributedDataParallel and init_process_group.
+    """One process per device. Takes arguments for DistributedDataParallel and init_process_group.
 
-    To add a communication hook, register it on `self.ddp` in `regroup` of a subclass.
+    To add a communication hook, override `regroup` in a subclass and register the hook on `self.ddp`.
     """
 
     name = "ddp"
@@ -51,9 +51,9 @@ class DDPStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`elastic`: replace processes that die, and continue the run. `timeout`: seconds that a rank waits for others,
-        or a mapping with seconds per phase: startup, step, checkpoint. `process_group_backend`: by default nccl on
-        CUDA, otherwise gloo.
+        """`elastic`: replace processes that die and continue the run. `timeout`: seconds that a rank waits for
+        others, or a mapping with the seconds for each phase: startup, step, checkpoint. `process_group_backend`: by
+        default nccl on CUDA, otherwise gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
@@ -65,17 +65,17 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             self._require_elastic()
         self.ddp: DistributedDataParallel | None = None
-        """Reduces gradients while backward computes them; None in one process, with `one_order`, under manual
+        """Reduces gradients during the backward pass; None in a single process, with `one_order`, under manual
         optimization, and for a task that overrides `backward`."""
         self.ddp_forward: Callable[..., Any] | None = None
         self.require_reduced: Callable[[], object] = nullcontext
-        """Raises RuntimeError if DDP still waits for a gradient after the last backward of a step."""
+        """Raises RuntimeError if DDP still waits for a gradient after the last backward pass of a step."""
         self.undo_batch_norm: Callable[[], None] | None = None
         self.batch_norm_group: tuple[Any, Any] | None = None
-        """The default group, and batch norm's group of the same ranks."""
+        """The default process group, and the group of the same ranks for batch norm."""
 
     def _require_elastic(self) -> None:
-        """Raise ConfigError for arguments that do not work with `elastic`."""
+        """Raise ConfigError for arguments that `elastic` does not support."""
         if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
                 "elastic=true reduces gradients over gloo, since a process cannot leave a broken NCCL or MPI group. "
@@ -86,15 +86,15 @@ class DDPStrategy(GroupStrategy):
 
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
-        """True if torch's DDP waits for a gradient of every parameter."""
+        """True if torch's DDP waits for a gradient for every parameter."""
         return not self.finds_unused
 
     def _backend(self) -> str:
-        """Return the backend of the process group: gloo for elastic runs, since processes can leave broken groups."""
+        """Return the backend of the process group. Elastic runs use gloo, where a process can leave a broken group."""
         return "gloo" if self.elastic else super()._backend()
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and precision; raises ConfigError for `elastic` with manual optimization."""
+        """Move the task to its device and precision. Raises ConfigError for `elastic` with manual optimization."""
         if self.elastic and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: if training_step updates the weights itself, a step cannot "
@@ -103,20 +103,20 @@ class DDPStrategy(GroupStrategy):
         super().place_task(task)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Compute the statistics of batch norm over all processes, until `teardown`."""
+        """Compute batch norm's statistics over all processes, until `teardown`."""
         trainer, replicas = task.trainer, self.layout.replicas
         fits = replicas == self.data_ranks.size > 1 and trainer.stage == "fit"
         if not trainer.sync_batchnorm or not fits or self.elastic or trainer.reproducible == "bitwise":
             super()._sync_batch_norm(task)
             return
-        # A separate group: batch norm's sums block within forward and backward while DDP's buckets are in flight in the
-        # strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
+        # A separate group: batch norm's sums block in the forward and backward pass, while DDP's buckets are in flight
+        # in the strategy's group. It is kept for later runs, since gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         self.undo_batch_norm = synchronize(task, self.device, self.batch_norm_group[1])
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach torch's DDP to the trainable parameters or, with `one_order`, the tree."""
+        """Attach torch's DDP to the trainable parameters, or the gradient tree with `one_order`."""
         # DDP's hooks stay on the parameters until its C++ reducer is destroyed, so first drop the old one
         self._drop_ddp()
         self.loss_scale = 1.0
@@ -133,7 +133,7 @@ class DDPStrategy(GroupStrategy):
         # processes.
         if self.precision.scaler is None:
             self.loss_scale = float(self.data_ranks.size)
-        # an overridden `backward` may call loss.backward() twice, and DDP would reduce after the first
+        # an overridden `backward` may call loss.backward() twice, but DDP would reduce after the first call
         if not self.own_backward:
             self.ddp = self._wrap(task)
             is_plain = type(self.ddp) is DistributedDataParallel
@@ -141,11 +141,11 @@ class DDPStrategy(GroupStrategy):
             self.require_reduced = reduction_check(self.ddp)
 
     def _drop_ddp(self) -> None:
-        # all three refer to the C++ reducer
+        # all three hold references to the C++ reducer
         self.ddp, self.ddp_forward, self.require_reduced = None, None, nullcontext
 
     def _share_weights(self, task: "Task") -> None:
-        if self.ddp is None or _is_quantized(task):  # otherwise DDP's constructor has done it
+        if self.ddp is None or _is_quantized(task):  # otherwise DDP's constructor has already done so
             super()._share_weights(task)
 
     def _wrap(self, task: "Task") -> DistributedDataParallel:
@@ -155,12 +155,12 @@ class DDPStrategy(GroupStrategy):
             warnings.filterwarnings("ignore", message=".*broadcast_buffers")
             return DistributedDataParallel(
                 DDPSteps(task, self._call_step),
-                # DDP moves inputs to this device; None: it leaves them in place
+                # DDP moves inputs to this device; None leaves them in place
                 device_ids=[self.device] if self._only_device() and has_streams(self.device) else None,
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
-                broadcast_buffers=False,  # `end_step` broadcasts them once a step, not in each forward
-                init_sync=not _is_quantized(task),  # it takes views, which quantized weights do not support
+                broadcast_buffers=False,  # `end_step` broadcasts them once per step, not in each forward pass
+                init_sync=not _is_quantized(task),  # it takes views, which quantized weights don't support
                 **options,
             )
 
@@ -168,7 +168,7 @@ class DDPStrategy(GroupStrategy):
         return getattr(self.task, name)(*arguments)
 
     def teardown(self) -> None:
-        """Drop the wrapper and its hooks on the parameters."""
+        """Remove the wrapper and its hooks from the parameters."""
         self._drop_ddp()
         if self.undo_batch_norm is not None:
             self.undo_batch_norm()
@@ -177,13 +177,13 @@ class DDPStrategy(GroupStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step through DDP, which prepares the reduction for the `last` local batch."""
+        """Call training_step through DDP, which prepares the all-reduce for the `last` local batch."""
         ddp, forward = self.ddp, self.ddp_forward
         if ddp is None or forward is None:
             return super().training_step(arguments, replica, last)
         if self.by_replica:
             self._open_replica(replica)
-        # as DDP.no_sync() does, but for a forward and its backward together
+        # like DDP.no_sync(), but for a forward pass and its backward pass together
         if ddp.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
             ddp.require_backward_grad_sync = last
         if self.precision.forward_context is nullcontext:  # saves four calls
@@ -192,24 +192,24 @@ class DDPStrategy(GroupStrategy):
             return forward("training_step", *arguments)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Send zero gradients, since the reduction on other ranks waits for every parameter of every rank."""
+        """Send zero gradients, because the all-reduce waits for every parameter on every rank."""
         if after_forward and self.data_ranks.size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
             raise TaskError(
                 f"training_step returned None in step {self.task.global_step + 1}, but with sync_batchnorm=true other "
-                f"ranks wait for this batch's backward. Return the loss times 0.0 instead."
+                f"ranks wait for this batch's backward pass. Return the loss times 0.0 instead."
             )
         if self.ddp is not None and last:
             self._zero_loss().backward()
 
     def _zero_loss(self) -> Tensor:
-        """Return a loss whose backward sends zero gradients."""
+        """Return a loss whose backward pass sends zero gradients."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = True
-        loss: Tensor = self.ddp("nothing")  # a forward, since only that prepares DDP's reducer
+        loss: Tensor = self.ddp("nothing")  # a forward pass, since nothing else prepares DDP's reducer
         return loss
 
     def end_step(self) -> None:
-        """Check that all gradients were reduced, and scale them to the mean over samples."""
+        """Check that all gradients were reduced, and scale their sum to the mean over samples."""
         if self.ddp is not None:
             self._check_reduced()
             if self.precision.scaler is not None:
@@ -219,11 +219,11 @@ class DDPStrategy(GroupStrategy):
         super().end_step()
 
     def _add_up_ranks(self) -> None:
-        if self.ddp is None:  # DDP reduces within backward
+        if self.ddp is None:  # DDP reduces during the backward pass
             super()._add_up_ranks()
 
     def _check_reduced(self) -> None:
-        """Raise TaskError with the names of parameters that got no gradient, for which the other ranks wait."""
+        """Raise TaskError with the names of parameters without a gradient, for which the other ranks wait."""
         assert self.task is not None
         try:
             self.require_reduced()
@@ -241,7 +241,7 @@ class DDPStrategy(GroupStrategy):
 
 
 def _is_quantized(task: nn.Module) -> bool:
-    """Return whether a weight of the task consists of several tensors."""
+    """Return whether any weight of the task consists of several tensors."""
     return any(plain_tensors(weight)[0] is not weight for weight in (*task.parameters(), *task.buffers()))
 
 
@@ -249,19 +249,19 @@ class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task; DDP wraps it."""
 
     def __init__(self, task: "Task", run: Callable[[str, Sequence[Any]], Any]) -> None:
-        """`run`: calls a step by its name."""
+        """`run`: function that calls a step by its name."""
         super().__init__()
         self.task, self.run = task, run
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # faster than nn.Module's: this module has no hooks
-        """Return the result of the step `name`; for "nothing", a loss with zero gradients."""
+        """Return the result of the step `name`. The step "nothing" returns a loss with zero gradients."""
         return self.nothing() if name == "nothing" else self.run(name, arguments)
 
     def nothing(self) -> Tensor:
         """Return a loss with a zero gradient for every trainable parameter."""
-        # Computed from the parameters, since DDP's reducer counts gradients by hooks, which only a graph calls. -0.0
-        # is neutral in a sum; 0.0 would turn other ranks' -0.0 into 0.0, unlike a run without this rank.
-        sparse = sparse_weights(self.task)  # DDP needs sparse gradients for them here, too
+        # DDP's reducer counts gradients by hooks, which only run in a backward pass, so the loss has an autograd graph.
+        # -0.0 leaves any sum unchanged; 0.0 would turn other ranks' -0.0 into 0.0, unlike a run without this rank.
+        sparse = sparse_weights(self.task)  # DDP needs their gradients to be sparse here, too
         rows = {w: w.new_zeros(0, dtype=torch.int64) for w in sparse}
         used = (embedding(rows[w], w, sparse=True) if w in sparse else w for w in trainable(self.task))
         zeros = [(w * -0.0).sum().float() for w in used]

@@ -1,4 +1,4 @@
-"""Strategies with one process per device, in one process group."""
+"""Base strategy with one process per device, in one process group."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class GroupStrategy(Strategy):
-    """One process per device in one process group; gradients are summed at the end of a step, in a flat buffer.
+    """One process per device. Gradients are summed over the process group at the end of a step, in a flat buffer.
 
-    The simplest base class for a custom strategy: override `end_step` to reduce gradients in another way.
+    The simplest base class for a custom strategy: override `end_step` to reduce gradients differently.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GroupStrategy(Strategy):
                 f"{devices[0].type} devices. Start one process per device, or let processes share devices: "
                 f"trainer.devices={[index % len(devices) for index in range(place.local_world_size)]}."
             )
-        # there may be more processes than entries on the CPU, or where a launcher assigned each process a device
+        # there may be more processes than entries on the CPU, or if a launcher assigns a device to each process
         self._take_device(devices[place.local_rank % len(devices)])
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
@@ -65,17 +65,17 @@ class GroupStrategy(Strategy):
             self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
             if find_group() is not None:
                 require_backend(self.device, self.process_group_backend)
-            # Elastic groups change with their members. Elsewhere the default group stays the script's, so that an extra
-            # collective in the script cannot pair with one of Legato's.
+            # Elastic groups change with their members. Other runs leave the default group to the script, so that the
+            # script's collectives cannot be matched with Legato's.
             if not self.elastic:
                 group = legatos_group(self.timeouts.limits["startup"])
             self.timeouts.enter("startup")
         else:
-            rank = 0  # a process about to join an elastic run is alone, whatever its place
+            rank = 0  # a process that is about to join an elastic run is alone, whatever its rank
         self.collectives = self.data_ranks = self.weight_ranks = Ranks(rank, place.world_size, group)
 
     def _only_device(self) -> torch.device | None:
-        """Return the only device of this process; None if it has several, or if the run is elastic."""
+        """Return the single device of this process; None if it has several, or if the run is elastic."""
         return None if self.elastic else self.device
 
     def _backend(self) -> str:
@@ -83,7 +83,7 @@ class GroupStrategy(Strategy):
         return backend_for(self.device, self.process_group_backend, shared=self.devices.count(self.device) > 1)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training; every rank starts with the weights of rank 0."""
+        """Prepare the placed task for training. Every rank starts with rank 0's weights."""
         self.flat_sum = FlatSum(task, self.data_ranks) if self.data_ranks.size > 1 else None
         prepared = super().prepare(task, optimizers)
         self._share_weights(task)
@@ -93,7 +93,7 @@ class GroupStrategy(Strategy):
         self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
 
     def end_step(self) -> None:
-        """Sum the gradients of all ranks, and complete the buffers of the step."""
+        """Sum the gradients over all ranks, and complete the buffers of the step."""
         super().end_step()
         # manual optimization has averaged gradients before each update
         if self.tree is None and self.task is not None and self.task.automatic_optimization:
@@ -119,18 +119,18 @@ Kind = tuple[torch.dtype, torch.device]
 class FlatSum:
     """Sums gradients over ranks, with one all_reduce of a flat buffer per dtype and device.
 
-    A missing gradient counts as zero; the rank gets the sum if any rank has a gradient. The buffer ends with flags that
-    mark the parameters with a gradient.
+    A missing gradient counts as zero. If any rank has a gradient for a parameter, every rank gets the sum. Flags at the
+    end of the buffer mark the parameters with a gradient.
     """
 
     def __init__(self, task: nn.Module, ranks: Ranks) -> None:
         self.ranks = ranks
         self.sparse = sparse_weights(task)
-        """Weights of sparse embeddings, whose gradients are reduced separately; the same set on all ranks."""
+        """Weights of sparse embeddings, whose gradients are reduced separately. All ranks have the same set."""
         self.buffers: dict[Kind, Tensor] = {}
 
     def add_up(self, parameters: Sequence[nn.Parameter], divisor: int = 1) -> None:
-        """Replace the gradients of `parameters` by their sums over ranks, over `divisor`; every rank calls it."""
+        """Replace the gradients of `parameters` by their sums over ranks divided by `divisor`; every rank calls it."""
         kinds: dict[Kind, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -147,8 +147,8 @@ class FlatSum:
                 slice_.zero_()
             elif parameter.grad.is_sparse:
                 raise TaskError(
-                    f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient, but is not the weight of an "
-                    f"Embedding(sparse=True), the only one that may have it on several processes. Make it dense."
+                    f"A parameter of shape {tuple(parameter.shape)} has a sparse gradient. With multiple processes, "
+                    f"only the weight of an Embedding(sparse=True) may have one. Make this gradient dense."
                 )
             else:
                 slice_.view_as(parameter).copy_(parameter.grad)
@@ -156,7 +156,7 @@ class FlatSum:
         # sum of ones is nonzero in every floating-point type.
         present = [parameter.grad is not None for parameter in chain(dense, sparse)]
         flat[sum(sizes) :].copy_(torch.tensor(present))
-        # a sum, not a mean: losses are already weighted by samples, so ranks may have batches of different sizes
+        # a sum, not a mean, because losses are already weighted by samples: ranks may have batches of different sizes
         dist.all_reduce(flat, group=self.ranks.group)
         used = (flat[sum(sizes) :] != 0).tolist()
         flat /= divisor
@@ -173,14 +173,14 @@ class FlatSum:
                 parameter.grad /= divisor
 
     def _buffer(self, kind: Kind, length: int) -> Tensor:
-        """Return a buffer of `length` numbers, reused in every step: new memory costs a page fault per 4 KiB."""
+        """Return a buffer of `length` numbers that is reused in every step: new memory costs a page fault per 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]
 
 
 def _no_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a sparse gradient without rows, with which a rank takes part in the collective."""
+    """Return a sparse gradient without rows, so that a rank without a gradient can join the collective."""
     rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
     with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns about the argument
         return torch.sparse_coo_tensor(rows, values, parameter.shape, device=parameter.device)

@@ -1,4 +1,4 @@
-"""Splits a batch along its samples, and combines the outputs of steps on its pieces."""
+"""Splits a batch along its samples, and combines the outputs of the steps on the pieces."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -15,7 +15,7 @@ from ..optimization.batch_weights import weight_of
 
 
 def chunk_sizes(samples: int, devices: int) -> list[int]:
-    """Return the number of samples per device, as torch.chunk divides them: 5 on 3 are 2, 2, 1; 4 on 3 are 2, 2."""
+    """Return the number of samples per device, as torch.chunk divides them: 5 into 2, 2, 1 on three devices."""
     size = max(1, -(-samples // devices))
     return [min(size, samples - first) for first in range(0, samples, size)]
 
@@ -26,7 +26,7 @@ def entries_of(item: Any) -> list[Any] | None:
         return list(item.values())
     if is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name) for field in fields(item) if field.init]
-    # a list of strings has an entry per sample; a list with tensors has an entry per field
+    # a list of strings has one entry per sample; a list with tensors has one entry per field
     nested = (Tensor, np.ndarray, dict, list, tuple)
     if isinstance(item, (list, tuple)) and (hasattr(item, "_fields") or any(isinstance(x, nested) for x in item)):
         return list(item)
@@ -34,7 +34,7 @@ def entries_of(item: Any) -> list[Any] | None:
 
 
 def like(item: Any, entries: list[Any]) -> Any:
-    """Return a container of the type of `item` with new entries."""
+    """Return a container of the same type as `item` with new entries."""
     if isinstance(item, dict):
         changed = dict(zip(item, entries, strict=True))
         return changed if type(item) is dict else type(item)(changed)
@@ -45,10 +45,10 @@ def like(item: Any, entries: list[Any]) -> Any:
 
 
 def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Any]:
-    """Return a piece of `batch` for each of `sizes`, on the corresponding device; containers keep their type.
+    """Return a piece of `batch` for each of `sizes`, on the corresponding device. Containers keep their type.
 
-    Tensors and arrays are split along their first dimension, and lists of plain values by entries, if their length is
-    the number of samples. Every piece contains all other values. Raises DataError if no value can be split.
+    Tensors and arrays are split along their first dimension, and lists of plain values by entries, if their length
+    equals the number of samples. All other values go into every piece. Raises DataError if no value can be split.
     """
     samples, is_split = sum(sizes), False
 
@@ -58,7 +58,7 @@ def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | No
         if entries is not None:
             return like(item, [piece(entry, rows, device) for entry in entries])
         shape = (len(item),) if isinstance(item, (list, tuple)) else getattr(item, "shape", ())
-        # decided by length, so a table that happens to have the length of the batch is split, too
+        # only the length decides, so a table that happens to be as long as the batch is split, too
         if shape and shape[0] == samples:
             item, is_split = item[rows], True
         return item if device is None else to_device(item, device)
@@ -78,12 +78,12 @@ def split(batch: Any, sizes: Sequence[int], devices: Sequence[torch.device] | No
 
 
 def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) -> Any:
-    """Return the output that the step would have returned for the whole batch, on `device`, with its graph.
+    """Return the output that the step would return for the whole batch, on `device`, with its autograd graph.
 
-    Floating-point scalars are means over samples, and averaged with the numbers of samples as weights; integer scalars
-    are counts, and added. Tensors and arrays are concatenated along their first dimension, and lists of plain values
-    end to end; containers are combined item by item. An output of None counts as zero; the result is None if all are
-    None. Other values are kept if all pieces agree, or collected in a list.
+    Floating-point scalars are treated as means over samples and averaged, weighted by the number of samples. Integer
+    scalars are treated as counts and added. Tensors and arrays are concatenated along their first dimension, lists of
+    plain values are joined, and containers are combined item by item. An output of None counts as zero; if all outputs
+    are None, so is the result. Other values are kept if all pieces agree, otherwise collected in a list.
 
     Raises TaskError if the outputs have different types.
     """
@@ -92,9 +92,9 @@ def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) 
 
 
 def _combine(weighted: list[tuple[Any, Any]], device: torch.device) -> Any:
-    """Combine outputs, each with its share of the batch."""
+    """Combine outputs, each weighted by its share of the batch."""
     weighted = [(output, share) for output, share in weighted if output is not None]
-    # shares stay the same: the loss of a skipped piece counts as zero in the batch's mean
+    # the shares don't change: the loss of a skipped piece counts as zero in the batch's mean
     values = [output for output, _ in weighted]
     if not values:
         return None
@@ -132,11 +132,11 @@ def _combine_tensors(weighted: list[tuple[Tensor, Any]], device: torch.device) -
 
 
 TINY = 1e-30
-"""Too small to change a weight when added to it."""
+"""A number too small to change a weight when added to it."""
 
 
 def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
-    """Return the output that training_step would have returned for the whole batch; losses are averaged by weight."""
+    """Return the output that training_step would return for the whole batch; losses are averaged by weight."""
     combined, weights = combine(outputs, sizes, device), [weight_of(output) for output in outputs]
     if all(weight is None for weight in weights):
         return combined
@@ -144,7 +144,7 @@ def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.d
         raise _differ("weight", weights)
     shares = [0.0 if weight is None else to_device(weight, device) for weight in weights]
     combined["weight"] = sum(shares)
-    # shares must not all be zero, even if all weights are
+    # shares must not all be zero, even if all weights are zero
     losses = [None if output is None else output["loss"] for output in outputs]
     combined["loss"] = combine(losses, [share + TINY for share in shares], device)
     return combined
@@ -153,5 +153,5 @@ def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.d
 def _differ(aspect: str, values: list[Any]) -> TaskError:
     return TaskError(
         f"The step ran on {len(values)} pieces of a batch and returned outputs with different {aspect}: {values}. "
-        f"Return the same for every piece, or use strategy ddp, without micro_batches, which does not split batches."
+        f"Return the same structure for every piece. Or use strategy ddp without micro_batches."
     )

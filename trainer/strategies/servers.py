@@ -1,4 +1,4 @@
-"""Remote modules, which strategy ddp_rpc keeps on servers; other strategies build them within the task."""
+"""Remote modules: strategy ddp_rpc keeps them on servers; other strategies build them in the task."""
 
 import zlib
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def build_remote_modules(task: "Task", seed: int) -> None:
 
 
 def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return a remote module, with the same initial weights under every strategy; raises TaskError for a bad entry."""
-    # a separate generator, so that the weights do not depend on the process that builds the module or on earlier draws
+    """Build a remote module, with the same initial weights under every strategy. Raises TaskError for a bad entry."""
+    # a separate generator: the weights depend neither on the process that builds the module nor on earlier draws
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
         module = make() if callable(make) and not isinstance(make, nn.Module) else None

@@ -17,9 +17,9 @@ class StateParts(NamedTuple):
     """How batches and state are divided among the processes of a run."""
 
     batches: int
-    """Number of processes, or groups of processes, with different batches."""
+    """Number of processes, or groups of processes, that work on different batches."""
     weights: int | None = 1
-    """Number of equal shards of the weights and of the gradients; None if it depends on the task."""
+    """Number of equal shards of the weights and the gradients; None if it depends on the task."""
     optimizer: int = 1
     """Number of equal shards of the optimizer's state."""
     layers: int = 1
@@ -27,23 +27,24 @@ class StateParts(NamedTuple):
 
 
 class StateDicts:
-    """Makes and loads state dicts. In this class every rank has the full state, and rank 0 writes it."""
+    """Makes and loads state dicts. In this base class, every rank has the full state and rank 0 writes it."""
 
     read_in_parts: tuple[str, ...] = ()
-    """Keys of a checkpoint whose stored tensors a rank reads only as far as it needs them."""
+    """Checkpoint keys from which a rank reads only the parts of tensors that it needs."""
 
     def __init__(self) -> None:
         self.writers: Ranks = SINGLE
-        """The ranks that write a checkpoint together; a single one if rank 0 has the full state."""
+        """The ranks that write a checkpoint together; a single rank if rank 0 has the full state."""
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the division of a run among `world_size` processes; called before any is started."""
+        """Return how a run is divided among `world_size` processes, before any of them starts."""
         return StateParts(world_size)
 
     def model(self, task: "Task") -> dict[str, Tensor]:
         """Return the task's state dict under the task's names; every rank calls it.
 
-        If the state is sharded, each rank returns its shards, and empty ones for other ranks (checkpoints.shards).
+        If the state is sharded, each rank returns its shards, and empty shards for other ranks' tensors
+        (checkpoints.shards).
         """
         return task.state_dict()
 
@@ -60,27 +61,27 @@ class StateDicts:
         optimizer.load_state_dict(state)
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
-        """Return the names of the parameters in an optimizer's state dict, group by group; None if they are unknown."""
-        # by identity: an optimizer knows parameters, and their order, but no names
+        """Return the parameter names in an optimizer's state dict, group by group; None if they are unknown."""
+        # by identity: an optimizer has ordered parameters, but no names
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
         return None if any(None in group for group in groups) else groups  # type: ignore[return-value]
 
 
 class ShardedStateDicts(StateDicts):
-    """State dicts that are sharded: every rank has, and writes, its shards."""
+    """Sharded state dicts: every rank holds and writes its own shards."""
 
     def __init__(self) -> None:
         super().__init__()
         self._default_group: dist.ProcessGroup | None = None
-        """The default group at the time when `writers` was made."""
+        """The default group when `writers` was created."""
 
     def open_writers(self, rank: int, size: int) -> None:
-        """Make a process group for writing, since collectives of a background save must not mix with training's.
+        """Create a process group for background saves, whose collectives must not mix with those of training.
 
-        Every rank calls it. The group serves all calls of a trainer.
+        Every rank calls it. All calls to a trainer share the group.
         """
-        # gloo, whatever the training backend: NCCL cannot communicate the host's tensors
+        # always gloo, since NCCL cannot communicate tensors on the host
         if size > 1 and self._default_group is not dist.group.WORLD:
             self.writers = Ranks(rank, size, dist.new_group(backend="gloo"))
             self._default_group = dist.group.WORLD

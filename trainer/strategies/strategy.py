@@ -31,36 +31,36 @@ if TYPE_CHECKING:
 class Strategy:
     """Places the task's weights on devices and runs steps on them.
 
-    The loop calls, in this order: `join`, `build_model`, `place_task`, `prepare`; then for each step `training_step`
-    and `backward` for every local batch, `end_step`, and `optimizer_step` for every optimizer; `finish` and `teardown`
-    at the end. It never asks for a strategy's type. A strategy follows five rules, which
+    The loop first calls `join`, `build_model`, `place_task` and `prepare`. In each step it calls `training_step` and
+    `backward` for every local batch, then `end_step`, then `optimizer_step` for every optimizer. At the end it calls
+    `finish` and `teardown`. It never checks a strategy's type. A strategy follows five rules, which
     `legato.testing.check_strategy` tests:
 
-    1. After `prepare`, all ranks that hold a weight or buffer hold the values of rank 0.
-    2. The loop weights losses by samples: their sum over ranks, divided by `loss_scale`, is the mean of the step.
-    3. After `end_step`, `parameter.grad` is the gradient of that mean (all of it, or this rank's shard), and buffers
-       are those of replica 0. This holds on the ranks in `weight_ranks`, of which local SGD has none.
-    4. All ranks call `end_step` and `optimizer_step` equally often, but not `training_step`: a rank without a batch,
-       or whose batch has no loss, calls `leave_out`.
+    1. After `prepare`, every rank that holds a weight or buffer has rank 0's values for it.
+    2. The loop weights losses by samples: their sum over ranks, divided by `loss_scale`, is the mean loss of the step.
+    3. After `end_step`, `parameter.grad` is the gradient of that mean (in full, or this rank's shard), and buffers
+       are those of replica 0. This holds on the ranks in `weight_ranks`, which is empty for local SGD.
+    4. All ranks call `end_step` and `optimizer_step` equally often, but not necessarily `training_step`: a rank
+       without a batch or a loss calls `leave_out` instead.
     5. A strategy keeps no state between steps except what `state_dicts` saves; `task.global_step` counts steps.
     """
 
     name = ""
     """The name of the strategy in a config."""
     micro_batches = 1
-    """Number of micro-batches into which a training batch is split for its forward."""
+    """Number of micro-batches into which a training batch is split for its forward pass."""
     tensor_shards: int | None = None
     """Number of shards per tensor-parallel layer, independent of the number of processes."""
     cuts_batches = False
-    """True if training_step is called with a slice of a replica's batch."""
+    """True if training_step receives slices of a replica's batch."""
     needs_every_gradient = False
-    """True if a step fails when a trained parameter gets no gradient on some rank."""
+    """True if a step fails when any trained parameter gets no gradient on some rank."""
     finds_unused = False
     """True if batches may leave parameters unused (find_unused_parameters=true)."""
     takes_one_loss = False
-    """True if a batch may have only one loss, even for several optimizers: their parameters cannot be separated."""
+    """True if a batch may have only one loss, even with several optimizers, because gradients cannot be separated."""
     queues_work = False
-    """True if the device runs asynchronously, on streams."""
+    """True if the device runs asynchronously on streams."""
     gradients_in_parts = False
     """True if each rank has its own shard of the gradients after `end_step`."""
 
@@ -71,20 +71,20 @@ class Strategy:
         self.data_ranks: Ranks = SINGLE
         """The ranks among which the replicas are divided: together they process every batch once."""
         self.weight_ranks: Ranks = SINGLE
-        """The ranks that must hold the same weights as this rank, bit for bit; none by default."""
+        """The ranks whose weights must be bitwise identical to this rank's; none by default."""
         self.loss_scale = 1.0
-        """The sum of a step's loss weights over all ranks for which the gradient is a mean over samples."""
+        """The sum of a step's loss weights over all ranks that makes the gradient a mean over samples."""
         self.state_dicts = StateDicts()
         self.elastic = False
         """True if processes may die and be replaced during a fit, under a Membership of `elastic/`."""
         self.meeting = ""
         """Rendezvous address of the processes: "host:port" or a file."""
         self.timeouts = Timeouts(DEFAULT)
-        """How long ranks wait for each other."""
+        """The limits on how long ranks wait for each other."""
         self.lockstep = False
-        """True if all processes must run equally many batches; those with fewer run masked batches, without weight."""
+        """True if all processes must run equally many batches; those with fewer add masked batches of weight 0."""
         self.shard = 0
-        """Index of the weights that this process updates; processes with the same index update the same weights."""
+        """Index of the weights that this process updates. Processes with the same index update the same weights."""
         self.has_all_weights = True
         """True if this process has every weight, or its shard of every weight."""
         self.allows_inference_mode = True
@@ -94,9 +94,9 @@ class Strategy:
         self.devices: list[torch.device] = []
         self.device = torch.device("cpu")
         self.parts: list[torch.device] = []
-        """The devices of a task that spans several in this process, from its inputs to its loss; empty if one."""
+        """The devices in this process that the task spans, from its inputs to its loss; empty for a single device."""
         self.to_device: Callable[..., Any] = to_device
-        """Moves a batch to a device; during a run, copies to an accelerator overlap with compute."""
+        """Moves a batch to a device. During a run, copies to an accelerator overlap with computation."""
         self.precision = Precision("32", "cpu")
         self.task: Task | None = None
         self.recomputed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -106,9 +106,9 @@ class Strategy:
         self.one_order = False
         """True if gradients are summed in an order that does not depend on the number of processes."""
         self.by_replica = False
-        """True if each replica starts from the step's buffers and, with `one_order`, has a separate gradient."""
+        """True if a step starts every replica from the same buffers and, with `one_order`, separates gradients."""
         self.replica: int | None = None
-        """The replica whose batches are being processed; None between two steps."""
+        """The replica whose batches are being processed; None between steps."""
         self.frozen: list[nn.Parameter] = []
         """Parameters that were not trainable at the last `regroup`, so that the strategy is not attached to them."""
         self.tree: ReplicaTree | None = None
@@ -116,7 +116,7 @@ class Strategy:
         self.unit_gradient: Tensor | None = None
         """The gradient of a loss with respect to itself."""
         self.own_backward = self.plain_backward = False
-        """True if the task overrides `backward`; true if torch's backward is all that is needed."""
+        """Whether the task overrides `backward`; whether torch's backward suffices."""
         self.engine: Callable[..., Any] | None = None
         """The function behind torch.autograd.backward; None if this version of torch has another signature."""
 
@@ -126,14 +126,14 @@ class Strategy:
         return 1
 
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
-        """Return whether the process at this place serves others instead of running the loop.
+        """Return whether the process at this place serves the other processes instead of running the loop.
 
-        With a task, serve them until their run ends.
+        If there is a task, serve them until their run ends.
         """
         return False
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the other processes of the run; raises ConfigError if the strategy does not support this layout."""
+        """Join the other processes of the run. Raises ConfigError if the strategy does not support this layout."""
         if place.world_size > 1:
             raise ConfigError(
                 f"strategy {self.name!r} runs in one process, but this run has {place.world_size}. Use strategy ddp, "
@@ -166,7 +166,7 @@ class Strategy:
         task.to(self.device)
 
     def _sync_batch_norm(self, task: "Task") -> None:
-        """Compute batch norm's statistics over all replicas of a step; raises ConfigError if that is impossible."""
+        """Compute batch norm's statistics over all replicas of a step. Raises ConfigError if this is impossible."""
         trainer, replicas = task.trainer, self.layout.replicas
         if not trainer.sync_batchnorm or trainer.stage != "fit" or replicas == 1:
             return
@@ -197,24 +197,24 @@ class Strategy:
         self.plain_backward = not (self.own_backward or one_order or self.precision.scaler is not None)
         self.engine = torch_private.backward_engine()
         if one_order:
-            # the bits of small matrix products depend on memory alignment (F.linear with narrow outputs: 12 of 15
-            # offsets differ)
+            # the bits of small matrix products depend on memory alignment (F.linear with narrow outputs: at 12 of 15
+            # offsets)
             align_in_place([*task.parameters(), *task.buffers()])
         several = len(self.layout.owned(self.data_ranks.rank)) > 1
         self.by_replica = bool(optimizers) and task.automatic_optimization and (several or one_order)
-        # a single replica needs no snapshots of its buffers, which would copy all of them in each step
+        # a single replica needs no snapshots, which would copy all buffers in each step
         self.buffers = ReplicaBuffers(task if several or self.data_ranks.size > 1 or self.elastic else None)
         self.regroup(self.layout)
         return list(optimizers)
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach to the trainable parameters on this layout; every rank calls it between two steps.
+        """Attach to the trainable parameters on this layout. Every rank calls it, between steps.
 
-        `place`: this rank's place in a new process group. With layout=None, only release the group; an unfinished step
-        is rolled back.
+        `place`: this rank's place in a new process group. With layout=None, only release the group. An unfinished
+        step is rolled back.
         """
-        # gloo closes its sockets when the last reference to the group goes, and buckets hold the group and its works.
-        # Hooks on a parameter add up, so two trees would both send.
+        # gloo closes its sockets once nothing refers to the group, and buckets hold the group and its works. Hooks on
+        # a parameter accumulate, so two trees would both send.
         if self.tree is not None:
             self.tree.close()
         self.tree, self.replica = None, None
@@ -225,7 +225,7 @@ class Strategy:
         if self.task is not None:
             self.frozen = [parameter for parameter in self.task.parameters() if not parameter.requires_grad]
         if place is not None:
-            # moved in place, since metrics and agreement hold the same object
+            # modified in place, since metrics and agreement hold the same object
             self.place = place
             self.collectives.move(place.rank, place.world_size)
         if self.one_order and self.task is not None:
@@ -235,17 +235,17 @@ class Strategy:
         ranks, hooks = self.data_ranks, task.trainer.current_run.hooks
         tree = GradientTree(task.parameters(), self.layout, ranks.rank, group=ranks.group)
         if not self.own_backward and not hooks["on_after_backward"]:
-            tree.send_early()  # no hook reads the gradients of a single replica
+            tree.send_early()  # no hook reads the gradients of individual replicas
         return tree
 
     def finish(self) -> None:
-        """Give the task all its weights after a successful run; every rank calls it, before `teardown`."""
+        """Give the task all its weights after a successful run. Every rank calls it, before `teardown`."""
 
     def teardown(self) -> None:
-        """Release what `prepare` made; the process group stays open, and the task can still be saved."""
+        """Release what `prepare` created. The process group stays open, and the task can still be saved."""
         if self.tree is not None:
             self.tree.close()
-        self.tree, self.to_device, self.engine = None, to_device, None  # none of which pickles
+        self.tree, self.to_device, self.engine = None, to_device, None  # none of these can be pickled
         restore_classes(self.recomputed)
         self.recomputed = []
 
@@ -254,14 +254,14 @@ class Strategy:
         """Call the task's training_step.
 
         Args:
-            arguments: arguments of training_step: the batch and its index.
-            replica: the replica of the batch; None for a masked batch, which has weight 0.
+            arguments: the arguments for training_step: the batch and its index.
+            replica: the batch's replica; None for a masked batch, which has weight 0.
             last: True for this process's last batch in the step.
         """
         assert self.task is not None
         if self.by_replica:
             self._open_replica(replica)
-        # no empty context manager: tests/trainer/test_step_path.py counts the calls in a step
+        # not an empty context manager: tests/trainer/test_step_path.py counts the calls in a step
         if self.precision.forward_context is nullcontext:
             return self.task.training_step(*arguments)
         with self.precision.forward_context():
@@ -284,7 +284,7 @@ class Strategy:
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate the gradient of `loss`, only for `inputs` if you pass them; with `last`, reduce over processes.
+        """Accumulate the gradient of `loss`, for `inputs` only if passed. With `last`, reduce over processes.
 
         Raises TaskError if the loss is not a scalar or does not require a gradient.
         """
@@ -293,11 +293,11 @@ class Strategy:
         if self.plain_backward and inputs is None and not retain_graph:
             engine, compiled = self.engine, self.device.type != "cpu" and "torch._dynamo" in sys.modules
             if engine is None or compiled or torch.overrides.has_torch_function_unary(loss):
-                # without a gradient argument, for which torch imports sympy to compare shapes (0.4 s); and not
+                # without a gradient argument, since torch would import sympy to compare shapes (0.4 s); and not
                 # torch.autograd.backward, which in torch 2.10 skips the overrides of Tensor subclasses
                 loss.backward()
                 return
-            unit = self.unit_gradient  # torch would allocate it in each step, for 4 us
+            unit = self.unit_gradient  # torch would allocate it in each step, which takes 4 us
             if unit is None or unit.dtype is not loss.dtype or unit.shape != loss.shape or unit.device != loss.device:
                 self.unit_gradient = unit = torch.ones_like(loss)
             engine((loss,), (unit,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -308,7 +308,7 @@ class Strategy:
             return
         if self.precision.scaler is not None:
             loss = self.precision.scale(loss)
-        # after retain_graph=True another backward of the same step follows, so nothing may be sent yet
+        # after retain_graph=True, another backward pass of the same step follows, so nothing may be sent yet
         if last and not retain_graph and self.tree is not None:
             self.tree.expect_last()
         if self.own_backward:
@@ -319,16 +319,16 @@ class Strategy:
             loss.backward(inputs=inputs, retain_graph=retain_graph)
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step without a gradient, for a skipped batch or when this process has no batch left."""
+        """Take part in a step without a gradient, if the batch is skipped or this process has no batch left."""
 
     def end_step(self) -> None:
-        """Complete the gradients and buffers of a step after its last backward; every rank calls it."""
+        """Complete the gradients and buffers of a step after its last backward pass; every rank calls it."""
         if self.tree is not None:
             self.tree.finish()
         if self.buffers.places:
             if self.by_replica and self.replica is None:  # no batch here, but the broadcast below overwrites buffers
                 self.buffers.open_replica(0)
-            # before the broadcast from rank 0, which this would overwrite
+            # before the broadcast from rank 0, which it would overwrite
             self.buffers.close_step()
             if self.data_ranks.size > 1:
                 self.align_buffers()
@@ -342,17 +342,17 @@ class Strategy:
         self.replica = None
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients over ranks under manual optimization, before an optimizer uses them; idempotent."""
+        """Average gradients over ranks under manual optimization, before an optimizer uses them. Idempotent."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the weights unless a scaled gradient overflowed; return the result of `optimizer.step`."""
+        """Update the weights unless a scaled gradient has overflowed; return the result of `optimizer.step`."""
         if self.precision.scaler is None:
             return torch_private.step_of(optimizer)(closure, **options)
         self.precision.step(optimizer, **options)
         return None
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip the gradients of `optimizer`'s parameters; return their previous norm if `algorithm` clips it."""
+        """Clip the gradients of `optimizer`'s parameters; return their norm before clipping if `algorithm` uses it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, limit)
@@ -360,7 +360,7 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, limit)
 
     def align_buffers(self) -> None:
-        """Give every rank the buffers of replica 0, so that evaluation is the same on all of them."""
+        """Give every rank the buffers of replica 0, so that evaluation is the same on all ranks."""
         if self.task is not None:
             self.collectives.broadcast_tensors(self.task.buffers())
 
@@ -385,8 +385,8 @@ def refuse_empty(task: "Task") -> None:
     for name, parameter in task.named_parameters():
         if parameter.is_meta:
             raise TaskError(
-                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, by "
-                f"torch.device('meta') or after a run with whole_at_end=false. Make a new task and load a checkpoint; "
+                f"Parameter {name} of {type(task).__name__} has no values: it is on the meta device, due to "
+                f"torch.device('meta') or a run with whole_at_end=false. Make a new task and load a checkpoint; "
                 f"or build the module in configure_model, with strategy fsdp and meta_init=true."
             )
 

@@ -1,4 +1,4 @@
-"""Reduction of the replicas' gradients in a fixed binary tree, with the same bits on any number of processes."""
+"""Sums the replicas' gradients in a fixed binary tree: bitwise identical results on any number of processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,16 +29,16 @@ class CarryStack(Generic[Value]):
     """Stack of subtrees that wait for their right sibling; push subtrees in the order of the replicas."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
-        """`add`: returns the sum of two values, in the memory of the first."""
+        """`add`: function that returns the sum of two values, in the memory of the first."""
         self.add = add
         self.waiting: list[tuple[TreeNode, Value]] = []
 
     def push(self, node: TreeNode, value: Value) -> None:
-        """Push the next subtree, and add siblings as long as there are any."""
+        """Push the next subtree, and add siblings while there are any."""
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
-            # Siblings have equal size and are adjacent, and the left one starts at a multiple of the parent's size. So
-            # the tree depends on the indices of the replicas only, not on the process that runs them.
+            # Siblings are adjacent and of equal size; the left one starts at a multiple of the parent's size. So the
+            # tree depends only on the indices of the replicas, not on the processes that run them.
             siblings = left.level == node.level and left.start + (1 << left.level) == node.start
             if not siblings or left.start % (2 << node.level):
                 break
@@ -71,8 +71,8 @@ def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
 
 
 def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Return the sum over all replicas; `values` has the values of each rank's partial nodes, rank by rank."""
-    # the order of ranks is that of the replicas, which CarryStack needs
+    """Return the sum over all replicas; `values` contains the values of each rank's partial nodes, rank by rank."""
+    # ranks are in the order of their replicas, as CarryStack requires
     stack = CarryStack(add)
     for node, value in zip((node for nodes in nodes_of for node in nodes), values, strict=True):
         stack.push(node, value)
@@ -82,7 +82,7 @@ def add_up(nodes_of: list[list[TreeNode]], values: Iterable[Value], add: Callabl
 def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group: dist.ProcessGroup | None) -> Tensor:
     """Return this rank's share of the sum over all ranks' partial nodes.
 
-    `rows`: the values of this rank's partial nodes, whose length is a multiple of the number of ranks.
+    `rows`: the values of this rank's partial nodes; the length of each is a multiple of the number of ranks.
     """
     world, share = len(nodes_of), rows[0].numel() // len(nodes_of)
     outgoing = rows[0] if len(rows) == 1 else torch.stack([row.view(world, share) for row in rows], 1).flatten()
@@ -94,7 +94,7 @@ def add_up_shares(rows: Sequence[Tensor], nodes_of: list[list[TreeNode]], group:
 
 
 class ReplicaStack:
-    """The gradients of a process's replicas in a step, summed as far as the tree allows."""
+    """Gradients of a process's replicas in a step, summed as far as the tree allows."""
 
     def __init__(self, owned: range, parameters: int) -> None:
         self.owned, self.parameters = owned, parameters
@@ -121,12 +121,12 @@ class ReplicaStack:
         return nodes
 
 
-# torch 2.13 deprecates all_gather_into_tensor for a new name
+# torch 2.13 renamed all_gather_into_tensor and deprecates the old name
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients are communicated together, with send and receive buffers."""
+    """Parameters of one dtype on one device whose gradients are communicated together, with their buffers."""
 
     def __init__(
         self,
@@ -141,19 +141,19 @@ class Bucket:
         self.replicas = ReplicaStack(layout.owned(process), len(self.parameters))
         self.missing: set[int] = set()
         """Indices of the gradients that the current backward has not computed yet."""
-        # A process's replicas may not form a single subtree (3 + 3 + 2 of 8), so it sends its maximal ones. Every rank
-        # derives all of them from the layout, so shapes are never sent.
+        # A process's replicas may not form a single subtree (3 + 3 + 2 of 8), so it sends its maximal subtrees. Every
+        # rank derives them all from the layout, so shapes are never sent.
         self.nodes_of = [partial_nodes(layout.owned(rank)) for rank in range(layout.processes)]
         self.sizes = [parameter.numel() for parameter in self.parameters]
-        # a row per partial node: all gradients, and for each the number of processes that have it
+        # one row per partial node: all gradients, and for each gradient the number of processes that have it
         self.length = sum(self.sizes) + len(self.sizes)
-        # rounded up, since all_gather needs equal shares; rows are padded
+        # rounded up with padded rows, since all_gather needs equal shares
         self.share = -(-self.length // layout.processes)
         self.outgoing = self.incoming = self.row = self.all_present = torch.empty(0)
         self.local: list[Tensor | None] = []
-        """Gradients of this process's first partial node, whose memory receives the sums."""
+        """Gradients of this process's first partial node; the sums are written to the same memory."""
         self.kept: list[Tensor | None] = []
-        """Gradients from before the step, to which those of the step are added."""
+        """Gradients from before the step, to which the step's gradients are added."""
         self.work: dist.Work | None = None
 
     # --- within this process ----------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Bucket:
         return gradients
 
     def finish_alone(self) -> None:
-        """Write the sums if this process has all replicas."""
+        """Write the sums, if this process has all replicas."""
         self._give_gradients(add_up(self.nodes_of, self.replicas.close(), add_gradients))
 
     def _give_gradients(self, gradients: list[Tensor | None]) -> None:
@@ -214,10 +214,10 @@ class Bucket:
         self.work = all_gather_single(shares, total, group=self.group, async_op=True)
 
     def write(self) -> None:
-        """Write the sums to the parameters' gradients, in the memory of this process's gradients."""
+        """Write the sums to the parameters' gradients, reusing the memory of this process's gradients."""
         self._wait()
         *sums, presence = self.outgoing[: self.length].split([*self.sizes, len(self.sizes)])
-        # reading from the device waits for it, so only if this process lacks a gradient
+        # only if this process lacks a gradient, because reading from the device synchronizes with it
         if any(gradient is None for gradient in self.local):
             used = presence.tolist()
             gradients = [
@@ -233,20 +233,20 @@ class Bucket:
         self._give_gradients(gradients)
 
     def refuse_late_gradients(self) -> None:
-        """Raise TaskError if backward added to a gradient that was already sent."""
+        """Raise TaskError if the backward pass added to a gradient that was already sent."""
         if any(parameter.grad is not None for parameter in self.parameters):
             shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
             raise TaskError(
                 f"reproducible: bitwise: backward computed gradients of parameters of shape {shapes[:4]} twice, the "
-                f"second time after the first was sent. Reentrant checkpointing with shared weights causes this: call "
-                f"torch.utils.checkpoint with use_reentrant=False."
+                f"second time after the first was sent. Reentrant checkpointing with shared weights causes this: "
+                f"call torch.utils.checkpoint with use_reentrant=False."
             )
 
     def _flat(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
         flat = []
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
-                gradient = torch.full_like(parameter, -0.0)  # neutral in a sum, also for -0.0
+                gradient = torch.full_like(parameter, -0.0)  # -0.0 leaves any sum unchanged, including -0.0
             elif gradient.is_sparse:
                 raise TaskError(
                     "reproducible: bitwise needs dense gradients, but got a sparse one. Use Embedding(sparse=False)."
@@ -259,7 +259,7 @@ class Bucket:
         return self.all_present if all(present) else self.all_present.new_tensor(present)
 
     def _allocate(self, nodes: int) -> None:
-        """Allocate the send and receive buffers, once: new memory costs a page fault per 4 KiB."""
+        """Allocate the send and receive buffers only once: new memory costs a page fault per 4 KiB."""
         if self.outgoing.numel() == 0:
             world, share = self.layout.processes, self.share
             like = self.parameters[0].detach()
@@ -281,12 +281,12 @@ def make_buckets(
     elements: int,
     group: dist.ProcessGroup | None = None,
 ) -> list[Bucket]:
-    """Divide parameters into buckets of at least `elements` elements, in the order in which backward reaches them."""
+    """Divide parameters into buckets of at least `elements` elements, in the order of the backward pass."""
     unfinished: dict[tuple[type, torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
-    # Backward reaches the last layers first. The order of arrival would differ between ranks.
+    # The backward pass reaches the last layers first. Its actual order may differ between ranks.
     for parameter in reversed(list(parameters)):
-        # also by class: torch adds several DTensors in one call, but not together with plain tensors
+        # also by class: torch can add several DTensors in one call, but not mixed with plain tensors
         kind = type(parameter), parameter.dtype, parameter.device
         bucket = unfinished.setdefault(kind, [])
         bucket.append(parameter)
@@ -302,10 +302,10 @@ class ReplicaTree(Protocol):
         """Start the batches of a replica, after all batches of the previous one."""
 
     def expect_last(self) -> None:
-        """Prepare for this process's last backward in the step."""
+        """Prepare for this process's last backward pass in the step."""
 
     def finish(self) -> None:
-        """Set the gradients to those of the step; every rank calls it."""
+        """Set the gradients to the step's gradients; every rank calls it."""
 
     def abandon(self) -> None:
         """Drop the gradients of an unfinished step."""
@@ -315,13 +315,13 @@ class ReplicaTree(Protocol):
 
 
 BUCKET_ELEMENTS = 1 << 22
-"""Elements per bucket: enough to use the bandwidth, few enough to sum a bucket while the next is in flight."""
+"""Elements per bucket: enough to use the bandwidth, but few enough to sum a bucket while the next is in flight."""
 IN_FLIGHT = 2
-"""Number of buckets in flight before waiting for the oldest."""
+"""Maximum number of buckets in flight; beyond it, wait for the oldest."""
 
 
 class GradientTree:
-    """Reduces the gradients of all replicas to the gradient of the step, with the same bits on every process."""
+    """Reduces the gradients of all replicas to the step's gradient, bitwise identical on every process."""
 
     def __init__(
         self,
@@ -336,14 +336,14 @@ class GradientTree:
         self.alone = layout.processes == 1
         self.hooks: list[RemovableHandle] = []
         self.replica: int | None = None
-        """The replica whose batches are being processed; None between two steps."""
+        """The replica whose batches are being processed; None between steps."""
         self.is_last = False
-        """True during this process's last backward in the step."""
+        """True during this process's last backward pass in the step."""
         self.next_to_send = 0
         self.in_flight: deque[Bucket] = deque()
 
     def send_early(self) -> None:
-        """Register hooks that send each bucket as soon as backward has computed its gradients."""
+        """Register hooks that send each bucket as soon as the backward pass has computed its gradients."""
         for bucket in [] if self.alone else self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._arrived, bucket, index)
@@ -356,7 +356,7 @@ class GradientTree:
         self.hooks = []
 
     def begin_replica(self, replica: int) -> None:
-        """Collect the gradients of the previous replica; before the first one, set aside those of earlier steps."""
+        """Collect the previous replica's gradients; before the first replica, set aside those of earlier steps."""
         self._take()
         self.replica = replica
 
@@ -368,7 +368,7 @@ class GradientTree:
                 bucket.take(self.replica)
 
     def expect_last(self) -> None:
-        """Send buckets during the next backward, this process's last one in the step."""
+        """Send buckets during the next backward pass, this process's last in the step."""
         self.is_last = self.replica is not None
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
@@ -380,14 +380,14 @@ class GradientTree:
         self.replica, self.is_last = None, False
 
     def finish(self) -> None:
-        """Set every parameter's gradient to that of the step; every process calls it."""
+        """Set every parameter's gradient to the step's gradient; every process calls it."""
         self._take()
         self.replica, self.is_last = None, False
         if self.alone:
             for bucket in self.buckets:
                 bucket.finish_alone()
             return
-        # a gradient that was sent early must have been complete, or the rest would be lost silently
+        # a gradient that was sent early must have been complete; otherwise the rest would be lost silently
         for bucket in self.buckets[: self.next_to_send]:
             bucket.refuse_late_gradients()
         while self.next_to_send < len(self.buckets):
@@ -399,11 +399,11 @@ class GradientTree:
         self.next_to_send = 0
 
     def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Hook for a complete gradient of `parameter`: send the buckets that are complete."""
+        """Hook that runs when the gradient of `parameter` is complete: send the complete buckets."""
         if not self.is_last or self.replica is None:
             return
         bucket.missing.discard(index)
-        # in the order of the buckets, even if a later one is complete first: all ranks must issue collectives in the
+        # in bucket order, even if a later bucket is complete first: all ranks must issue collectives in the
         # same order
         while self.next_to_send < len(self.buckets) and not self.buckets[self.next_to_send].missing:
             self.buckets[self.next_to_send].take(self.replica)
@@ -423,7 +423,7 @@ class GradientTree:
 def average_in_tree(
     parameters: Sequence[nn.Parameter], layout: Layout, rank: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Replace gradients by their means over ranks with one replica each; every rank calls it."""
+    """Replace gradients by their means over ranks that run one replica each; every rank calls it."""
     for bucket in make_buckets(parameters, layout, rank, BUCKET_ELEMENTS, group):
         # not `begin`, which would set aside the gradients to be averaged
         bucket.kept = [None] * len(bucket.parameters)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: DDP with the optimizer's state sharded over processes.
+"""ZeRO stage 1: DDP with optimizer states sharded over processes.
 
 After Rajbhandari et al. 2020, "ZeRO" (https://arxiv.org/abs/1910.02054), with torch's ZeroRedundancyOptimizer.
 """
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallelism with the optimizer's state sharded over processes, by whole tensors."""
+    """Distributed data parallelism; optimizer states are sharded over processes, by entire tensors."""
 
     name = "zero1"
 
@@ -45,14 +45,14 @@ class Zero1Strategy(DDPStrategy):
         raise ConfigError("zero1 does not support elastic=true: a process that dies loses its shard. Use strategy ddp.")
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task; return optimizers that update this process's shard and fetch the other weights."""
+        """Prepare the placed task. The returned optimizers update this process's shard and fetch the other weights."""
         prepared = super().prepare(task, optimizers)
         return prepared if self.place.world_size == 1 else [self._sharded(optimizer) for optimizer in prepared]
 
     def _sharded(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's shard.
 
-        It has the parameter groups of `optimizer`, so that learning rate schedulers of `optimizer` act on it.
+        It shares the parameter groups of `optimizer`, so that learning rate schedulers of `optimizer` affect it.
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise ConfigError(
@@ -72,18 +72,18 @@ class Zero1Strategy(DDPStrategy):
             )
         if has_modes(optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} swaps all weights for an evaluation, but under zero1 each process has a "
-                f"shard of its state only. Use strategy ddp or fsdp."
+                f"{type(optimizer).__name__} swaps all weights for an evaluation, but under zero1 each process has "
+                f"only a shard of its state. Use strategy ddp or fsdp."
             )
-        # torch needs a class and its arguments; `optimizer.defaults` has keys that AdamW refuses as arguments
+        # torch needs a class and its arguments; `optimizer.defaults` has keys that AdamW rejects as arguments
         factory: Any = _ShardFactory(optimizer)
         wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, factory, self.collectives.group)
         wrapped.original = optimizer  # type: ignore[attr-defined]
-        mark_stepped(optimizer)  # otherwise its schedulers warn that it never steps
+        mark_stepped(optimizer)  # otherwise its schedulers warn that the optimizer never steps
         return wrapped
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group, and make one for saving."""
+        """Join the process group, and create another one for saving."""
         super().join(place, devices, precision)
         self.shard = place.rank
         self.state_dicts.collectives = self.collectives
@@ -108,12 +108,12 @@ class Zero1Strategy(DDPStrategy):
 
 
 class Zero1StateDicts(ShardedStateDicts):
-    """State dicts of optimizers, in which each rank has the states of its parameters and empty shards for others."""
+    """Optimizer state dicts in which each rank has its parameters' states and empty shards for others."""
 
     read_in_parts = ("optimizer_states",)
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the layout: the optimizer's state is sharded over all processes."""
+        """Return the division: the optimizer's state is sharded over all processes."""
         return StateParts(world_size, optimizer=world_size)
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Zero1StateDicts(ShardedStateDicts):
         # other ranks' values are not read from the files
         states = {index: load_stored(values) if index in local else {} for index, values in state["state"].items()}
         optimizer.load_state_dict({**state, "state": states})
-        optimizer.state.clear()  # a copy; steps use the state of the inner optimizer
+        optimizer.state.clear()  # this state is a copy; steps use the inner optimizer's state
         optimizer.original.param_groups = optimizer.param_groups  # type: ignore[attr-defined]
 
 
@@ -155,7 +155,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
 
 
 class _ShardFactory:
-    """Makes optimizers like `optimizer` for some of its parameters, without its class's arguments."""
+    """Creates optimizers like `optimizer` for some of its parameters, without knowing its class's arguments."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -163,7 +163,7 @@ class _ShardFactory:
     def __call__(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
         copy: Optimizer = object.__new__(type(self.optimizer))
         copy.__dict__.update(self.optimizer.__dict__)
-        copy.__dict__.pop("step", None)  # a scheduler has bound it to the original
+        copy.__dict__.pop("step", None)  # a scheduler may have bound it to the original
         copy.state = defaultdict(dict)
         copy.param_groups = [dict(group) for group in groups]
         return copy

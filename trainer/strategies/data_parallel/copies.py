@@ -26,13 +26,13 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
-    # not functional_call, which calls forward only, and not a step
+    # not functional_call, which can only call forward, not a step
     parameters, buffers = list(module.parameters()), list(module.buffers())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
     copies = []
     for index in range(len(devices)):
-        # frozen parameters are shared, since they get no gradient
+        # frozen parameters are shared, since they receive no gradient
         tensors = {id(parameter): parameter.detach() for parameter in parameters}
         broadcast = flat[index * len(trainable) : (index + 1) * len(trainable)]
         tensors.update((id(parameter), value) for parameter, value in zip(trainable, broadcast, strict=True))
@@ -42,9 +42,9 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
 
 
 class _Broadcast(Function):
-    """Broadcast of tensors to several copies, whose gradients are summed in the order of the copies.
+    """Broadcasts tensors to several copies; backward sums their gradients in the order of the copies.
 
-    Autograd alone would sum them in the order in which it computes them.
+    Autograd would sum the gradients in the order in which it computes them.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Copy buffers that a step reassigned on the first copy back to the task, which shares in-place changes."""
+    """Copy buffers that a step reassigned on the first copy back to the task; in-place changes are shared anyway."""
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
         buffers, new = own_buffers(original), own_buffers(twin)
         for name, buffer in list(buffers.items()):
@@ -87,7 +87,7 @@ def log_as(task: "Task", samples: int, name: str, value: Any, *args: Any, **kwar
 class SharedMetric:
     """Forwards the updates of all copies to the task's torchmetrics object.
 
-    A metric of a copy would be updated with one chunk and dropped with the copy.
+    A separate metric on each copy would see only one chunk and would be discarded with the copy.
     """
 
     def __init__(self, metric: Any, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class SharedMetric:
 
 
 def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return (name of the parent, name in the parent, metric) for each outermost torchmetrics object of `task`."""
+    """Return (parent's name, name in the parent, metric) for each outermost torchmetrics object of `task`."""
     library = sys.modules.get("torchmetrics")
     if library is None:
         return []
@@ -127,6 +127,6 @@ def find_metrics(task: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def share_metrics(copy: nn.Module, metrics: Sequence[tuple[str, str, Any]], device: torch.device) -> None:
-    """Let `copy` use the task's `metrics`, which are on `device`."""
+    """Make `copy` use the task's `metrics`, which are on `device`."""
     for path, name, metric in metrics:
         put_child(copy.get_submodule(path), name, SharedMetric(metric, device))

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class DataParallelStrategy(Strategy):
-    """One process with several devices, over which every batch is split, whatever the number of replicas.
+    """One process with several devices. Every batch is split over all of them, for any number of replicas.
 
-    Chunks run in turn in one thread: since kernels are launched asynchronously, a device computes while the next chunk
-    is launched, and autograd has a thread per device anyway.
+    Chunks run in turn in one thread. Kernels are launched asynchronously, so a device computes while the next chunk is
+    launched. Autograd has one thread per device anyway.
 
-    Each accelerator draws random numbers from its generator, keyed by step, replica and chunk. CPU devices share the
-    host's. So a batch's random numbers depend on the number of devices.
+    Each accelerator draws random numbers from its own generator, keyed by step, replica and chunk. CPU devices share
+    the host's generator. The random numbers for a batch therefore depend on the number of devices.
     """
 
     name = "data_parallel"
@@ -93,9 +93,9 @@ class DataParallelStrategy(Strategy):
         sizes = chunk_sizes(task.count_samples(batch), len(self.devices))
         devices = self.devices[: len(sizes)]
         chunks = split(batch, sizes, devices)
-        if len(chunks) == 1:  # as for a batch of one sample
+        if len(chunks) == 1:  # for example, a batch with one sample
             return getattr(task, name)(*arguments)
-        # copied in each step: weights have changed, and gradients flow back through the copies (_Broadcast)
+        # copied in each step, because weights have changed and gradients flow back through the copies (_Broadcast)
         copies = copy_to_devices(task, devices)
         # one key per device, drawn from the host's generator, which is keyed by step and replica
         keys = [None] * len(copies) if root.type == "cpu" else torch.randint(2**62, (len(copies),)).tolist()
@@ -103,7 +103,7 @@ class DataParallelStrategy(Strategy):
         for copy, chunk, size, device, key in zip(copies, chunks, sizes, devices, keys, strict=True):
             copy.__dict__["log"] = partial(log_as, task, size)
             share_metrics(copy, self.metrics, root)
-            self.device = device  # on which the step creates tensors
+            self.device = device  # the step creates tensors on this device
             try:
                 with on_device(device):
                     if key is not None:
@@ -122,12 +122,12 @@ class DataParallelStrategy(Strategy):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context that makes `device` the current one of its kind; a no-op on the CPU."""
+    """Return a context manager that makes `device` the current device of its kind; a no-op on the CPU."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _step_of(copy: "Task", task: "Task", name: str) -> Any:
-    """Return the step of `copy`; a method that was set on the instance is still bound to `task`."""
+    """Return the step method bound to `copy`, even if it was assigned to the instance and is bound to `task`."""
     step = getattr(copy, name)
     return MethodType(step.__func__, copy) if getattr(step, "__self__", None) is task else step
 

@@ -1,9 +1,9 @@
 """DDP with parameter servers: dense layers in every trainer, large modules on server processes.
 
-For models with a module that is too large for every process, such as the embeddings of a recommender: the task lists it
-in `remote_modules`. Trainers are the first processes of the run, servers the last ones. A step is equivalent to one in
-a single process: DDP reduces dense gradients, and servers sum the gradients of their modules and update them once a
-step.
+This strategy is for models with a module that is too large for every process, such as the embeddings of a recommender.
+The task lists such modules in `remote_modules`. The trainers are the first processes of the run, the servers the last.
+A step is equivalent to a step in a single process: DDP reduces dense gradients, and each server sums the gradients of
+its modules and updates them once per step.
 """
 
 import inspect
@@ -53,8 +53,8 @@ class DDPRPCStrategy(DDPStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`servers`: number of processes for the remote modules, in addition to trainer.devices. The other arguments
-        are those of strategy ddp; the timeout of phase `step` also limits remote calls.
+        """`servers`: number of processes for the remote modules, in addition to trainer.devices. Also takes the
+        arguments of strategy ddp; the timeout for the phase `step` also limits remote calls.
         """
         super().__init__(
             bucket_cap_mb=bucket_cap_mb,
@@ -74,9 +74,9 @@ class DDPRPCStrategy(DDPStrategy):
         self.remotes: dict[str, Remote] = {}
         self.makers: dict[str, Callable[[], nn.Module]] = {}
         self.context: tuple[Any, int] | None = None
-        """The distributed autograd context of the current batch, and its id; a thread has at most one."""
+        """The distributed autograd context of the current batch, and its id. A thread has at most one context."""
         self.held: dict[nn.Parameter, Tensor] = {}
-        """This process's dense gradients of the batches before the last one."""
+        """Dense gradients on this process from all batches before the last one."""
         self.clip_value: float | None = None
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class DDPRPCStrategy(DDPStrategy):
         return len(devices) + self.servers
 
     def _trainers(self, place: Place) -> int:
-        """Return the number of trainers, which are the first processes; raises ConfigError if there is none."""
+        """Return the number of trainers, which are the first processes. Raises ConfigError if there are none."""
         trainers = place.world_size - self.servers
         if place.origin == "script":
             raise ConfigError(
@@ -105,11 +105,11 @@ class DDPRPCStrategy(DDPStrategy):
         return trainers
 
     def serve(self, place: Place, task: "Task | None" = None, seed: int = 0) -> bool:
-        """Return whether this process is a server; if it is, and with a task, serve its modules until the run ends."""
+        """Return whether this process is a server. If it is, and has a task, serve its modules until the run ends."""
         index = place.rank - self._trainers(place)
         if index >= 0 and task is not None:
             remote.build_served_modules(task, divided(task.remote_modules(), self.servers)[index], seed)
-            # after the modules: entering signals the trainers, through the store, that they can call
+            # after building the modules, since this tells the trainers through the store that they can call them
             session = self._enter(place)
             with handling_end_signals(lambda number: None):  # a server must outlive trainers that save after a signal
                 while not session.is_over():
@@ -130,7 +130,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the RPC session, then the trainers' process group."""
-        # RPC first: its rendezvous needs all processes, while the group has only trainers
+        # RPC first: its rendezvous needs all processes, but only trainers are in the group
         self.session, self.finished = self._enter(place), False
         trainers = self._trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
@@ -139,7 +139,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
-        """Build the task's modules, with proxies for remote ones."""
+        """Build the task's modules, with proxies for the remote modules."""
         task.configure_model()
         self.makers, self.remotes = dict(task.remote_modules()), {}
         if not self.makers:
@@ -160,7 +160,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.collectives.barrier()
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Make the servers' optimizers. Raises ConfigError for settings that remote modules do not support."""
+        """Create the servers' optimizers. Raises ConfigError for settings that remote modules do not support."""
         if optimizers:
             self._refuse(task, optimizers)
         prepared = super().prepare(task, optimizers)
@@ -181,13 +181,13 @@ class DDPRPCStrategy(DDPStrategy):
         parameters = [id(parameter) for parameter in task.parameters()]
         reasons = {
             "manual optimization, since servers hold some of the gradients": not task.automatic_optimization,
-            "reproducible: bitwise, since sums on a server depend on the trainers": trainer.reproducible == "bitwise",
+            "reproducible: bitwise, since sums depend on the number of trainers": trainer.reproducible == "bitwise",
             f"precision={trainer.precision}": trainer.precision not in (32, "32", "32-true", "bf16-mixed"),
             "nan=skip, which checks all gradients, since no process has all of them": trainer.nan == "skip",
             "sync_batchnorm=true, whose sums distributed autograd does not reduce": trainer.sync_batchnorm,
             "recheck_every, since servers would add the gradients of the second pass": bool(trainer.recheck_every),
             "compile, since remote calls are recorded at run time": bool(trainer.compile),
-            "an overridden backward, since it runs distributed autograd": type(task).backward is not Task.backward,
+            "an overridden backward, since this strategy has its own": type(task).backward is not Task.backward,
             "gradient_clip_algorithm=norm, since no process has all gradients; clip by value": (
                 trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
             ),
@@ -212,8 +212,8 @@ class DDPRPCStrategy(DDPStrategy):
         return output
 
     def _open_context(self) -> int:
-        # One context per batch: a second backward in the same context never returns (a distributed autograd context
-        # supports only one), and a thread can have only one context at a time.
+        # One context per batch, since a distributed autograd context supports only one backward pass and a second one
+        # never returns. A thread can have only one context at a time.
         if self.context is None:
             context = dist_autograd.context()
             self.context = context, context.__enter__()
@@ -227,7 +227,7 @@ class DDPRPCStrategy(DDPStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Accumulate the gradient of `loss` here and on servers; with `last`, reduce dense ones over trainers."""
+        """Accumulate gradients of `loss` here and on the servers; with `last`, reduce the dense ones over trainers."""
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         context = self._open_context()
@@ -235,17 +235,17 @@ class DDPRPCStrategy(DDPStrategy):
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             for waiting in self._ask_servers(remote.collect_gradients, context, self.place.rank):
                 waiting.wait()
-        # distributed backward leaves gradients in the context, not in `grad`; DDP's hooks have reduced them in it
+        # distributed autograd leaves gradients in the context, not in `grad`; DDP's hooks have reduced them there
         self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
         self._close_context()
 
     def _ask_servers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function on every server with a module; return the futures."""
+        """Call a function on every server that has a module; return the futures."""
         servers = sorted({module.server for module in self.remotes.values()})
         return [rpc.rpc_async(server, function, args=arguments) for server in servers]
 
     def _take(self, gradients: Mapping[Tensor, Tensor], last: bool) -> None:
-        """Collect the dense gradients of a batch; those of the last one are already means over trainers."""
+        """Collect the dense gradients of a batch. The last batch's gradients are already means over trainers."""
         assert self.task is not None
         for parameter in self.task.parameters():
             gradient, before = gradients.get(parameter), self.held.get(parameter)
@@ -257,10 +257,10 @@ class DDPRPCStrategy(DDPStrategy):
                 self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
 
     def end_step(self) -> None:
-        """Reduce and add the gradients of batches before the last one, as DDP reduces only the last context's."""
+        """Reduce and add the gradients of the earlier batches, since DDP only reduces those of the last context."""
         super().end_step()
         assert self.task is not None
-        # decided by the config, not by this rank's gradients: all ranks must issue the same collectives
+        # the config decides, not this rank's gradients: all ranks must issue the same collectives
         if self.task.trainer.accumulate_grad_batches == 1 and self.layout.replicas <= self.layout.processes:
             return
         held, self.held = self.held, {}
@@ -271,7 +271,7 @@ class DDPRPCStrategy(DDPStrategy):
             parameter.grad = before if parameter.grad is None else parameter.grad + before
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in the trainers' reduction without a gradient."""
+        """Take part in the trainers' all-reduce without a gradient."""
         if self.ddp is None or not last:
             self._close_context()
         else:
@@ -287,32 +287,32 @@ class DDPRPCStrategy(DDPStrategy):
             waiting.wait()
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip by value, here and on the servers."""
+        """Clip gradients by value, here and on the servers."""
         self.clip_value = limit
         return super().clip(optimizer, limit, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
-        """Update the dense weights here; the servers update theirs when all trainers have called."""
+        """Update the dense weights here. The servers update their weights once all trainers have called them."""
         scale, trainers = 1.0 / self.loss_scale, self.place.world_size
         changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
-            # asynchronously, to overlap with the dense update
+            # asynchronous, to overlap with the dense update
             step = "finish_step", trainers, scale, self.clip_value, changed
             waiting = [module.ask(*step) for module in self.remotes.values()]
             returned = super().optimizer_step(optimizer, closure, **options)
             for future in waiting:
                 future.wait()
-        self.collectives.barrier()  # servers answer before the last trainer has called, so wait for all
+        self.collectives.barrier()  # servers reply before the last trainer has called, so wait for all trainers
         return returned
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Build the remote modules in the task: with their weights on rank 0, on the meta device elsewhere."""
+        """Build the remote modules in the task: on rank 0 with their weights, on other ranks on the meta device."""
         super().finish()
         if self.task is not None:
             is_kept = self.place.rank == 0
             for name, remote_module in self.remotes.items():
-                # a proxy must not outlive the run, whose servers end with it
+                # a proxy must not outlive the run, because the servers end with the run
                 with nullcontext() if is_kept else torch.device("meta"):
                     module = self.makers[name]()
                 if is_kept:
@@ -322,7 +322,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.finished = True
 
     def teardown(self) -> None:
-        """Signal the end of the run to the servers."""
+        """Tell the servers that the run has ended."""
         super().teardown()
         with suppress(RuntimeError):  # the servers may be gone
             self._close_context()
@@ -334,45 +334,45 @@ class DDPRPCStrategy(DDPStrategy):
 
 def divided(names: Iterable[str], servers: int) -> list[list[str]]:
     """Return the names of the remote modules of each server, assigned round-robin."""
-    # not in blocks, since neighbouring tables are often equal in size
+    # not in contiguous blocks, since adjacent tables often have the same size
     listed = list(names)
     return [listed[server::servers] for server in range(servers)]
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of an optimizer's only group, for the servers' optimizers."""
+    """Return the options of an optimizer's only parameter group, for the servers' optimizers."""
     arguments = inspect.signature(type(optimizer)).parameters.values()
     has_kwargs = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
-    # not all defaults: AdamW's decoupled_weight_decay is an argument of Adam, but not of AdamW
+    # not all defaults are arguments: Adam takes decoupled_weight_decay, but AdamW does not
     names = optimizer.defaults.keys() if has_kwargs else optimizer.defaults.keys() & {item.name for item in arguments}
     return {name: value for name, value in optimizer.param_groups[0].items() if name in names}
 
 
 class RemoteStateDicts(StateDicts):
-    """State dicts of a task with modules and optimizer states on servers."""
+    """State dicts of a task that keeps modules and optimizer states on servers."""
 
     def __init__(self, strategy: DDPRPCStrategy) -> None:
         super().__init__()
         self.strategy = strategy
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the trainers as the processes with batches; the shards of weights depend on the task."""
+        """Count only trainers as processes with batches; how weights are sharded depends on the task."""
         return StateParts(world_size - self.strategy.servers, weights=None)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load weights; rank 0 sends those of remote modules to their servers."""
+        """Load weights; rank 0 sends the weights of remote modules to their servers."""
         super().load_model(task, weights, strict)
         self.strategy.collectives.barrier()
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict that a single process would have; only rank 0's has the states of remote modules."""
+        """Return the state dict of an equivalent single process; only rank 0 has the states of remote modules."""
         local = optimizer.state_dict()
         if self.strategy.collectives.rank > 0:
             return local
         states: dict[Remote | None, Any] = {None: local["state"]}
         for remote_module in self.strategy.remotes.values():
             states[remote_module] = remote_module.call("optimizer.state_dict")["state"]
-        # numbered as in a single process, where parameters of remote modules are among the others
+        # numbered as in a single process, where the parameters of remote modules are mixed with the others
         places = self._places()
         state = {
             position: states[module][index]
@@ -382,10 +382,10 @@ class RemoteStateDicts(StateDicts):
         return {"state": state, "param_groups": [{**local["param_groups"][0], "params": list(range(len(places)))}]}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the state dict that a single process would have, here and on the servers."""
+        """Load the state dict of an equivalent single process, here and on the servers."""
         places, group = self._places(), state["param_groups"][0]
         if len(places) != len(group["params"]):
-            raise ValueError(f"expected a state of {len(places)} parameters, got {len(group['params'])}")
+            raise ValueError(f"expected states for {len(places)} parameters, got {len(group['params'])}")
         for module in (None, *self.strategy.remotes.values()):
             ids = {position: index for position, (home, index) in enumerate(places) if home is module}
             values = {index: state["state"][position] for position, index in ids.items() if position in state["state"]}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 REFUSED: tuple[Any, ...] = (BATCH_NORM, nn.Dropout.__base__)
-"""Modules whose training and evaluation modes differ; a server serves both at once."""
+"""Modules that behave differently in training and evaluation, while a server handles both at once."""
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -45,18 +45,18 @@ class ServedModule:
         self.module = module
         self.optimizer: Optimizer | None = None
         self.done = 0
-        """Number of trainers that have finished the backwards of the step."""
+        """Number of trainers that have finished the backward passes of the step."""
 
     def names(self) -> tuple[list[str], int]:
-        """Return the names in the module's state_dict, and the number of its parameters."""
+        """Return the names in the module's state_dict, and its number of parameters."""
         return list(self.module.state_dict()), len(list(self.module.parameters()))
 
     def make_optimizer(self, kind: type[Optimizer], options: dict[str, Any]) -> None:
-        """Make the module's optimizer, like that of the trainers."""
+        """Create the module's optimizer, of the same kind as the trainers' optimizer."""
         self.optimizer = kind(self.module.parameters(), **options)
 
     def finish_step(self, trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
-        """Count a trainer that has finished its backwards; after the last one, update the weights.
+        """Record that a trainer has finished its backward passes; after the last trainer, update the weights.
 
         `options`: the current options of the optimizer, such as a scheduled learning rate.
         """
@@ -69,7 +69,7 @@ class ServedModule:
             return
         self.done = 0
         for parameter in self.module.parameters():
-            # by rank: in the order of arrival the sum would vary from run to run
+            # in the order of ranks: in order of arrival the sum would vary between runs
             gradients = [GRADIENTS[rank].pop(parameter) for rank in sorted(GRADIENTS) if parameter in GRADIENTS[rank]]
             parameter.grad = sum(gradients[1:], gradients[0]) * scale if gradients else None
             if clip is not None and parameter.grad is not None:
@@ -81,13 +81,13 @@ class ServedModule:
 SERVED: dict[str, ServedModule] = {}
 """The modules of a server process by name; remote calls find them by name."""
 GRADIENTS: dict[int, dict[Tensor, Tensor]] = {}
-"""Gradients of the current step, by the rank of the trainer that computed them."""
+"""Gradients of the current step, keyed by the rank of the trainer that computed them."""
 LOCK = threading.Lock()
-"""Held during remote calls, except forward and backward."""
+"""Lock held during remote calls, except for forward and backward passes."""
 
 
 def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
-    """Make this server's modules. Raises ConfigError for modules that a server does not support."""
+    """Build this server's modules. Raises ConfigError for modules that a server does not support."""
     makers = task.remote_modules()
     SERVED.clear()
     GRADIENTS.clear()
@@ -97,7 +97,7 @@ def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
             if isinstance(inner, REFUSED):
                 raise ConfigError(
                     f"remote_modules: {name!r} contains a {type(inner).__name__}, which differs between training and "
-                    f"evaluation, but a server serves both at once. Keep it in the task."
+                    f"evaluation, but a server handles both at once. Keep this module in the task."
                 )
 
 
@@ -113,7 +113,7 @@ def call_here(name: str, method: str, *arguments: Any) -> Any:
 
 
 def collect_gradients(context: int, rank: int) -> None:
-    """Collect the gradients that a trainer's backward has computed on this server."""
+    """Collect the gradients that a trainer's backward pass has computed on this server."""
     with LOCK:
         sums = GRADIENTS.setdefault(rank, {})
         for parameter, gradient in dist_autograd.get_gradients(context).items():  # type: ignore[attr-defined]
@@ -136,12 +136,12 @@ class Remote(nn.Module):
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):
             reference = rpc.remote(server, module_named, args=(name,))
-            # in a list, so that nn.Module does not register it: RemoteModule lacks most methods of a module
+            # in a list, so that nn.Module does not register it, since RemoteModule lacks most methods of a module
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
         self.keys, self.count = self.call("names")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `ServedModule`; return the future."""
+        """Call a method of the `ServedModule` asynchronously; return the future."""
         return rpc.rpc_async(self.server, call_here, args=(self.name, method, *arguments))
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -169,7 +169,7 @@ class Remote(nn.Module):
 
 
 def parameter_places(task: nn.Module) -> list[tuple[Remote | None, int]]:
-    """Return each parameter's remote module (None if local) and index, in the order of a single process."""
+    """Return each parameter's remote module (None if local) and its index, in single-process order."""
     places: list[tuple[Remote | None, int]] = []
     local: dict[nn.Parameter, int] = {}
     for module in task.modules():
@@ -195,7 +195,7 @@ def peers_gone(server: str) -> Iterator[None]:
         raise
 
 
-# parts of RPC's error messages
+# substrings of RPC's error messages for a lost connection
 LOST = (
     "eof (this error originated",
     "connection reset",
@@ -207,11 +207,11 @@ LOST = (
 
 
 SCHEME = "legato-store"
-"""Scheme of the address of RPC's rendezvous, for a store that exists already."""
+"""URL scheme for RPC's rendezvous through an existing store."""
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield what torch asks of a rendezvous handler: the store, this process's rank, and how many there are."""
+    """Yield the store, this process's rank and the world size, as torch requires of a rendezvous handler."""
     assert RpcSession.meeting is not None
     wanted = parse_qs(urlsplit(url).query)
     yield RpcSession.meeting, int(wanted["rank"][0]), int(wanted["world_size"][0])
@@ -219,18 +219,18 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 
 register_rendezvous_handler(SCHEME, _meet)
 FAREWELL = 5.0
-"""Seconds that processes wait for each other at their end."""
+"""Seconds that processes wait for each other at shutdown."""
 
 
 class RpcSession:
-    """RPC session of this process. torch allows one in the life of a process, so it serves all its runs."""
+    """RPC session of this process. torch allows one session per process, so all runs share it."""
 
     opened: "RpcSession | None" = None
     meeting: Store | None = None
-    """Store at which processes meet for RPC."""
+    """Store for RPC's rendezvous."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
-        """Wait until all processes have come."""
+        """Open the session; waits until all processes have arrived."""
         from torch.distributed.rpc import TensorPipeRpcBackendOptions, backend_registry
 
         self.store, self.stage, self.whole = store, 0, True
@@ -239,14 +239,14 @@ class RpcSession:
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
             options = TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method=f"{SCHEME}://")
             before: timedelta = store.timeout  # type: ignore[attr-defined]
-            # a class attribute, since torch hands a rendezvous handler nothing but the URL
+            # a class attribute, since torch passes only the URL to a rendezvous handler
             RpcSession.meeting = PrefixStore("rpc", store)
             rpc.init_rpc(name, backend.TENSORPIPE, rank, world_size, options)
-            store.set_timeout(before)  # torch gives it that of RPC
-        atexit.register(self.close)  # its threads must not outlive the interpreter
+            store.set_timeout(before)  # torch sets it to RPC's timeout
+        atexit.register(self.close)  # RPC's threads must not outlive the interpreter
 
     def begin_stage(self, servers: Sequence[str], timeout: timedelta, own: str | None = None) -> None:
-        """Begin a run: a server, `own`, says that its modules are built; a trainer waits until all have said so."""
+        """Begin a run: the server named `own` announces that its modules are built; a trainer waits for all servers."""
         self.stage += 1
         if own is not None:
             self.store.set(f"open {self.stage} {own}", "yes")
@@ -254,13 +254,13 @@ class RpcSession:
             self.store.wait([f"open {self.stage} {server}" for server in servers], timeout)
 
     def end_stage(self, whole: bool) -> None:
-        """Let the servers go on to what comes after this run, which has come to its end or (not `whole`) has failed."""
+        """Release the servers from this run; `whole` is False if the run has failed."""
         self.whole &= whole
-        with suppress(RuntimeError):  # the process with the store has gone
+        with suppress(RuntimeError):  # the process that hosts the store may have exited
             self.store.set(f"over {self.stage}", "yes")
 
     def close(self) -> None:
-        """Leave, where all is well once the others leave as well, so that none of them has to say that others went."""
+        """Leave the session. After a successful run, wait for the other processes, so that none reports a lost peer."""
         if self.whole:
             with suppress(RuntimeError):
                 rpc.shutdown(timeout=FAREWELL)
@@ -268,7 +268,7 @@ class RpcSession:
         rpc.shutdown(graceful=False)
 
     def is_over(self) -> bool:
-        """Return whether the trainers have ended the run, or have gone altogether."""
+        """Return whether the trainers have ended the run or have exited."""
         try:
             return bool(self.store.check([f"over {self.stage}"]))
         except RuntimeError:

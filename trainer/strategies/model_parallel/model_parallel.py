@@ -1,4 +1,4 @@
-"""DDP over model-parallel processes: each process has several devices, with a part of the model on each."""
+"""DDP over model-parallel processes: each process has several devices, and each device has a part of the model."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def move_inputs(block: nn.Module, device: torch.device) -> RemovableHandle:
     """Move the inputs of `block` to `device`, where its parameters are."""
-    # before the user's hooks, so that they see the block's inputs
+    # before the user's hooks, so that these see the inputs on the block's device
     return block.register_forward_pre_hook(partial(_move_inputs, device), prepend=True, with_kwargs=True)
 
 
@@ -31,12 +31,12 @@ def _move_inputs(
     device: torch.device, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device == device:
-        return None  # the usual case within a part: 2 us, against 6 for walking the arguments
+        return None  # the usual case within a part: 2 us, instead of 6 us to traverse the arguments
     return to_device(args, device), to_device(kwargs, device)
 
 
 def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch.device]], rest: torch.device) -> None:
-    """Move each part to its device, and all other tensors of the task to `rest`."""
+    """Move each part to its device, and all other tensors of the task to the device `rest`."""
     placed: set[nn.Module] = set()
     for modules, device in parts:
         for module in modules:
@@ -55,7 +55,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Several devices per process, with a part of the model on each, and DDP across processes."""
+    """Several devices per process, each with a part of the model, and DDP across processes."""
 
     name = "ddp_model_parallel"
 
@@ -83,14 +83,14 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.device_hooks: list[RemovableHandle] = []
         """Forward pre-hooks that move the inputs of blocks to their devices."""
         self.cut_task: nn.Module | None = None
-        """The task that this strategy has placed on devices."""
+        """The task, if this strategy has placed it on the devices."""
 
     def _require_elastic(self) -> None:
         raise ConfigError("elastic=true needs strategy ddp; ddp_model_parallel cannot replace processes.")
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """Return one process per `devices_per_replica` devices. Raises ConfigError for a remainder."""
+        """Return one process per `devices_per_replica` devices. Raises ConfigError if devices are left over."""
         return len(self._group_devices(devices))
 
     def _group_devices(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
@@ -107,9 +107,9 @@ class DDPModelParallelStrategy(DDPStrategy):
         return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and select the devices of the local rank; the loss is computed on the last."""
+        """Join the process group and select the devices of the local rank. The last device computes the loss."""
         size = self.parts_wanted
-        if devices[0].type == "cpu":  # all CPU devices are the same, so there are enough
+        if devices[0].type == "cpu":  # all CPU devices are the same device, so there are always enough
             devices = [torch.device("cpu")] * (size * place.local_world_size)
         groups = self._group_devices(devices)
         if place.local_world_size > len(groups):
@@ -126,12 +126,12 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.devices = list(self.parts)
 
     def _only_device(self) -> torch.device | None:
-        """Return None: this process has several devices, and DDP must not move inputs."""
+        """Return None, since this process has several devices and DDP must not move inputs."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
-        """Move the parts of the task to their devices, unless the task has done so itself.
+        """Move the parts of the task to their devices, unless the task has already done so.
 
         Raises ConfigError if the task is neither placed nor has blocks to split, or does not support micro-batches.
         """
@@ -141,7 +141,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self._sync_batch_norm(task)
         self.precision.place(task)
         self._remove_hooks()
-        # already placed: by the task in configure_model, or by an earlier call of the trainer
+        # already placed, by the task in configure_model or by an earlier call to the trainer
         used = {parameter.device for parameter in task.parameters()}
         if len(used) > 1:
             self._keep_placement(task)
@@ -160,7 +160,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
         if type(task).configure_model is Task.configure_model or len(set(self.parts)) > 1:
             raise ConfigError(f"{describe_missing_blocks(task)} Or move modules to self.devices in configure_model.")
-        self._keep_placement(task)  # with equal devices, a placement by the task cannot be detected
+        self._keep_placement(task)  # if all devices are equal, a placement by the task cannot be detected
 
     def _place_parts(self, task: "Task", parts: Sequence[Sequence[nn.Module]]) -> None:
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
@@ -178,7 +178,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """Keep the task's placement. Raises ConfigError with the names of tensors that are on other devices."""
         if self.split != "auto":
             raise ConfigError(
-                f"split={self.split} is for a list of blocks, but {type(task).__name__} places its modules. Omit split."
+                f"split={self.split} needs a list of blocks, but {type(task).__name__} places its modules. Omit split."
             )
         tensors = [*task.named_parameters(), *task.named_buffers()]
         astray = [f"{name} ({tensor.device})" for name, tensor in tensors if tensor.device not in self.parts]
@@ -200,7 +200,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             )
 
     def teardown(self) -> None:
-        """Remove the hooks; a task that this strategy has placed moves back to the host."""
+        """Remove the hooks, and move a task that this strategy has placed back to the host."""
         self._remove_hooks()
         if self.cut_task is not None and len(set(self.parts)) > 1:
             self.cut_task.cpu()
@@ -209,7 +209,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step, for each micro-batch if there are several."""
+        """Call training_step, once per micro-batch if there are several."""
         if self.micro_batches == 1 or self.ddp is not None:
             return super().training_step(arguments, replica, last)
         if self.by_replica:

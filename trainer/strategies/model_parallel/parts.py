@@ -1,10 +1,10 @@
-"""Parts of a model: its blocks are split into consecutive runs, so that the largest run is as small as possible.
+"""Splits a model's blocks into consecutive parts, so that the largest part is as small as possible.
 
     blocks       embedding | layer 0 | layer 1 | layer 2 | layer 3 | head
     kilobytes           97 |     793 |     793 |     793 |     793 |   50
     two parts    `--------- 1,683 ----------´    `------- 1,636 -------´
 
-model_parallel.py puts the parts on devices of one process, pipeline.py on different processes.
+model_parallel.py places the parts on different devices of one process, pipeline.py on different processes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 Split = Literal["auto"] | list[int]
-"""The number of blocks in each part; "auto" balances parameter bytes."""
+"""Number of blocks in each part; "auto" balances the parts by parameter bytes."""
 
 
 @dataclass(frozen=True)
 class PartBlock:
-    """A module of the task; every sample passes through the blocks in order."""
+    """A module of the task. Every sample passes through all blocks in order."""
 
     name: str
     """Path in the task."""
     module: nn.Module
     size: int
-    """Bytes of its parameters and buffers."""
+    """Bytes in its parameters and buffers."""
 
 
 def find_part_blocks(task: "Task") -> list[PartBlock]:
-    """Return the blocks from configure_blocks, or the children of the only nn.Sequential with all parameters.
+    """Return the blocks from configure_blocks, or the children of an nn.Sequential that has all parameters.
 
     Returns an empty list if there is neither. Raises TaskError if configure_blocks returns anything but distinct
     modules of the task.
     """
     blocks: Any = task.configure_blocks()
     if blocks is None:
-        # with all parameters, so that no part of the model is outside of it
+        # it must have all parameters, so that no part of the model is outside of it
         parameters = {id(parameter) for parameter in task.parameters()}
         candidates = [
             child
@@ -59,7 +59,7 @@ def find_part_blocks(task: "Task") -> list[PartBlock]:
                 f"{where} must return modules of the task, in forward order; entry {index} is a {kind}"
                 f"{' outside of the task' if isinstance(module, nn.Module) else ''}."
             )
-    # a module in two blocks would have to be on two devices
+    # a module in two blocks would need to be on two devices
     inner = [id(child) for module in modules for child in module.modules()]
     if len(set(inner)) < len(inner):
         twice = next(names[child] for child in inner if inner.count(child) > 1)
@@ -78,7 +78,7 @@ def describe_missing_blocks(task: "Task") -> str:
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers of a module; shared tensors count once."""
+    """Return the number of bytes in a module's parameters and buffers; shared tensors count once."""
     tensors = {id(tensor): tensor for tensor in tensors_of(module)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
@@ -91,7 +91,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
             f"{len(blocks)} blocks ({names}) cannot make {parts} parts; each part needs at least one block."
         )
     if split == "auto":
-        # by bytes, not by measured time: known before the first batch, and the same on every rank
+        # by bytes rather than measured time: known before the first batch, and equal on every rank
         counts = split_evenly([block.size for block in blocks], parts)
     else:
         counts = list(split)
@@ -105,7 +105,7 @@ def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[
 
 
 def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartBlock]]:
-    """Return the blocks of each part of a task; raises ConfigError if parts would share a tensor."""
+    """Return the blocks of each part of a task. Raises ConfigError if two parts would share a tensor."""
     blocks = find_part_blocks(task)
     if not blocks:
         raise ConfigError(describe_missing_blocks(task))
@@ -119,7 +119,7 @@ def refuse_idle(stages: Sequence[Sequence[PartBlock]]) -> None:
     for place, stage in enumerate(stages):
         if not any(parameter.requires_grad for block in stage for parameter in block.module.parameters()):
             names = ", ".join(block.name for block in stage)
-            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train; choose another split.")
+            raise ConfigError(f"Stage {place} of the pipeline ({names}) has nothing to train. Choose another split.")
 
 
 def check_counts(split: Any, parts: int) -> None:
@@ -134,10 +134,10 @@ def check_counts(split: Any, parts: int) -> None:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return how many of `sizes` each part takes, so that the largest sum is minimal; no part is empty.
+    """Return how many of `sizes` each part takes, so that the largest sum is minimal and no part is empty.
 
-    Ties go to the smaller sum of squares. Solves the linear partition problem by dynamic programming (Skiena, The
-    Algorithm Design Manual, section 10.7) in parts x len(sizes)^2 steps.
+    The smaller sum of squares breaks ties. Solves the linear partition problem by dynamic programming in parts x
+    len(sizes)^2 steps (Skiena, The Algorithm Design Manual, section 10.7).
     """
     ends = [0]
     for size in sizes:
@@ -148,7 +148,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
         grown = []
         for n in range(len(ends)):
             ways = [
-                # compared as tuples: first the largest part, then the sum of squares
+                # compared as tuples: first by the largest part, then by the sum of squares
                 (max(best[m][0], last), best[m][1] + last * last, (*best[m][2], n - m))
                 for m in range(part, n)
                 for last in (ends[n] - ends[m],)

@@ -1,10 +1,10 @@
-"""A batch in a pipeline, on one of its processes.
+"""Runs a batch in a pipeline, on one process of the pipeline.
 
-    first stage    runs training_step on each micro-batch up to the first block; its arguments are the pipeline's input
-    last stage     runs training_step on each micro-batch, and goes on after the last block: loss, output, logged values
+    first stage   runs training_step on each micro-batch up to the first block, whose arguments are the pipeline's input
+    last stage    runs training_step on each micro-batch and continues after the last block: loss, output, logged values
 
-Both start a micro-batch from the same random state, so that random numbers that the step draws before the model (for
-mixup, say) are the same on both.
+Both stages start a micro-batch from the same random state. Random numbers that the step draws before the model, for
+example for mixup, are therefore the same on both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
-"""Name, value and other arguments of a call of `log`."""
+"""Name, value and other arguments of a call to `log`."""
 
 
 class BatchRun:
@@ -45,7 +45,7 @@ class BatchRun:
         together: Ranks,
         is_masked: bool,
     ) -> None:
-        """`pieces`: maximum number of micro-batches. `together`: the pipelines that run in lockstep with this one."""
+        """`pieces`: maximum number of micro-batches. `together`: pipelines that run in lockstep with this one."""
         self.task, self.schedules, self.interceptor = task, schedules, schedules.interceptor
         batch, *self.arguments = arguments
         run = task.trainer.current_run
@@ -58,26 +58,26 @@ class BatchRun:
         self.precision = task.trainer.strategy.precision
         self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
-        # Processes of a pipeline have the same batch. Pipelines that shard together must agree, since torch infers
+        # Processes in a pipeline have the same batch. Pipelines that shard together must agree, since torch infers
         # shapes with collectives.
         self.cached = bool(together.all_gather(torch.tensor(self.kind in schedules.made)).all())
-        # from the generator keyed by step and replica, so the same on all processes of the pipeline
+        # from the generator keyed by step and replica, so equal on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
         self.calls: list[list[LogCall]] = [[] for _ in self.sizes]
-        """The calls of `log` in training_step for each micro-batch."""
+        """The calls to `log` in training_step for each micro-batch."""
         seed_generators(mix(self.key, schedules.place))  # otherwise stages would draw the same dropout masks
 
     def run(self) -> None:
-        """Run forward and backward of the batch; gradients accumulate in the parameters of this process's stage."""
+        """Run forward and backward passes for the batch; gradients accumulate in this stage's parameters."""
         self.schedules.run(self._inputs(), len(self.sizes), self.kind, self._loss, self.cached)
 
     def _inputs(self) -> tuple[Tensor, ...]:
-        """Return the pipeline's input on the first stage, and nothing on others."""
+        """Return the pipeline's input on the first stage, and nothing on other stages."""
         if not self.schedules.is_first:
             return ()
         inputs = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
-        # the schedule splits the concatenated input again, so each micro-batch must have its share of rows
+        # the schedule splits the concatenated input again, so each micro-batch must have the expected number of rows
         for tensor in inputs[0]:
             if len(inputs) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
                 raise TaskError(
@@ -103,7 +103,7 @@ class BatchRun:
     def _step(self, index: int) -> Any:
         """Call training_step with a micro-batch, from the same random state on all processes."""
         seed_generators(mix(self.key, self.schedules.places, index))
-        # on the instance, which overrides the class's method: calls are sent to all stages, which log them in `result`
+        # set on the instance, to override the class's method: all stages receive the calls, and log them in `result`
         self.task.__dict__["log"] = partial(self._record, index)
         try:
             return self.task.training_step(self.batches[index], *self.arguments)
@@ -111,7 +111,7 @@ class BatchRun:
             del self.task.__dict__["log"]
 
     def _record(self, index: int, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Record a call of `Task.log`. Raises TaskError for a metric object."""
+        """Record a call to `Task.log`. Raises TaskError for a metric object."""
         if is_metric(value):
             raise TaskError(
                 f"log({name!r}) in training_step: under a pipeline only the last stage has the metric's values. Log "
@@ -123,7 +123,7 @@ class BatchRun:
     def result(self, stages: Ranks) -> Any:
         """Log the last stage's values on every process of the pipeline; return the output of training_step.
 
-        On other stages the output is only the loss, and the weight if there is one.
+        On other stages, the output contains only the loss, and the weight if there is one.
         """
         output, message, device = None, None, self.schedules.device
         if self.schedules.is_last:

@@ -1,14 +1,14 @@
-"""Interception of calls to a task's blocks when the blocks are on several processes.
+"""Intercepts calls to a task's blocks when the blocks are on different processes.
 
     outside of training_step      the first block of a stage runs the stage on its process, and the last one returns the
-                                  stage's output on all processes: for validation, prediction, generation
-    in a stage of the pipeline    the block computes
+                                  stage's output on all processes (for validation, prediction, generation)
+    in a stage of the pipeline    blocks compute
     first stage, training_step    the first block stops the step: its arguments are the pipeline's input
-    last stage, training_step     blocks do nothing, and the last one returns the pipeline's output; the rest of the
-                                  step computes the loss, and logs
+    last stage, training_step     blocks do nothing, and the last block returns the pipeline's output; the rest of the
+                                  step computes the loss and logs values
 
-So a task needs no loss function apart from training_step. In return, a task must not compute anything between two
-blocks, where a process has no values; the interceptor raises an error if it does.
+So a task needs no loss function apart from training_step. In return, a task must not compute anything between blocks,
+because not every process has the values there. The interceptor raises an error if it does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +23,14 @@ from ....base.errors import TaskError
 from ..model_parallel.parts import PartBlock
 
 BlockRelay = Callable[[int, Tensor | None], Tensor]
-"""Takes the index of a stage and, on its process, its output; returns the output on all processes."""
+"""Takes a stage's index and, on the stage's process, its output. Returns the output on all processes."""
 
 
 class BlockInterceptor:
-    """Intercepts the calls of a task's blocks, until `close`."""
+    """Intercepts calls to a task's blocks, until `close`."""
 
     def __init__(self, stages: Sequence[Sequence[PartBlock]], place: int, stage: nn.Module, relay: BlockRelay) -> None:
-        """`stage`: runs this process's stage, the one at index `place`."""
+        """`stage`: runs this process's stage, which has the index `place`."""
         self.blocks = [block for stage in stages for block in stage]
         self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]
         self.place, self.stage, self.relay = place, stage, relay
@@ -42,7 +42,7 @@ class BlockInterceptor:
         self.next = 0
         self.kinds = [type(block.module) for block in self.blocks]
         self.calls = [partial(kind.__call__, block.module) for kind, block in zip(self.kinds, self.blocks, strict=True)]
-        """The original call of each block."""
+        """The original `__call__` of each block."""
         for index, block in enumerate(self.blocks):
             block.module.__class__ = intercepted(self.kinds[index], partial(self._enter, index))
 
@@ -61,7 +61,7 @@ class BlockInterceptor:
     def input_of(self, step: Callable[[], Any]) -> tuple[Tensor, ...]:
         """Run `step` up to the first block, and return the tensors that it passes to the block.
 
-        Raises TaskError if there are none, if they depend on parameters, or for other arguments.
+        Raises TaskError if there are no tensors, if they depend on parameters, or if there are other arguments.
         """
         first = self.blocks[0].name
         try:
@@ -113,14 +113,14 @@ class BlockInterceptor:
 
     def _passed_through(self, output: Any, index: int, args: Any, kwargs: Any) -> Any:
         if index == 0 and self.next == len(self.blocks):
-            # a second call would get the output of the first
+            # a second call would return the output of the first call
             raise TaskError(
                 f"Under a pipeline, training_step must call each block of the task once; it called "
-                f"{self.blocks[0].name!r} again. Join the inputs of both calls, as by torch.cat, and split the output."
+                f"{self.blocks[0].name!r} again. Join both inputs, for example with torch.cat, and split the output."
             )
         self._require_chain(index, args, kwargs)
         self.next = index + 1
-        # a new object per block, compared by identity, which detects any operation between blocks
+        # a new object per block, compared by identity, so that any operation between blocks is detected
         self.token = torch.empty(0)
         return output if self.next == len(self.blocks) else self.token
 
@@ -170,13 +170,13 @@ class BlockInterceptor:
 
 
 def intercepted(kind: type[nn.Module], enter: Callable[..., Any]) -> type[nn.Module]:
-    """Return a subclass of `kind` that calls `enter`. Replaces __call__, not forward, so that no hooks run."""
+    """Return a subclass of `kind` that calls `enter`. It overrides __call__, not forward, so that no hooks run."""
     members = {"__call__": lambda self, *args, **kwargs: enter(*args, **kwargs), "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 class _Reached(BaseException):
-    """The first block was called. Not an Exception, so that `except Exception` in the task does not catch it."""
+    """Raised when the task calls the first block. Not an Exception, so that `except Exception` does not catch it."""
 
     def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__(*args)

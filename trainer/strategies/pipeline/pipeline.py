@@ -1,12 +1,12 @@
-"""The axis `pipeline` of a mesh: each process has a stage of the model, and runs batches as micro-batches.
+"""Pipeline parallelism along a mesh axis: each process has a stage of the model and runs batches as micro-batches.
 
     configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
     pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      split by parts.py
     a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
                           gradients <------------------ gradients
 
-intercept.py runs training_step without its blocks, and stages.py runs the blocks. Every process has all modules of the
-task, but only shapes for the parameters of other stages. The last stage broadcasts the values that the step logs.
+intercept.py runs training_step without its blocks; stages.py runs the blocks. Every process has all modules of the
+task, but of other stages' parameters only the shapes. The last stage broadcasts the values that the step logs.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class PipelineMeshStrategy(MeshStrategy):
     """One process per device, on a mesh with the axes data, shard, tensor and pipeline.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each on its shard of the layers; processes along `pipeline` on
-    the same batches, each on different layers.
+    Processes along `tensor` work on the same batches, each with its shard of the layers. Processes along `pipeline`
+    also work on the same batches, each with different layers.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class PipelineMeshStrategy(MeshStrategy):
         self.pieces_wanted, self.split = micro_batches, split
         self.owners = StageOwners([], [], 0)
         self.stage: Stage | None = None
-        """The blocks of this process."""
+        """The blocks on this process."""
         self.schedules: Schedules | None = None
         """Runs this process's stage; None without a pipeline."""
         self.stage_ranks = SINGLE
-        """The processes of one pipeline, by stage."""
+        """The processes of this pipeline, by stage."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
@@ -120,7 +120,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 replace_values(tensor, local.data.to(self.device))
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training; raises ConfigError for settings that a pipeline does not support."""
+        """Prepare the placed task for training. Raises ConfigError for settings that a pipeline does not support."""
         if self.schedules is not None and optimizers:
             from ....tasks.task import Task
 
@@ -128,13 +128,13 @@ class PipelineMeshStrategy(MeshStrategy):
                 raise ConfigError("A pipeline runs backward itself, stage by stage, so your task must not override it.")
             if task.trainer.reproducible == "off":
                 raise ConfigError(
-                    "A pipeline needs reproducible: order. All its processes must load the same batch, which takes "
-                    "keyed random numbers."
+                    "A pipeline needs reproducible: order. All its processes must load the same batch, which "
+                    "requires keyed random numbers."
                 )
         return super().prepare(task, optimizers)
 
     def finish(self) -> None:
-        """Give every process the full task, on its host; every rank calls it."""
+        """Give every process the full task, on the host; every rank calls it."""
         if self.schedules is None or self.task is None:
             super().finish()
             return
@@ -152,7 +152,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
         with torch.no_grad():
             dtensors.replace(self.task, change)
-        self.schedules.interceptor.close()  # calls of the task before `teardown` compute in this process
+        self.schedules.interceptor.close()  # calls to the task before `teardown` compute in this process
 
     def teardown(self) -> None:
         """Restore the task's blocks."""
@@ -166,8 +166,8 @@ class PipelineMeshStrategy(MeshStrategy):
         """Give every process of the pipeline the output of a stage."""
         if self.schedules is not None and stage == self.owners.place:
             for module in sharded(self.schedules.stage):
-                module.reshard()  # no backward will free the gathered parameters
-        # the shape first, since it varies outside of training
+                module.reshard()  # no backward pass will free the gathered parameters
+        # the shape first, since shapes vary outside training
         shape, dtype = self.stage_ranks.broadcast(output is not None and (output.shape, output.dtype), source=stage)
         output = torch.empty(shape, dtype=dtype, device=self.device) if output is None else output.detach().contiguous()
         dist.broadcast(output, group=self.stage_ranks.group, group_src=stage)
@@ -175,9 +175,9 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Run forward and backward of training_step, with its blocks on the stages of the pipeline.
+        """Run forward and backward passes of training_step, with the blocks on the stages of the pipeline.
 
-        Returns the output of training_step on the last stage, and its loss on others.
+        Returns the output of training_step on the last stage, and only the loss on other stages.
         """
         if self.schedules is None:
             return super().training_step(arguments, replica, last)
@@ -187,7 +187,7 @@ class PipelineMeshStrategy(MeshStrategy):
         together = self.data_ranks if self.lockstep else SINGLE
         pieces = self.pieces_wanted or 2 * self.sizes.pipeline
         batch_run = BatchRun(self.task, arguments, self.schedules, pieces, together, is_masked=replica is None)
-        # The schedule sets gradients. If all batches of a step are skipped, they must be None again: with zeros,
+        # The schedule sets gradients. If all batches of a step are skipped, gradients must be None again: with zeros,
         # momentum and weight decay would still change the weights.
         fresh = [weight for weight in self.owners.tensors if isinstance(weight, nn.Parameter) and weight.grad is None]
         with self.precision.forward_context():
@@ -201,17 +201,17 @@ class PipelineMeshStrategy(MeshStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Do nothing in a pipeline, whose training_step has computed the gradients."""
+        """Do nothing in a pipeline, because training_step has already computed the gradients."""
         if self.schedules is None:
             super().backward(loss, last, inputs, retain_graph)
 
     def end_step(self) -> None:
-        """Sum the gradients of all pipelines, and give all of them the buffers of the first one."""
+        """Sum the gradients over all pipelines, and copy the first pipeline's buffers to all of them."""
         weights = [tensor for tensor in self.owners.own_tensors() if isinstance(tensor, nn.Parameter)]
-        if self.sizes.shard > 1:  # gradients of sharded parameters are reduced in backward
+        if self.sizes.shard > 1:  # gradients of sharded parameters are reduced in the backward pass
             weights = [weight for weight in weights if not isinstance(weight, DTensor)]
         for ranks in map(self._ranks_along, ("data", "shard")):
-            # pipelines may have gradients for different parameters, but must issue the same collectives; a missing
+            # Pipelines may have gradients for different parameters, but must issue the same collectives: a missing
             # gradient counts as zero
             present = torch.tensor([parameter.grad is not None for parameter in weights], dtype=torch.int32)
             for parameter, is_used in zip(weights, ranks.all_reduce(present, "max").tolist(), strict=True):
@@ -222,7 +222,7 @@ class PipelineMeshStrategy(MeshStrategy):
         super().end_step()
 
     def align_buffers(self) -> None:
-        """Give every pipeline the buffers of the first one."""
+        """Copy the first pipeline's buffers to all pipelines."""
         if self.schedules is None:
             super().align_buffers()
             return

@@ -1,11 +1,11 @@
-"""The stages of a pipeline and their schedules, with torch.distributed.pipelining.
+"""The stages of a pipeline and their schedules, built on torch.distributed.pipelining.
 
-A process alternates between forward and backward, which limits the micro-batches in flight ("1F1B", PipeDream:
+A process alternates between forward and backward passes, which limits the micro-batches in flight ("1F1B", PipeDream:
 Narayanan et al., 2019, https://arxiv.org/abs/1806.03377). A batch with fewer micro-batches than stages runs all
-forwards first, then all backwards (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
+forward passes first, then all backward passes (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
-torch fixes the shapes of activations in the first run of a schedule, so each shape of batch, such as that of a short
-last batch, has a separate schedule.
+torch fixes the shapes of activations in the first run of a schedule, so each batch shape has its own schedule, for
+example a short last batch.
 """
 
 import inspect
@@ -22,9 +22,9 @@ from ..model_parallel.parts import PartBlock, tensors_of
 from .intercept import BlockInterceptor
 
 KEPT_SHAPES = 8
-"""Number of cached schedules; each has buffers for the activations that it receives."""
+"""Maximum number of cached schedules; each has buffers for the activations that it receives."""
 PieceLoss = Callable[[Tensor, int], Tensor]
-"""Takes the pipeline's output for a micro-batch and its index; returns its share of the batch's loss."""
+"""Takes the pipeline's output for a micro-batch and the micro-batch's index; returns its share of the batch's loss."""
 
 
 class Stage(nn.Module):
@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(block.module for block in blocks)
         self.names = [block.name for block in blocks]
         self.calls = 0
-        """Number of calls under the current schedule. In the first, torch infers shapes; it must not change buffers."""
+        """Number of calls under the current schedule. The first call only infers shapes and must not change buffers."""
 
     def forward(self, *inputs: Any) -> Any:
         """Return the output of the last block."""
@@ -47,7 +47,7 @@ class Stage(nn.Module):
                 inputs = (block(*inputs),)
             except (TypeError, AttributeError) as error:
                 raise TaskError(
-                    f"{name!r} failed ({type(error).__name__}: {error}). In a pipeline a block gets the output of the "
+                    f"{name!r} failed ({type(error).__name__}: {error}). In a pipeline, a block gets the output of the "
                     f"previous block as its only argument. Layers of transformers also need masks and rotary "
                     f"embeddings, which their model computes between blocks, where a pipeline has no values. Use "
                     f"strategy fsdp, tensor instead of pipeline, or ddp_model_parallel."
@@ -58,7 +58,7 @@ class Stage(nn.Module):
             torch.clear_autocast_cache()  # up to torch 2.11 it keeps weights that were cast without a gradient
         output = inputs[0]
         if torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
-            # torch 2.12 also sends a gradient to the output of a frozen stage
+            # torch 2.12 sends gradients even to the output of a frozen stage
             return output if output.requires_grad else output.detach().requires_grad_()
         return output
 
@@ -90,14 +90,14 @@ class StageOwners:
 
 
 class Schedules:
-    """The schedules that run this process's stage, one per shape of batch."""
+    """The schedules that run this process's stage, one per batch shape."""
 
     def __init__(self, stage: Stage, interceptor: BlockInterceptor, device: torch.device, ranks: Ranks) -> None:
         """`ranks`: the processes of the pipeline, in the order of their stages."""
         self.stage, self.interceptor, self.device, self.group = stage, interceptor, device, ranks.group
         self.place, self.places = ranks.rank, ranks.size
         self.made: dict[Any, Any] = {}
-        """The cached schedules by kind of batch, the newest last."""
+        """The cached schedules, keyed by kind of batch; the newest is last."""
         self.loss: PieceLoss | None = None
         """Computes the loss of the current batch."""
 
@@ -112,12 +112,12 @@ class Schedules:
         return self.place == self.places - 1
 
     def run(self, inputs: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, cached: bool) -> None:
-        """Run forward and backward of a batch; gradients accumulate in the parameters of this process's stage.
+        """Run forward and backward passes for a batch; gradients accumulate in this stage's parameters.
 
-        `inputs`: input of the pipeline, on the first stage. `kind`: identifies the shapes of the batch, equally on all
-        processes. `cached`: True if all processes have a schedule for this kind.
+        `inputs`: the pipeline's input, on the first stage. `kind`: identifies the shapes in the batch, in the same way
+        on all processes. `cached`: True if all processes have a schedule for this kind.
         """
-        # both conditions: a process may have dropped its schedule for this kind, and making one is a collective
+        # both conditions: another process may have dropped its schedule for this kind, and making one is a collective
         old = self.made.pop(kind, None)
         schedule = old if cached and old is not None else self._make_schedule(pieces)
         self.made[kind] = schedule
@@ -134,7 +134,7 @@ class Schedules:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Remove and return gradients of earlier batches, as torch drops those of sharded parameters in a first run."""
+        """Remove and return gradients of earlier batches: a schedule's first run drops those of sharded parameters."""
         gradients = []
         for parameter in self.stage.parameters():
             if parameter.grad is not None:
@@ -147,7 +147,7 @@ class Schedules:
         options: dict[str, Any] = {"n_microbatches": pieces, "loss_fn": self._compute_loss, "scale_grads": False}
         if pieces >= self.places:  # torch requires as many micro-batches as stages
             return Schedule1F1B(stage, **options)
-        # torch 2.10 and 2.11 require it here, too, although GPipe does not
+        # torch 2.10 and 2.11 require this here, too, although GPipe does not
         stage.num_stages = pieces
         schedule = ScheduleGPipe(stage, **options)
         stage.num_stages = self.places
@@ -161,4 +161,4 @@ class Schedules:
 
 
 LEAN = {"return_outputs": False} if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters else {}
-"""Option to not collect outputs, where torch has it."""
+"""Option not to collect outputs, if this version of torch has it."""

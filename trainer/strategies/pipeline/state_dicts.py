@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class PipelineStateDicts(MeshStateDicts):
-    """State dicts with empty shards in place of the tensors of other stages."""
+    """State dicts with empty shards in place of other stages' tensors."""
 
     def __init__(self, mesh: MeshStateDicts, owners: StageOwners, stages: Ranks) -> None:
-        """`mesh`: the mesh's state dicts, whose writers are used. `stages`: the ranks of the pipeline."""
+        """`mesh`: the mesh's state dicts, whose writers this class uses. `stages`: the ranks in the pipeline."""
         super().__init__(mesh.asked)
         self.writers, self.owners, self.stages = mesh.writers, owners, stages
 
@@ -31,7 +31,7 @@ class PipelineStateDicts(MeshStateDicts):
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of this rank's stage."""
         state = task.state_dict(keep_vars=True)
-        # torch copies into every tensor; foreign ones are copied to themselves, and not read from the files
+        # torch copies into every tensor: a foreign tensor is copied to itself, and is not read from the files
         foreign = {name: value for name, value in state.items() if self.owners.is_foreign(value)}
         kept = {name: foreign.get(name, value) for name, value in weights.items()}
         super().load_model(task, kept, strict)
@@ -39,15 +39,15 @@ class PipelineStateDicts(MeshStateDicts):
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state dict of `optimizer`."""
         full = super().optimizer(optimizer)
-        # Adagrad has a state for every parameter from the start, also for those of other stages
+        # Adagrad has a state for every parameter from the start, including parameters of other stages
         foreign, count = self._foreign(optimizer)
         owned = {index: values for index, values in full["state"].items() if index not in foreign}
         described = self._described({index: without_data(values) for index, values in owned.items()}, range(count))
         return {**full, "state": {key: with_own_data(data, owned.get(key, {})) for key, data in described.items()}}
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load the states of the parameters of this rank's stage."""
-        # torch would allocate the states of other stages' parameters
+        """Load the states of the parameters in this rank's stage."""
+        # torch would allocate states for other stages' parameters
         foreign, _ = self._foreign(optimizer)
         owned = {index: values for index, values in state["state"].items() if index not in foreign}
         super().load_optimizer(optimizer, {**state, "state": owned})
@@ -58,7 +58,7 @@ class PipelineStateDicts(MeshStateDicts):
         return {index for index, weight in enumerate(parameters) if self.owners.is_foreign(weight)}, len(parameters)
 
     def _described(self, owned: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return the descriptions from all ranks of the pipeline, in this order of keys."""
+        """Return the descriptions from all ranks in the pipeline, in this order of keys."""
         # descriptions only: no rank has memory for the tensors of all stages
         described = {key: value for each in self.stages.gather_objects(owned) for key, value in each.items()}
         return {key: described[key] for key in order if key in described}
