@@ -175,7 +175,7 @@ def test_what_differs_is_named_on_every_rank(two, name, words):
 def test_in_steps_all_ranks_must_take_part(two):
     for kind, message in (rank["in uneven steps"] for rank in two):
         assert kind == "TaskError"
-        assert "validation_step calls all_gather, which every rank must call equally often" in message
+        assert "validation_step calls all_gather, which every rank must call the same number of times" in message
         assert "on_validation_epoch_end" in message
 
 
@@ -193,7 +193,7 @@ def test_an_unsized_stream_that_ends_unevenly_is_refused_when_it_does():
     """Rank 1 has no batch in the last round, and must not wait for the others silently."""
     stream = DataLoader(Unsized(), batch_size=1)
     trainer = lg.Trainer(**QUIET, strategy="ddp", devices=2)
-    with pytest.raises(TaskError, match="equally often"):
+    with pytest.raises(TaskError, match="the same number of times"):
         trainer.validate(Asks(lambda task, batch: task.all_gather(batch), "validation_step"), stream)
 
 

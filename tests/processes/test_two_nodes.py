@@ -167,7 +167,7 @@ def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, li
     assert "code 1" in second
     assert head in second
     assert "The positions of the other ranks are unknown: The ranks' store has not answered for 10 s." in second
-    assert "rank 1 waits in backward, for the other ranks' gradients" in second
+    assert "rank 1 waits in backward for the other ranks' gradients" in second
     cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", second)))
     assert ended - cut < 60  # as long as it takes, it is not until the network is there again
 

@@ -32,7 +32,7 @@ class Agreement:
         Args:
             read: returns this rank's numbers, equally many on every rank.
             tell: called after each agreement with the maximum of each number over ranks. If it returns true, which it
-                must do on all ranks alike, the ranks agree again after the next step.
+                must do on all ranks or on none, the ranks agree again after the next step.
         """
         self.contributions.append((read, tell))
 
@@ -44,7 +44,7 @@ class Agreement:
         self.signal = 0
         """Agreed signal that asked the run to end; 0: none."""
         self.elapsed = elapsed
-        """Agreed seconds of the run so far: the maximum over ranks."""
+        """Elapsed time of the run in seconds at the last agreement: the maximum over ranks."""
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step
@@ -55,8 +55,8 @@ class Agreement:
     def agree(self, step: int, wants_stop: bool, signal: int = 0) -> None:
         """Agree after `step`; every rank calls this after the same step.
 
-        `wants_stop`: this rank asks to stop. `signal`: signal that this rank has received. After a signal the next
-        agreement follows at once.
+        `wants_stop`: whether this rank asks to stop. `signal`: the signal that this rank has received. After a signal,
+        the ranks agree again immediately.
         """
         self.apply(step, self._highest(*self.contribution(step, wants_stop, signal)))
 
@@ -86,7 +86,7 @@ class Agreement:
         self.next_step = 0 if is_urgent else step + self._steps_between
 
     def now(self) -> float:
-        """Return the seconds of the run so far, by this rank's clock."""
+        """Return the elapsed time of the run in seconds, by this rank's clock."""
         return time.monotonic() - self._started
 
     def agree_next(self) -> None:
@@ -125,13 +125,13 @@ class Agreement:
         It is at most twice `previous`, because a rank may have measured its first pace over a millisecond.
         """
         # gloo's ring sends 2 (n - 1) messages in sequence, each about 50 us on a network: with 1,024 processes an
-        # agreement takes 0.1 s, a tenth of the run if it came each second
+        # agreement takes 0.1 s, which would be a tenth of the run at one agreement per second
         seconds = max(SECONDS_BETWEEN, self.ranks.size / 100)
         return max(1, min(int(pace * seconds), 2 * previous))
 
 
 FIRST_COLLECTION, COLLECTION_SECONDS = 10.0, 600.0
-"""Seconds of the run until its first full garbage collection, and seconds between two collections."""
+"""Seconds from the start of the run to its first full garbage collection, and seconds between collections."""
 
 
 class GarbageCollector:
@@ -147,9 +147,10 @@ class GarbageCollector:
         self.has_frozen = False
 
     def collect(self, elapsed: float) -> None:
-        """Collect if a collection is due; `elapsed`: seconds of the run so far, equal on every rank."""
-        # It depends only on `elapsed`, so that a rank which joins later pauses with the others. It does not start at
-        # once: short runs would pay for it, and tensors of a notebook's earlier run, not yet garbage, would stay.
+        """Collect garbage if it is time to. `elapsed`: elapsed time of the run in seconds, equal on every rank."""
+        # It depends only on `elapsed`, so that a rank which joins later pauses with the others. The first
+        # one is delayed: short runs would pay for it, and it would freeze tensors of a notebook's previous run that are
+        # not garbage yet.
         previous, self.period = self.period, int((elapsed - FIRST_COLLECTION) // COLLECTION_SECONDS)
         if previous is None or previous == self.period:
             return

@@ -1,6 +1,6 @@
 """Connections of the process groups: the TCP sockets that are opened while the groups are made.
 
-gloo closes a group's sockets one by one, 10 ms each, and a waiting rank learns of a death only when the neighbour that
+gloo closes a group's sockets one by one, 10 ms each, and a waiting rank learns of a death only when the neighbor that
 waits for the dead rank has closed its sockets. Over n ranks that would take 5 n² ms (20 s for 64).
 """
 
@@ -35,7 +35,7 @@ def shut_down(*, keep_port: int | None = None) -> None:
     """
     now = _connected()
     for number, ends in _noted.items():
-        # otherwise the connection is closed, and another file may have its number
+        # otherwise the connection is closed, and another file may have reused its number
         if now.get(number) == ends and keep_port not in (ends[0][1], ends[1][1]):
             with suppress(OSError), _borrowed(number) as connection:
                 connection.shutdown(socket.SHUT_RDWR)

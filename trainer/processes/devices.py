@@ -7,7 +7,7 @@ from ..accelerators import find_kind
 
 
 def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch.device]:
-    """Return the devices of this machine that `accelerator` and `devices` ask for; all CPU devices are equal.
+    """Return the devices of this machine that `accelerator` and `devices` ask for; CPU devices are interchangeable.
 
     Raises ConfigError if the machine has fewer devices.
     """
@@ -23,7 +23,7 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
     if kind == "cpu":  # CPU "devices" are processes that share the CPU, so any number is valid
         return [torch.device("cpu")] * _count(devices, 1, "cpu", limited=False)
     available = torch.accelerator.device_count()
-    if isinstance(devices, list):  # two processes share a device whose index is listed twice
+    if isinstance(devices, list):  # if an index is listed twice, two processes share that device
         if not devices or any(index not in range(available) for index in devices):
             raise ConfigError(f"trainer.devices={devices}: expected indices of {kind} devices, below {available}.")
         return [torch.device(kind, index) for index in devices]

@@ -35,7 +35,7 @@ def write_atomically(path: Path, *contents: bytes) -> None:
         with partial.open("wb") as file:
             file.writelines(contents)
     except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk there may be room for a smaller file, such as a failure report
+        partial.unlink(missing_ok=True)  # on a full disk, this makes room for a smaller file, such as a failure report
         raise
     partial.replace(path)  # the launcher may read it at any moment
 

@@ -36,7 +36,7 @@ def gather(strategy: Any, run: Any, data: Any, group: Any, sync_grads: bool) -> 
         _exchange(tensor.detach(), [row[index] for row in shapes], ranks) for index, tensor in enumerate(tensors)
     ]
     if any(with_gradient):
-        # every rank makes the channel before any backward: a new group is a collective call
+        # every rank makes the channel before any backward pass: making a group is a collective call
         channel = _channel(strategy, group)
         for index, tensor in enumerate(tensors):
             if with_gradient[index]:
@@ -84,8 +84,8 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
         if doing == "train":
             remedy = "Set trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
         raise TaskError(
-            f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not divide "
-            f"evenly among {replicas} replicas on {processes}: some rank has fewer. {remedy}."
+            f"{stage}_step calls all_gather, which every rank must call the same number of times, but the batches do "
+            f"not divide evenly among {replicas} replicas on {processes}: some rank has fewer. {remedy}."
         )
 
 
@@ -133,12 +133,12 @@ def _exchange(tensor: Tensor, shapes: list[tuple[int, ...]], ranks: Ranks) -> li
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
     row[: sizes[ranks.rank]] = tensor.contiguous().reshape(-1).view(torch.uint8)
     received = zip(ranks.all_gather(row), sizes, shapes, strict=True)
-    # copies, because an empty row may have an offset at which torch refuses other dtypes
+    # copies, because an empty row may have an offset at which torch cannot view other dtypes
     return [data[:size].clone().view(tensor.dtype).view(shape) for data, size, shape in received]
 
 
 _channels: dict[Any, Any] = {}
-"""Process groups for gradients of gathers, which must not mix with the collectives of DDP's backward."""
+"""Process groups for gradients of gathers, which must not mix with the collectives of DDP's backward pass."""
 
 
 def _channel(strategy: Any, group: Any) -> Any:
@@ -169,7 +169,7 @@ class _WithGradient(torch.autograd.Function):
         received = sent.new_empty(world * size)
         dist.all_to_all_single(received, sent, [size] * world, context.sizes, group=context.channel)
         total, *terms = received.view(world, size).unbind()
-        # added one by one, so that each rank gets the same bits: torch chooses the order of sum(0)
+        # added one by one, so that all ranks get bitwise identical results: torch chooses the order of sum(0)
         for term in terms:
             total = total + term
         return total.view(context.shape), None, None

@@ -1,7 +1,7 @@
-"""Reports hangs with each rank's position, and names the rank that failed first; both through the ranks' store.
+"""Reports hangs with each rank's position, and names the rank that failed first. Both use the ranks' store.
 
-A rank that makes no progress writes its position to a board in the store, about once a second. A rank that reports
-reads the board, so it need not ask other ranks or wait for a rank that cannot answer.
+A rank that makes no progress writes its position to a board in the store, about once a second. The rank that reports a
+hang reads the board, so it need not ask other ranks or wait for a rank that cannot answer.
 """
 
 import atexit
@@ -95,8 +95,8 @@ class Board:
         return bool(self._ask("check", [alarm]))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        # While the network is down torch waits for the answer without a limit, so a thread asks, which can be left
-        # behind.
+        # While the network is down, torch waits for the answer without a limit. So a separate thread asks, which can be
+        # abandoned.
         answer = Future[Any]()
 
         def call() -> None:
@@ -136,7 +136,7 @@ class Watchdog:
         self.begun = False
         """True once start-up is over."""
         self.longest = 0.0
-        """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
+        """Duration of the longest step (or evaluation batch) so far in seconds, excluding the first."""
         self.reports = 0
         self.token = ""
         """Token of this run, which separates its ranks from other runs at the same store."""
@@ -187,7 +187,7 @@ class Watchdog:
             now, moment = self._progress(), time.monotonic()
             if now != place:
                 changes += self.begun
-                # leave out start-up and the first step, which compiles and fills loaders
+                # leave out start-up and the first step, which compiles kernels and fills loaders
                 self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
@@ -226,7 +226,7 @@ class Watchdog:
             return False
         positions = board.read("at").values()
         all_wait = len(positions) == board.size and all(position["waits"] for position in positions)
-        # without the user's call: ranks that compute their own backward look the same
+        # without the user's call: ranks that run their own backward pass look the same
         return all_wait and any("called in" in position["where"] for position in positions)
 
     def _end(self, stalled: float) -> None:
@@ -271,7 +271,7 @@ class Watchdog:
     def require_all_leave(self, batch_idx: int) -> None:
         """Wait until every rank leaves the epoch at this step; raise DisagreementError if a rank stays.
 
-        A rank that stays waits for the others in its backward, and its watchdog writes that to the board.
+        A rank that stays waits for the others in its backward pass, and its watchdog writes that to the board.
         """
         notes, waiting = self._wait_for_all("leave", "left")
         if waiting:
@@ -306,7 +306,7 @@ class Watchdog:
         seconds_before = {rank: position["seconds"] for rank, position in board.read("at").items()}
         while True:
             notes, positions = board.read(topic), board.read("at")
-            # ignore a position that was not rewritten since: its rank may have moved on
+            # ignore a position that was not rewritten since then: its rank may have moved on
             waiting = [
                 f"rank {rank} {position['where']}"
                 for rank, position in positions.items()
@@ -460,7 +460,7 @@ def name_ranks(ranks: list[int]) -> str:
 
 # --- the first failure ------------------------------------------------------------------------------------------------
 def first_failure(error: BaseException, board: Board) -> BaseException:
-    """Return the error to raise on this rank if no launcher of Legato collects failures.
+    """Return the error to raise on this rank if no Legato launcher collects failures.
 
     It is the rank's own error, which is written to the board, or a WorkerError that names the first rank to fail.
     """

@@ -88,8 +88,8 @@ def launch_workers(
     is killed; a second Ctrl-C ends all workers at once. All workers have ended on return.
 
     Raises the exception of the first worker that failed, caused by a WorkerError with its traceback, or only that
-    WorkerError if the exception does not unpickle. Raises SystemExit(75) if the workers asked to be resumed, and
-    KeyboardInterrupt.
+    WorkerError if the exception cannot be unpickled. Raises SystemExit(75) if the workers asked to be resumed, and
+    KeyboardInterrupt after Ctrl-C.
     """
     warm_up()
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
@@ -108,7 +108,7 @@ def launch_workers(
                 failure = group.find_failure()
                 if failure is None:
                     return group.value()
-                # a mistake in config or task would fail again, and faulty hardware must not continue the training
+                # a mistake in the config or task would fail again, and training must not continue on faulty hardware
                 is_final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError, CorruptionError))
                 if group.restarts_left <= 0 or is_final or relay.received:
                     raise failure
@@ -156,7 +156,7 @@ class Worker:
                 os.kill(self.process.pid, number)
 
     def kill_group(self) -> None:
-        """Kill the process and the processes that it has started, such as loader workers, which would continue."""
+        """Kill the process and the processes that it started, such as loader workers, which would otherwise run on."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.send(signal.SIGKILL)
@@ -293,7 +293,7 @@ class WorkerGroup:
         return 0.1 if self._failures else 1.0
 
     def _poll(self) -> None:
-        """Run at each pause; subclasses override this."""
+        """Called at each pause of `watch`; subclasses override it."""
 
     def _due_at(self) -> float:
         """Return the time at which to stop the workers that are still running."""
@@ -304,7 +304,7 @@ class WorkerGroup:
             return due_at
         if any(not (failure.communication or failure.interrupted) for failure in self._failures):
             return 0.0
-        # a rank that lost a connection does not know the cause: the failed rank gets _CAUSE_WAIT seconds to report it
+        # a rank that lost a connection does not know the cause, so the failed rank gets _CAUSE_WAIT seconds to report
         first = self._failures[0]
         return min(due_at, first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT))
 
@@ -393,7 +393,7 @@ class _Streams:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in a new process.
+    """Keep multiprocessing from rerunning the caller's script in a new process.
 
     Objects of `__main__` that the worker needs are pickled by value.
     """
@@ -498,9 +498,9 @@ def run_workers(
 ) -> T:
     """Call `function` in `processes` new processes of this machine and return the first rank's result.
 
-    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, or its share of the cores; at most the caller's number).
-    After a failure all are stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes
-    the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Errors: see `launch_workers`.
+    Each process has `threads` intra-op threads (None: OMP_NUM_THREADS, or its share of the cores; at most the caller's
+    number). After a failure, all processes are stopped and, up to `max_restarts` times, restarted. With `nodes` > 1,
+    every node makes the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. Errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -540,7 +540,7 @@ def find_node(nodes: int) -> tuple[int, str, int]:
     if node_rank is None or not host or not port:
         raise ConfigError(
             f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
-            "and MASTER_PORT (a free port of node 0) in its environment; or start the processes with torchrun or srun."
+            "and MASTER_PORT (a free port on node 0) in its environment; or start the processes with torchrun or srun."
         )
     if node_rank >= nodes:
         raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")

@@ -15,14 +15,14 @@ class Membership:
     """Membership in a run whose processes stay the same; ElasticMembership overrides it."""
 
     open_outputs: Callable[[Any], None] | None = None
-    """Opens the loggers of a Run; set-up sets it for a process that becomes rank 0 after the previous one is gone."""
+    """Opens the loggers of a Run. Set during set-up, for a process that replaces a rank 0 that has left."""
 
     def connect(self, place: Place) -> Place:
         """Form the process group; return this process's place in it."""
         return place
 
     def adopt_settings(self) -> None:
-        """Take over the settings of the run to join, before set-up."""
+        """Take over the settings of the run to join, before its set-up."""
 
     def check_members(self) -> None:
         """Leave the loop if the ranks have agreed on a new generation."""

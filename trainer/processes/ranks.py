@@ -123,8 +123,8 @@ _groups: dict[Any, Any] = {}
 def legatos_group(limit: timedelta | None = None) -> Any:
     """Return the process group of Legato's collectives, with all ranks; every rank calls this.
 
-    Only the script uses the default group, so that a collective which one rank calls too often there never pairs with a
-    collective of Legato. The group also serves host tensors, unlike a group of `init_process_group("nccl")`.
+    Only the script uses the default group, so an extra collective call that one rank makes there never pairs with one
+    of Legato's collectives. The group also serves host tensors, unlike a group of `init_process_group("nccl")`.
     `limit`: timeout of its collectives.
     """
     world = dist.group.WORLD
@@ -189,7 +189,7 @@ class Timeouts:
                     f"timeout has no phase {phase!r}: expected seconds, or a mapping with {', '.join(PHASES)}."
                     f"{did_you_mean(str(phase), PHASES)}"
                 )
-            # `not >` also refuses NaN
+            # `not >` also rejects NaN
             if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
                 place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
                 raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")

@@ -49,7 +49,7 @@ class Rendezvous:
 _open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
 _met = False
-"""True once this process has been at a rendezvous."""
+"""True once this process has taken part in a rendezvous."""
 
 LEAVE_SECONDS = 20.0
 """Seconds that rank 0, which serves the store, waits until the others know that a rank failed before the rendezvous."""
@@ -83,7 +83,7 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, judged by its text."""
+    """Return whether `host` is "localhost" or a numeric loopback address; other names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -110,7 +110,7 @@ def tell_failure(text: str, by_user: bool) -> None:
     place = find_place()
     if _met or place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
-    # not earlier: a misspelt key must be reported without the seconds that torch needs
+    # not earlier: a misspelled key must be reported without the seconds that torch needs
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     address = _find_rendezvous(place, None)
@@ -360,8 +360,8 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
         host = host or first_host(get_variable("SLURM_STEP_NODELIST") or (get_variable("SLURM_JOB_NODELIST") or ""))
-        # Jobs on a node often have consecutive ids, and a job's steps always do: a job's next step must not use the
-        # port of the next job. The ports are below the ephemeral ones.
+        # Jobs on a node often have consecutive ids, and the steps of a job always do: a job's next step must not use
+        # the next job's port. The ports are below the ephemeral ones.
         number, step = read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
         port = port or 15000 + (number + 7919 * step) % 16000
     if place.origin == "mpi":

@@ -36,7 +36,7 @@ def requeue_job(number: int) -> None:
             return
     _, problem = _call("scontrol", "requeue", job)
     if problem:
-        log.warning("scontrol requeue %s failed: %s. Submit the job again by hand.", job, problem)
+        log.warning("scontrol requeue %s failed: %s. Resubmit the job manually.", job, problem)
     else:
         log.warning("scontrol requeue %s: the job is in the queue again.", job)
 

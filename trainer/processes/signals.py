@@ -61,7 +61,7 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
 
 
 def raise_for_signal(number: int) -> None:
-    """Raise KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75), in a run that has nothing to save."""
+    """In a run that has nothing to save, raise KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75)."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
@@ -69,7 +69,7 @@ def exit_at_once(number: int) -> None:
     """Exit without cleanup when there is nothing to save and exceptions may be swallowed, as during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
-        os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} asks for a new start.\n".encode())
+        os.write(2, f"{name}: no training had started. Exit code {RESUME_ME} asks for a restart.\n".encode())
     # not sys.exit: code that imports a module may treat SystemExit as a missing module
     os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
@@ -118,7 +118,7 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
-            # Python runs handlers in the main thread between two bytecodes, so a thread that waits in gloo or a C
+            # Python runs handlers in the main thread between bytecodes, so a thread that waits in gloo or a C
             # library, or in a loop that swallows exceptions, does not react to signals. The C level writes each
             # number to this pipe at once.
             self._reader, self._writer = os.pipe()
@@ -143,7 +143,7 @@ class SignalWatch:
         os.close(self._writer)
 
     def answer(self) -> None:
-        """Restart the grace time, because the run has started to act on the signal."""
+        """Restart the grace period, because the run has started to act on the signal."""
         self.answered_at = time.monotonic()
 
     def record(self, number: int) -> None:
@@ -188,7 +188,7 @@ class SignalWatch:
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
-        # after a save, the run gets the full grace time again for the work that follows
+        # after a save, the run gets the full grace period again for the work that follows
         since = max(self.received_at, self.answered_at, SAVES.progressed_at)
         return (
             self.signal_to_answer

@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def is_backward(self) -> bool:
-        """True if the frame runs torch's engine, called by torch.autograd or by the strategy."""
+        """True if the frame runs torch's autograd engine, called by torch.autograd or by the strategy."""
         in_strategy = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
         return in_strategy or self.is_in("torch/autograd/")
 
@@ -77,7 +77,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     """Describe what a stack does, and return whether it waits for other ranks; `alone`: there are no other ranks."""
     compiler = [index for index, frame in enumerate(stack) if frame.is_compiler]
-    if compiler:  # start at its outermost frame, because code that the compiler generates looks like a user's
+    if compiler:  # start at its outermost frame, because generated code looks like the user's
         users = next((frame for frame in stack[compiler[-1] :] if frame.is_users), None)
         return f"compiles for torch.compile{'' if users is None else f', called in {users}'}", False
     users = next((frame for frame in stack if frame.is_users), None)
@@ -94,7 +94,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/hang") for frame in stack[:3]):
         return "waits for the other ranks to leave the epoch", True
     if innermost.is_backward:
-        return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
+        return ("is in backward" if alone else "waits in backward for the other ranks' gradients"), not alone
     if not alone and innermost.is_in("/trainer/strategies/"):
         return f"waits in {innermost} for the other ranks", True
     if any(frame.is_in("torch/utils/data/dataloader") for frame in stack) and not _is_outside_loader(stack):
@@ -107,7 +107,7 @@ def collective_of(stack: list[Frame]) -> str | None:
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):
-            name = frame.function  # the outermost such frame is the call, the others are torch's helpers
+            name = frame.function  # the outermost such frame is the call; the others are torch's helpers
         elif not frame.is_in("torch/distributed/"):
             break
     return name
@@ -141,7 +141,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
     for child in multiprocessing.active_children():
         # the signal would end the user's own children, which have no handler
         if child.pid is not None and _answers(child.pid):
-            # all workers inherit the same file by fork, and share its descriptor and offset
+            # all forked workers inherit the same open file, and share its offset
             os.ftruncate(dump.fileno(), 0)
             os.lseek(dump.fileno(), 0, os.SEEK_SET)
             os.kill(child.pid, DUMP)

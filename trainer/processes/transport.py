@@ -33,7 +33,7 @@ from ...base.messages import let_be_seen
 
 log = logging.getLogger("legato")
 
-# errors of gloo, NCCL and the store after another rank has exited, which are never the cause of a failure
+# errors that gloo, NCCL and the store raise after another rank has exited; they are never the cause of a failure
 _BROKEN_CONNECTION = re.compile(
     "gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|Timed out wait|Wait timeout"
 )
@@ -63,7 +63,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # such as torch.backends.cudnn, which cloudpickle does not recognize as a module
             return import_module, (obj.__name__,)
         if (type(obj).__module__, type(obj).__qualname__) == ("torch.nn.parameter", "Parameter"):
-            # torch's reduction leaves an empty dict of hooks, so that each backward calls Python for each parameter
+            # torch's pickling leaves an empty dict of hooks, so each backward pass calls Python per parameter
             return _parameter, (obj.data, obj.requires_grad, vars(obj))
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__module__ in self._placed and obj.__qualname__.isidentifier():
@@ -177,9 +177,9 @@ def _import_or_make(name: str) -> ModuleType:
 
 
 def modules_beside_script() -> list[str]:
-    """Return the modules in the script's folder that it has imported, in that order, without those sent by value.
+    """Return the modules in its folder that the script has imported, in import order, without those sent by value.
 
-    A worker must import a module that the script imports only for its side effects, such as a patch or a registration.
+    A worker must also import modules that the script imports only for their side effects, such as a registration.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
@@ -240,7 +240,7 @@ class Failure:
     """Failure of a worker."""
 
     event: str
-    """Predicate of the sentence whose subject is the rank."""
+    """What happened: the predicate of a sentence whose subject is the rank, as in `summary`."""
     text: str = ""
     """Traceback, with the tracebacks of the exceptions that caused it."""
     raised: bytes | None = None
@@ -282,7 +282,7 @@ class Failure:
             return cls(f"ended with exit code {exitcode} before its work was done")
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
         remedy = {
-            "SIGKILL": "; the system kills a process when memory runs out, see `dmesg`",
+            "SIGKILL": "; the system kills processes when memory runs out (see `dmesg`)",
             "SIGABRT": "; its last messages, if any, are above. gloo aborts a process if ranks call different "
             "collectives, or with different shapes: check each stack for a call that not all ranks make",
             "SIGSEGV": "; the stacks of its threads are above",
@@ -302,7 +302,7 @@ class Failure:
     def to_raise(self) -> BaseException:
         """Return the worker's exception, caused by a WorkerError that names the rank and has its traceback.
 
-        If the exception does not unpickle, returns only the WorkerError.
+        If the exception cannot be unpickled, returns only the WorkerError.
         """
         cause = WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
         try:
