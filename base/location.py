@@ -82,10 +82,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
-            return (
-                f"is {place!r}: an address needs two slashes, '{match[1]}://{match[2]}'. Pass a str, since Path drops "
-                f"a slash."
-            )
+            return f"is {place!r}: an address needs two slashes, '{match[1]}://{match[2]}'. Pass a str: Path drops one."
         return path_problem(f"file://{rest}" if mark else place)
     if not rest.strip("/"):
         return f"is {place!r}, which names no bucket. Write {scheme}://BUCKET/FOLDER."

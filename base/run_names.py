@@ -99,10 +99,9 @@ def is_run_directory(folder: Path, name: str) -> bool:
     True for NAME/version_N, and for a folder with checkpoints, which may be a copy of a run directory.
     """
     parts = Path(name).parts
-    has_name = (
-        bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
-    )
-    return has_name or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+    if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:
+        return True
+    return any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
 
 
 def parse_small(path: Path) -> Any:

@@ -172,9 +172,8 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
             if parameter is None:
                 twin._parameters[name] = None
             else:
-                setattr(
-                    twin, name, tensors[id(parameter)]
-                )  # not by __dict__: nn.LSTM's __setattr__ keeps a weight list
+                # not by __dict__: nn.LSTM's __setattr__ keeps a weight list
+                setattr(twin, name, tensors[id(parameter)])
         for name, buffer in original._buffers.items():
             twin._buffers[name] = None if buffer is None else tensors[id(buffer)]
     return copies[module]
@@ -292,9 +291,8 @@ def spare_compiler() -> None:
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
     for method in _tell_compiler():
-        method.__wrapped__.__dynamo_disable = (
-            method.__wrapped__
-        )  # the attribute with the excluded method, which torch calls
+        # the attribute with the excluded method, which torch calls
+        method.__wrapped__.__dynamo_disable = method.__wrapped__
     sys.meta_path.insert(0, _CompilerImport())
 
 

@@ -30,8 +30,7 @@ class GradientAccumulationScheduler(Callback):
             )
         if min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(
-                f"GradientAccumulationScheduler: epochs in scheduling must be 0 or more and batches 1 or more, got "
-                f"{scheduling!r}."
+                f"GradientAccumulationScheduler: epochs must be 0 or more and batches 1 or more, got {scheduling!r}."
             )
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)

@@ -94,12 +94,7 @@ def _add_run_arguments(parser: ArgumentParser, name: str) -> None:
     elif name == "show":
         add("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (default: the newest run below runs/)")
     elif name == "compare":
-        add(
-            "runs",
-            metavar="RUN",
-            nargs="+",
-            help=f"two or more runs, each {A_RUN}; or two files of operations, x.jsonl",
-        )
+        add("runs", metavar="RUN", nargs="+", help=f"several runs, each {A_RUN}; or two files of operations, x.jsonl")
         add("--bits", action="store_true", help="find the first step, tensor and operation at which two runs differ")
     elif name == "clean":
         kinds = ["empty", "failed", "checkpoints"]

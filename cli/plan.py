@@ -189,8 +189,7 @@ class Plan:
         self.values = config.values["trainer"]
         if not self.values["use_distributed_sampler"]:
             raise ConfigError(
-                "legato plan cannot count steps with use_distributed_sampler=False, since each process's loader "
-                "defines its share."
+                "legato plan cannot count steps with use_distributed_sampler=False, where loaders define the shares."
             )
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches
@@ -284,8 +283,6 @@ class Plan:
             used += activations // self.run.parts.layers
         share = used / memory
         # the sum excludes temporary tensors and fragmentation
-        verdict = (
-            "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: drivers need memory"
-        )
+        verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: drivers take some"
         without = f", without {' and '.join(missing)}" if missing else ""
         return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

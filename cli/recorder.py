@@ -177,9 +177,7 @@ def bits_of(trainer: "Trainer") -> str:
     compiled = [f"compile {numerics['compile']}"] * bool(trainer.compile)
     variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
     listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
-    effect = (
-        "refuses differences" if is_bitwise else "lists differences, and another number of processes changes last bits"
-    )
+    effect = "refuses differences" if is_bitwise else "lists differences; other numbers of processes change last bits"
     return f"{', '.join([*listed, *compiled, *variables])}. Under {trainer.reproducible} a resume {effect}."
 
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PICTURES = (
-    " Use logger.experiment: add_image, add_figure and add_histogram with TensorBoard, log with Weights & Biases."
-)
+PICTURES = " Use logger.experiment: add_image, add_figure or add_histogram with TensorBoard, log with Weights & Biases."
 
 
 class NoExperiment:

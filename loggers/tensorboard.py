@@ -24,10 +24,7 @@ OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
 LAST = "~run/"
 """Group of these metrics. TensorBoard sorts groups by name, and "~" sorts after all letters."""
 BEST = "~best/"
-_FOLDER = (
-    "It writes to the run directory: set default_root_dir and run_name of the Trainer, or run.root and run.name in a "
-    "config."
-)
+_FOLDER = "It writes to the run directory: set default_root_dir and run_name, or run.root and run.name in a config."
 INSTEAD = {
     **dict.fromkeys(("save_dir", "name", "version", "sub_dir"), _FOLDER),
     "prefix": "Add the prefix to the names that you log.",

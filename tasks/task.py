@@ -286,9 +286,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             kwargs: dict[str, Any] = dict(zip((*names, "sync_dist"), options, strict=True))
             kwargs |= {"enable_graph": enable_graph}
             kwargs |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
-            kwargs |= (
-                {} if batch_size is None else {"batch_size": batch_size}
-            )  # without it the override's default applies
+            # without it the override's default applies
+            kwargs |= {} if batch_size is None else {"batch_size": batch_size}
             for name, value in dictionary.items():
                 self.log(name, value, **kwargs)
             return

@@ -363,8 +363,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     place = f"{_shown(above[-1])} extends {_shown(path)}, which" if above else f"Config file {str(path)!r}"
     near = did_you_mean(path.name, [*siblings, *ready_configs()])
     hint = f" Did you mean {str(path / CONFIG)!r}?" if stored else near
-    ready = ", ".join(ready_configs()) or "none"
-    raise ConfigError(f"{place} was not found. Configs that come with Legato: {ready}.{hint}")
+    raise ConfigError(f"{place} was not found. Legato's configs: {', '.join(ready_configs()) or 'none'}.{hint}")
 
 
 def project_configs() -> Path | None:

@@ -63,8 +63,7 @@ class RayLauncher(Launcher):
         """
         if self.address is None and machines.nodes > 1:  # Ray would wait forever for more nodes
             raise ConfigError(
-                f"Without launcher.address Ray runs on this machine only, but trainer.num_nodes={machines.nodes}. Set "
-                f"launcher.address, or trainer.num_nodes=1."
+                f"Ray has one machine, but trainer.num_nodes={machines.nodes}. Set launcher.address, or num_nodes=1."
             )
         try:
             import ray
@@ -111,9 +110,8 @@ class RayLauncher(Launcher):
             ray.get(group.ready(), timeout=self.placement_timeout)
         except GetTimeoutError as error:
             raise WorkerError(
-                f"The Ray cluster did not have {machines.nodes} nodes with {bundle} free within "
-                f"{self.placement_timeout:g} s (trainer.num_nodes, trainer.devices, launcher.cpus_per_process). See "
-                f"`ray status`."
+                f"The Ray cluster has no {machines.nodes} nodes with {bundle} free after {self.placement_timeout:g} s "
+                f"(trainer.num_nodes, trainer.devices, launcher.cpus_per_process). See `ray status`."
             ) from error
         return group
 

@@ -89,7 +89,7 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
 
 @pytest.mark.parametrize(("words", "told"), [
     (("trainer.reproducible=bitwise", *ALONE), "Under bitwise a resume refuses differences."),
-    ((), "Under order a resume lists differences, and another number of processes changes last bits."),
+    ((), "Under order a resume lists differences; other numbers of processes change last bits."),
 ])  # fmt: skip
 def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")

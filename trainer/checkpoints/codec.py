@@ -146,9 +146,7 @@ def flatten(contents: Mapping[str, Any], frozen: Collection[str] = ()) -> FlatSt
 
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
-        raise CheckpointError(
-            f"{_dotted(path[:4])}... is nested more than {DEPTH} levels deep; does it contain itself?"
-        )
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} levels; does it contain itself?")
     if value is None or isinstance(value, bool):  # before int: bool is a subclass of it
         return value
     if isinstance(value, str):  # a str Enum too: JSON has only its text
@@ -193,8 +191,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
             value = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             raise CheckpointError(
-                f"{_dotted(path)} is a numpy {value.dtype} array. A checkpoint holds numbers, bools, text and tensors; "
-                f"convert it to one of them."
+                f"{_dotted(path)} is a numpy {value.dtype} array. Convert it to numbers, bools, text or tensors."
             ) from None
     shard = shard or shard_block(value)
     # a wrapper subclass (a quantized weight, for example) has no memory whose bytes could be written
@@ -212,8 +209,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     if shard is not None:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(
-                f"{_dotted(path)} is sharded over several processes and its dtype is {dtype_name}. A checkpoint cannot "
-                f"store shards of this dtype; convert the tensor to another one, such as float32."
+                f"{_dotted(path)} is a sharded {dtype_name} tensor, which a checkpoint cannot store. Use float32."
             )
         mark |= {MARK: "parts", "dtype": dtype_name, "shape": list(shard.shape)}
         flat.shards[file][unique], flat.marks[file, unique] = shard, mark

@@ -65,9 +65,7 @@ def commit(checkpoint: Location, flat: FlatState, ranks: Ranks = SINGLE, run: st
         if not is_first:
             return ""
         if name == BASE:
-            raise CheckpointError(
-                f"A checkpoint cannot be named {BASE!r}: the folder of frozen weights has that name. Choose another."
-            )
+            raise CheckpointError(f"A checkpoint cannot be named {BASE!r}, the name of the folder of frozen weights.")
         folder.require_free_name(name)
         begun = True
         return folder.open_stage(name, needed, run)

@@ -75,10 +75,8 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
         objects = {name: value for name, value in loaded.items() if name not in weights}
         if weights and not [name for name in objects if not str(name).endswith(_EXTRA_STATE)]:
             return {str(name): value.detach() for name, value in weights.items()}
-        contents = (
-            ", ".join(f"{name!s:.40} ({type(value).__name__})" for name, value in list(objects.items())[:6])
-            or "nothing"
-        )
+        types = [f"{name!s:.40} ({type(value).__name__})" for name, value in list(objects.items())[:6]]
+        contents = ", ".join(types) or "nothing"
     else:
         contents = type(loaded).__name__
     raise CheckpointError(

@@ -476,11 +476,8 @@ class Metrics:
         if not strays and all(of_rank == expected for of_rank in present.values()):
             return
         common = set.intersection(*map(set, compared.values()))
-        differences = [
-            f"rank {rank} also logged {sorted({*of_rank} - common)}"
-            for rank, of_rank in compared.items()
-            if {*of_rank} - common
-        ]
+        extras = {rank: {*of_rank} - common for rank, of_rank in compared.items()}
+        differences = [f"rank {rank} also logged {sorted(extra)}" for rank, extra in extras.items() if extra]
         raise DisagreementError(
             f"The ranks logged different names in {self.describe_place()}: all logged {sorted(common)}, but "
             f"{'; '.join(differences) or 'not in the same order'}. Call self.log with the same names in the same order "

@@ -56,14 +56,12 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError, with a rank and the differences, if the processes of a bitwise run differ in numerics."""
     first = by_rank[0]
     for rank, here in enumerate(by_rank):
-        differing = [
-            f"{name} is {here[name]!r}, on rank 0 {first[name]!r}" for name in here if here[name] != first[name]
-        ]
+        unequal = [f"{name} is {here[name]!r}, on rank 0 {first[name]!r}" for name in here if here[name] != first[name]]
         # a run on different machines would succeed, but a repeat could not reproduce it
-        if differing:
+        if unequal:
             raise ConfigError(
                 f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
-                f"{'; '.join(differing)}. Use machines of the same kind, or reproducible: order."
+                f"{'; '.join(unequal)}. Use machines of the same kind, or reproducible: order."
             )
 
 

@@ -113,8 +113,7 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
         raise DisagreementError(
             f"all_gather gets {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
             f"tensors, with equal dtypes and kinds of devices; only their first dimension may differ. With "
-            f"sync_grads=True all of them or none need a gradient. Concatenate each rank's tensors first: "
-            f"torch.cat(outputs)."
+            f"sync_grads=True all or none need a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
         )
     return [shapes for _, shapes in by_rank]
 

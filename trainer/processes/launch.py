@@ -113,9 +113,7 @@ def launch_workers(
                 if group.restarts_left <= 0 or is_final or relay.received:
                     raise failure
                 attempt = max_restarts - group.restarts_left + 1
-                log.warning(
-                    "%s Restarting all workers: restart %d of %d.", group.failure_summary, attempt, max_restarts
-                )
+                log.warning("%s Restarting workers: restart %d of %d.", group.failure_summary, attempt, max_restarts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -505,9 +503,7 @@ def run_workers(
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
     if nodes > 1 and max_restarts:
-        raise ConfigError(
-            "max_restarts restarts the workers of a single node. With num_nodes > 1 use torchrun --max-restarts."
-        )
+        raise ConfigError("max_restarts restarts one node's workers. With num_nodes > 1 use torchrun --max-restarts.")
     warm_up()
     node_rank, host, port = find_node(nodes)
     store: Any = None

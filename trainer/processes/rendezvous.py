@@ -203,9 +203,7 @@ def host_store(host: str, port: int, one_node: bool) -> "Store":
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(
-            f"The rendezvous address {host!r} is unknown: {error.strerror}. Set MASTER_ADDR to the address of rank 0."
-        ) from error
+        raise ConfigError(f"The address {host!r} is unknown: {error.strerror}. Set MASTER_ADDR to rank 0's.") from error
     bind_to = str(address[0])
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
         bind_to = ""  # Debian resolves a machine's name to a loopback address, which other nodes cannot reach
@@ -292,10 +290,7 @@ def join_process_group(
         return ""
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
-            raise ConfigError(
-                f"This build of torch has no process group backend {name.split(':')[-1]!r}; set "
-                f"process_group_backend=gloo."
-            )
+            raise ConfigError(f"torch was built without {name.split(':')[-1]!r}; set process_group_backend=gloo.")
     if "gloo" in backend:
         allow_connections(place.world_size)
     address, store = find_store(place, timeout, init_method)

@@ -137,9 +137,7 @@ class CallbackStates:
             state = callback.state_dict()
             # otherwise the second state would silently replace the first
             if state and callback.state_key in states:
-                raise ConfigError(
-                    f"Two callbacks have the state_key {callback.state_key!r}. Override state_key in one of them."
-                )
+                raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}. Override it in one.")
             if state:
                 states[callback.state_key] = state
         return states

@@ -58,8 +58,7 @@ def _match_groups(kind: str, saved: Names, names: Names) -> list[int]:
             raise CheckpointError(
                 f"The checkpoint's {kind} has other parameter groups. The task now returns a group "
                 f"{_few('of', list(group[:5]))}, whose parameters the checkpoint has in the groups "
-                f"{sorted({saved_index[name] for name in group})}. Return the same groups as before from "
-                f"configure_optimizers."
+                f"{sorted({saved_index[name] for name in group})}. Return the same groups from configure_optimizers."
             )
     return [places[frozenset(group)] for group in names]
 

@@ -37,9 +37,8 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         restored = State.from_dict(saved["state"])
         if asked is not None and asked != restored.replicas:
             raise ConfigError(
-                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas, and their number is "
-                f"fixed for a run. Leave trainer.replicas out to resume it; up to {restored.replicas} processes can "
-                f"run it."
+                f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps them. "
+                f"Leave trainer.replicas out to resume it; up to {restored.replicas} processes can run it."
             )
         # the seed decides the order of samples: half an epoch of each order would repeat some samples and miss others
         if trainer.seed != restored.seed and trainer.is_global_zero:
@@ -237,8 +236,7 @@ def find_changes(
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), and the "
             f"samples of a step have changed: {_list_changes(changes.samples)}. Undo these changes; or set "
-            f"trainer.resume_at=epoch, which ends this epoch here and starts the next; or start a new run with "
-            f"resume=PATH."
+            f"trainer.resume_at=epoch, which ends this epoch and starts the next; or start a new run with resume=PATH."
         )
     allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
     data = [change for change in changes.samples if change.name.startswith(fingerprint.DATA)]
@@ -246,8 +244,7 @@ def find_changes(
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
             f"A run with reproducible: bitwise would not keep the same bits: {_list_changes(differing)}. Undo these "
-            f"changes, or resume with reproducible: order, which keeps samples and random numbers but not the last "
-            f"bits."
+            f"changes, or resume with reproducible: order, which keeps samples and random numbers but not last bits."
         )
     if is_mid_epoch and changes.samples:
         changes.end_epoch = not is_done

@@ -194,9 +194,8 @@ class Saver:
         if trainer.is_global_zero:
             if isinstance(self.format, DirectoryFormat):  # another format may hold them
                 tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
-            with (
-                self.writing()
-            ):  # a resume counts these points as logged, so they must be on disk before the checkpoint
+            # a resume counts these points as logged, so they must be on disk before the checkpoint
+            with self.writing():
                 for logger in trainer.loggers:
                     logger.save()
                 self._store_config()

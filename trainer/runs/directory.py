@@ -230,9 +230,7 @@ class RunDirectory:
         try:
             import pandas
         except ImportError:
-            raise ConfigError(
-                "frame() needs pandas, which is not installed: pip install pandas. `metrics` has the same values."
-            ) from None
+            raise ConfigError("frame() needs pandas: pip install pandas. `metrics` has the same values.") from None
         return pandas.DataFrame(self.metrics or {"step": []}).set_index("step")
 
     @property

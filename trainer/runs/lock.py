@@ -116,9 +116,7 @@ def is_held(folder: Path) -> bool:
 
 def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
     """Log that the run waits to see whether a folder's holder is alive."""
-    log.info(
-        "%s is locked by %s. Waiting for up to %g s to see whether it is alive.", folder, describe(holder), seconds
-    )
+    log.info("%s is locked by %s. Waiting up to %g s to see whether it is alive.", folder, describe(holder), seconds)
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:

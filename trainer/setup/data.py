@@ -202,9 +202,7 @@ def make_evaluation_data(call: Call, stage: str) -> None:
         return
     passed = find_loader(call, stage)
     if passed is None and not trains:
-        raise DataError(
-            f"{call.stage} needs data: pass dataloaders or a data module, or define the task's {LOADERS[stage]}."
-        )
+        raise DataError(f"{call.stage} needs data: pass dataloaders or a data module, or define {LOADERS[stage]}.")
     loaders = one_after_another(passed)
     for index, loader in enumerate(loaders):
         name = f"The {stage} loader" + (f" {index}" if len(loaders) > 1 else "")

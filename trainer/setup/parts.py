@@ -105,11 +105,9 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
                 callbacks.append(kind(**options))
             except ConfigError as error:
                 raise ConfigError(f"trainer.max_time: {error}") from error
-    savers = [
-        callback
-        for callback in callbacks
-        if not trainer.enable_checkpointing and isinstance(callback, CheckpointCallback)
-    ]
+    if trainer.enable_checkpointing:
+        return callbacks
+    savers = [callback for callback in callbacks if isinstance(callback, CheckpointCallback)]
     if savers and not trainer.fast_dev_run:
         raise ConfigError("enable_checkpointing=False, but callbacks contains a Checkpoint. Remove one of them.")
     return [callback for callback in callbacks if callback not in savers]

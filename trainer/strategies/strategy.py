@@ -177,10 +177,8 @@ class Strategy:
             reason = f"this run has {replicas} replicas on {processes} process{'es' if processes > 1 else ''}"
             remedy = f"Start {replicas} processes under strategy ddp, or begin a new run with replicas={processes}"
         else:
-            reason, remedy = (
-                f"strategy {self.name!r} cannot do this",
-                "Use ddp, zero1 or ddp_model_parallel, not elastic",
-            )
+            reason = f"strategy {self.name!r} cannot do this"
+            remedy = "Use ddp, zero1 or ddp_model_parallel, not elastic"
         raise ConfigError(
             f"sync_batchnorm=true computes statistics over the batches of all replicas at once, so each replica needs "
             f"a process for the whole run; {reason}. {remedy}, or leave sync_batchnorm out."

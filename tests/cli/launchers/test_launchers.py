@@ -112,7 +112,7 @@ def launch(*words):
             "devices='auto' .* Set trainer.devices to the number of devices per node",
         ),
         ("launcher=slurm trainer.accelerator=auto", "accelerator='auto' .* trainer.accelerator to gpu or cpu"),
-        ("launcher=ray trainer.num_nodes=2", "Without launcher.address Ray runs on this machine only"),
+        ("launcher=ray trainer.num_nodes=2", "Ray has one machine, but trainer.num_nodes=2"),
         (
             "launcher=slurm trainer.strategy.elastic=true",
             "cannot be combined with an elastic run",
