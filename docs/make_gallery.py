@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/examples.md, docs/images/examples/NAME.png: python docs/make_gallery.py [--runs FOLDER].
+"""Draws docs/images/examples/NAME.png for docs/examples.md: python docs/make_gallery.py [--runs FOLDER].
 
-Without a folder it trains the examples first, which takes some minutes. It needs matplotlib, and transformers and peft
-for the two examples on language models.
+Without a folder, it first trains the examples, which takes a few minutes. It needs matplotlib, and transformers and
+peft for the two language model examples.
 """
 
 import argparse
@@ -29,13 +29,13 @@ CURVES = {
     "finetune": ("val/loss", "validation loss"),
     "transformers_finetuning": ("val/acc", "accuracy"),
 }
-"""The curve that shows what an example learns, and its label."""
+"""The metric to plot for each example, and its axis label."""
 DRAWINGS = {"masked_autoencoder": "drawn", "gan": "drawn"}
-"""Examples that draw images, and their tag in TensorBoard."""
+"""Examples that log images, and the TensorBoard tag of the images."""
 
 
 def train(folder: Path) -> None:
-    """Run each example in a copy of its folder."""
+    """Train each example in a copy of the examples folder."""
     shutil.copytree(ROOT / "examples", folder, dirs_exist_ok=True)
     for name in (*CURVES, *DRAWINGS):
         config = [f"{name}.yaml", "trainer.log_every_n_steps=5", "trainer.devices=1"]
@@ -44,7 +44,7 @@ def train(folder: Path) -> None:
 
 
 def draw(run: Path, name: str) -> None:
-    """Write the picture of a run."""
+    """Draw and save the picture for a run."""
     figure, axes = pyplot.subplots(figsize=(3.2, 2.2), layout="constrained")
     if name in DRAWINGS:
         events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
@@ -63,7 +63,7 @@ def draw(run: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Train the examples if need be, and draw them."""
+    """Train the examples if necessary, and draw their pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="a folder with a run of each example")
     options = parser.parse_args()

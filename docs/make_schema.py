@@ -1,4 +1,4 @@
-"""Writes configs/legato.schema.json, with which an editor completes and checks a config.
+"""Writes configs/legato.schema.json, which editors use to complete and check configs.
 
 Run: python docs/make_schema.py     needs pydantic; a test compares the file with the signatures that it is made from
 A config names the file in its first line: `# yaml-language-server: $schema=PATH`. Arguments of classes that are not
@@ -27,13 +27,13 @@ CLASSES = {
     "callbacks": (legato.callbacks, legato.Callback),
     "loggers": (legato.loggers, legato.loggers.Logger),
 }
-"""For each section of a config the package that exports classes for it, and their base."""
+"""For each config section, the package that exports its classes, and their base class."""
 INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
-"""Each value may be OmegaConf's ${trainer.max_epochs} or ${oc.env:NAME}."""
+"""Any value may be an OmegaConf reference, ${trainer.max_epochs} or ${oc.env:NAME}."""
 
 
 def plain(annotation: Any) -> Any:
-    """Return the type of the YAML values that an annotation accepts; Any where YAML cannot hold them."""
+    """Return the type of the YAML values that an annotation accepts; Any if YAML cannot express them."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         ranges = [bounds(rule) for rule in arguments[1:] if isinstance(rule, Range)]
@@ -52,13 +52,13 @@ def plain(annotation: Any) -> Any:
 
 
 def bounds(numbers: Range) -> Any:
-    """Return a range as pydantic writes it."""
+    """Return a range as a pydantic constraint."""
     most = None if numbers.most == float("inf") else numbers.most
     return Field(gt=numbers.least, le=most) if numbers.exclusive else Field(ge=numbers.least, le=most)
 
 
 def properties(annotations: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the schema of each argument, with its text."""
+    """Return the schema of each argument, with its description."""
     described = {}
     for name, annotation in annotations.items():
         schema = TypeAdapter(plain(annotation)).json_schema()
@@ -69,7 +69,7 @@ def properties(annotations: Mapping[str, Any], texts: Mapping[str, str]) -> dict
 
 
 def build_of(section: str) -> dict[str, Any]:
-    """Return the schema of a mapping with `_target_`: the arguments of a class of Legato's, anything for others."""
+    """Return the schema of a mapping with `_target_`: it checks the arguments of Legato's classes only."""
     package, base = CLASSES[section]
     paths, rules = [], []
     for name in package.__all__:

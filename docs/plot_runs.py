@@ -1,4 +1,4 @@
-"""Draws docs/images/runs.svg: trains two runs, and plots them with plot.py of docs/how-to/notebooks.md.
+"""Draws docs/images/runs.svg: trains two runs, and plots them with plot.py from docs/how-to/notebooks.md.
 
 Run: python docs/plot_runs.py   (needs matplotlib)
 """
@@ -36,7 +36,7 @@ class Line(lg.Task):
 
 
 def train_runs() -> None:
-    """Train runs/slow and runs/fast below the current folder."""
+    """Train runs/slow and runs/fast in the current folder."""
     for name, rate in (("slow", 0.01), ("fast", 0.05)):
         lg.seed_everything(1)
         trainer = lg.Trainer(
@@ -47,7 +47,7 @@ def train_runs() -> None:
 
 
 def plot_runs(picture: Path) -> None:
-    """Execute plot.py of the page, and save its figure."""
+    """Execute the page's plot.py, and save its figure."""
     block = re.search(r'```python title="plot.py"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     names: dict = {}
     exec(block[1], names)

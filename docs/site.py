@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages made from the code, links to files of the repository, and the source of each page."""
+"""MkDocs hooks that generate pages from the code, link to repository files, and publish the source of each page."""
 
 import atexit
 import posixpath
@@ -31,7 +31,7 @@ SHOWN_AS_TEXT = {".py": "python", ".yaml": "yaml", ".cfg": "ini", "": "text"}
 
 @event_priority(100)  # before mkdocstrings takes its options
 def on_config(config: Any) -> Any:
-    """Let mkdocstrings read the package, whose folder is the repository itself, under its name."""
+    """Make the repository root importable by mkdocstrings under the package name."""
     folder = Path(tempfile.mkdtemp(prefix="legato-docs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the links in it, not what they lead to
     (folder / "legato").mkdir()
@@ -43,7 +43,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made from the code, and the files of the repository that pages link to."""
+    """Add pages generated from the code, and pages for the repository files that other pages link to."""
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
     files.append(File.generated(config, "changelog.md", content=changelog_page()))
@@ -65,7 +65,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to files of the repository to their pages, fill in what the code has, and link the page's source."""
+    """Rewrite links to repository files, fill in placeholders, and append a link to the page's source."""
     folder = posixpath.dirname(page.file.src_uri) or "."
 
     def to_source(link: re.Match[str]) -> str:
@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def source_of(page: str, link: str) -> str | None:
-    """Return the path in the repository of a file outside of docs/ that a page links to; None for other links."""
+    """Return the repository path of a linked file outside docs/; None for all other links."""
     if "://" in link or link.startswith("mailto:"):
         return None
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
@@ -94,20 +94,20 @@ def source_of(page: str, link: str) -> str | None:
 
 
 def source_page(path: str) -> str:
-    """Return a page that shows a file of the repository."""
+    """Return a page that shows a repository file."""
     language = SHOWN_AS_TEXT.get(Path(path).suffix, "text")
     text = (ROOT / path).read_text(encoding="utf-8")
     return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n````{language}\n{text}\n````\n"
 
 
-# --- pages made from the code ---------------------------------------------------------------------------------------
+# --- pages generated from the code ----------------------------------------------------------------------------------
 def config_page() -> str:
-    """Return the page of all keys of a config, from the same texts as `legato fit --help`."""
+    """Return the page of all config keys, with the same descriptions as in `legato fit --help`."""
     lines = [
         "# Config keys",
         "",
-        "Reference for anyone who writes a config, from the same texts as `legato fit --help`.",
-        "[Configs](../how-to/config.md) explains how files are merged.",
+        "Reference for anyone who writes a config: all keys, with the same descriptions as in `legato fit --help`.",
+        "To learn how files are merged, see [Write a config](../how-to/config.md).",
         "",
     ]
     lines += ["## Sections", "", "| key | |", "| --- | --- |"]
@@ -125,7 +125,7 @@ def config_page() -> str:
 
 
 def arguments_of_the_trainer() -> str:
-    """Return tables of the Trainer's arguments, by the groups of docs/arguments.yaml."""
+    """Return tables of the Trainer's arguments, grouped as in docs/arguments.yaml."""
     types, texts = argument_types(), argument_texts()
     lines: list[str] = []
     for group, examples in yaml.safe_load((ROOT / "docs" / "arguments.yaml").read_text()).items():
@@ -145,18 +145,18 @@ def changelog_page() -> str:
 
 
 def shown_values(kind: Any) -> str:
-    """Return what values a type allows, for a cell of a table."""
+    """Return the values that a type allows, for a table cell."""
     return escaped(re.sub(r"anything( or null)?$", r"an object\1", name_of(kind)))
 
 
 def command_line_page() -> str:
-    """Return the page of all commands, from the same texts as their `--help`."""
+    """Return the page of all commands, with their `--help` output."""
     lines = [
         "# Command line",
         "",
-        "`legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]`, also `python -m legato`. The texts are those of",
-        "`legato COMMAND --help`; [keys of a config](config.md) and [exit codes](exit-codes.md) have their own pages.",
-        "How to use them: [the command line](../how-to/command-line.md).",
+        "Usage: `legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]`, or `python -m legato COMMAND ...`.",
+        "This page shows the output of `legato COMMAND --help`. See also [config keys](config.md),",
+        "[exit codes](exit-codes.md), and examples in [Use the command line](../how-to/command-line.md).",
     ]
     for name in COMMANDS:
         text = command_parser(name).format_help().partition("\nexit codes:")[0].partition("\nA file may extend")[0]
@@ -165,5 +165,5 @@ def command_line_page() -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text that keeps to its cell of a table."""
+    """Escape a text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
