@@ -105,7 +105,7 @@ def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...])
     assert told in first.stderr
     later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
     assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr
-    assert ("would not keep the same bits" in later.stderr) == bool(options)
+    assert ("would not stay bitwise identical" in later.stderr) == bool(options)
 
 
 def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> None:

@@ -103,7 +103,7 @@ CHOSEN = ("deterministic_algorithms", "cudnn_benchmark", "threads")
 def test_bitwise_refuses_a_resume_under_another_switch(tmp_path, name):
     fit(tmp_path, max_epochs=1)
     write_switches({name: others()[name]})
-    with pytest.raises(ConfigError, match=f"would not keep the same bits:.*{name}: "):
+    with pytest.raises(ConfigError, match=f"would not stay bitwise identical:.*{name}: "):
         fit(tmp_path, max_epochs=2)
 
 
@@ -112,7 +112,7 @@ def test_bitwise_refuses_a_resume_under_another_variable(tmp_path, monkeypatch, 
     fit(tmp_path, max_epochs=1)
     monkeypatch.setenv(name, "COMPATIBLE")
     assert name in NUMERIC_VARIABLES
-    with pytest.raises(ConfigError, match=f"would not keep the same bits: {name}: None -> COMPATIBLE"):
+    with pytest.raises(ConfigError, match=f"would not stay bitwise identical: {name}: None -> COMPATIBLE"):
         fit(tmp_path, max_epochs=2)
 
 
@@ -136,7 +136,7 @@ def test_a_resume_lists_what_differs_and_bitwise_refuses_it(tmp_path, caplog, ca
     assert values == {"mkldnn": False, "NCCL_MAX_NCHANNELS": "4", "threads": 1, "NCCL_ALGO": None}
     torch.backends.mkldnn.enabled = True
     monkeypatch.delenv("NCCL_MAX_NCHANNELS")
-    with pytest.raises(ConfigError, match=r"the same bits: mkldnn: False -> True, NCCL_MAX_NCHANNELS: 4 -> None\."):
+    with pytest.raises(ConfigError, match=r"bitwise identical: mkldnn: False -> True, NCCL_MAX_NCHANNELS: 4 -> None\."):
         make_trainer(tmp_path / "exact", max_epochs=2, reproducible="bitwise", **options).fit(
             Tiny(), make_loader(), resume="auto"
         )

@@ -299,9 +299,9 @@ GROUP = "optimizers.0.groups.0."
     ("scheduler", "now", "said"),
     [
         (None, {"lr": 0.1, "momentum": 0.9}, None),
-        (None, {"lr": 0.2, "momentum": 0.5}, f"{GROUP}lr=0.1 and not 0.2, {GROUP}momentum=0.9 and not 0.5."),
+        (None, {"lr": 0.2, "momentum": 0.5}, f"{GROUP}lr=0.1 (not 0.2), {GROUP}momentum=0.9 (not 0.5)."),
         (halving, {"lr": 0.1, "momentum": 0.9}, None),
-        (halving, {"lr": 0.2, "momentum": 0.9}, f"{GROUP}lr=0.1 and not 0.2."),
+        (halving, {"lr": 0.2, "momentum": 0.9}, f"{GROUP}lr=0.1 (not 0.2)."),
     ],
 )  # fmt: skip
 def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_path, caplog, scheduler, now, said):

@@ -84,7 +84,7 @@ def test_two_processes_tell_the_same(tmp_path, caplog):
 
 def test_bitwise_goes_on_with_the_same_data_alone(tmp_path):
     run(tmp_path, loader(Rows()), max_steps=STEPS, reproducible="bitwise")
-    with pytest.raises(ConfigError, match="bitwise would not keep the same bits: samples of the dataset"):
+    with pytest.raises(ConfigError, match="bitwise would not stay bitwise identical: samples of the dataset"):
         run(tmp_path, loader(Rows(shift=1.0)), reproducible="bitwise")
     run(tmp_path, loader(Rows()), reproducible="bitwise")
 

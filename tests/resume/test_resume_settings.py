@@ -233,7 +233,7 @@ TRAINING = {
         "schedulers.0.class: CosineAnnealingLR -> MultiStepLR",
     ),
     "decay": ({}, {"task": {"weight_decay": 0.5}}, "Values from the checkpoint: optimizers.0.groups.0.weight_dec"),
-    "lr": ({}, {"task": {"lr": 0.3}}, "Values from the checkpoint: optimizers.0.groups.0.lr=0.1 and not 0.3"),
+    "lr": ({}, {"task": {"lr": 0.3}}, "Values from the checkpoint: optimizers.0.groups.0.lr=0.1 (not 0.3)"),
 }  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def test_what_changes_the_training_is_listed_once_and_refused_by_bitwise(run, na
 def test_bitwise_refuses_what_changes_the_training(run, name):
     before, now, expected = TRAINING[name]
     run(max_steps=4, reproducible="bitwise", **with_task(before))
-    with pytest.raises(ConfigError, match="bitwise would not keep the same bits") as caught:
+    with pytest.raises(ConfigError, match="bitwise would not stay bitwise identical") as caught:
         run(max_steps=5, reproducible="bitwise", **with_task(now))
     message = str(caught.value)
     assert len(message.splitlines()) <= 6
@@ -389,11 +389,11 @@ def test_reordered_parameters_are_matched_by_name(run, was, now):
 def test_parameters_that_cannot_be_matched_are_refused_by_name(run):
     run(Equal(), max_steps=4)
     with pytest.raises(
-        CheckpointError, match=r"are not those of the task: it has unknown model\.3\.bias, model\.3\.weight"
+        CheckpointError, match=r"do not match those of the task: it has unknown model\.3\.bias, model\.3\.weight"
     ):
         run(Equal(lambda task: [*task.parameters()][:-2]), max_steps=9)
     run(Equal(grouped(False)), resume=None, max_steps=4)
-    with pytest.raises(CheckpointError, match=r"AdamW has other parameter groups"):
+    with pytest.raises(CheckpointError, match=r"AdamW has different parameter groups"):
         run(
             Equal(
                 grouped(False, ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias", "3.weight", "3.bias"))

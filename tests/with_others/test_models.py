@@ -98,7 +98,7 @@ def test_a_kernel_of_attention_that_was_switched_off_is_found(tmp_path, layout):
     make_trainer(tmp_path, **options).fit(Language(), loader, resume="auto")
     torch.backends.cuda.enable_flash_sdp(False)
     try:
-        with pytest.raises(ConfigError, match=r"would not keep the same bits: flash_attention: True -> False\."):
+        with pytest.raises(ConfigError, match=r"would not stay bitwise identical: flash_attention: True -> False\."):
             make_trainer(tmp_path, **{**options, "max_epochs": 2}).fit(Language(), loader, resume="auto")
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

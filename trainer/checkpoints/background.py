@@ -43,10 +43,10 @@ class Writer:
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the previous save and raises its error.
 
-        Every rank in `ranks` calls this, and uses `ranks` for nothing else until the save is done.
+        Every rank in `ranks` calls this, and must not use `ranks` for anything else until the save is done.
         """
         self.wait()  # two saves at once would need memory for two copies
-        # flatten here, not in the thread: an error about a value then points at the call that saves it
+        # flatten here, not in the thread, so that an error about a value points at the call that saves it
         flat = flatten(contents, frozen)
         flat.assign_writers(ranks)
         self._snapshot(flat)
@@ -109,7 +109,7 @@ class Writer:
 
 
 def _identity(tensor: Tensor) -> object:
-    # empty tensors may share an address, and tensors on some devices have none
+    # empty tensors may share an address, and tensors on some devices have no address
     if not tensor.nbytes or not tensor.data_ptr():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -24,7 +24,7 @@ from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 from .tensors import DTYPE_NAMES, flat_bytes
 
 MARK = "__legato__"
-DEPTH = 100  # levels of nesting, which also stops a value that contains itself
+DEPTH = 100  # maximum levels of nesting; the limit also stops at a value that contains itself
 MODEL, OTHERS = "model", "tensors"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 UNFLATTEN = "__tensor_unflatten__"
@@ -36,15 +36,15 @@ ValuePath = tuple[str, ...]
 
 
 class Kind(NamedTuple):
-    """Type that JSON lacks, and how to store it."""
+    """A type that JSON lacks, and how to store its values."""
 
     of: type[Any]
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
     packed: type[Any] = str
-    """Type of what `pack` returns."""
+    """Return type of `pack`."""
     items: type[Any] | None = None
-    """Type of the items, if `pack` returns a list; None: any."""
+    """Type of the items if `pack` returns a list; None: any type."""
 
 
 def _mapping_of(pairs: list[Any]) -> dict[Any, Any]:
@@ -89,7 +89,7 @@ KINDS = {
     "path": Kind(PurePath, str, Path),
 }
 SUBCLASSED = ("int", "float", "path")
-"""Kinds whose subclasses are stored as the base class: an IntEnum, a NumPy float, a PosixPath."""
+"""Kinds whose subclasses are stored as the base class, such as an IntEnum, a NumPy float or a PosixPath."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class FlatState:
             writers: dict[Any, int] = {}
             for rank, rank_regions in enumerate(regions_by_rank):
                 if (file, name) in rank_regions:
-                    # on a mesh with a replicated axis several ranks hold the same region
+                    # on a mesh with a replicated axis, several ranks hold the same region
                     writers.setdefault(rank_regions[file, name], rank)
             mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
             if writers.get(regions.get((file, name))) != ranks.rank:
@@ -155,7 +155,7 @@ def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
         return dict(value.mark)
     if isinstance(value, (Tensor, ShardBlock, np.ndarray, np.generic)):
         return _encode_tensor(value, path, flat)
-    # beyond 64 bits other JSON readers lose digits, and Python refuses very long decimals
+    # beyond 64 bits, other JSON readers lose digits, and Python rejects very long decimals
     if isinstance(value, int) and value.bit_length() < 64:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -194,11 +194,11 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
                 f"{_dotted(path)} is a numpy {value.dtype} array. Convert it to numbers, bools, text or tensors."
             ) from None
     shard = shard or shard_block(value)
-    # a wrapper subclass (a quantized weight, for example) has no memory whose bytes could be written
+    # a wrapper subclass, such as a quantized weight, has no memory of its own to write
     if type(value if shard is None else shard.block).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return _encode_wrapped(value, path, flat, is_sharded=shard is not None)
     file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
-    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors takes no lone surrogates
+    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors rejects lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
         unique += "'"  # "a.b" and "a" -> "b" give the same name
     if file == MODEL and path[1] in flat.frozen:
@@ -336,11 +336,11 @@ def _decode_wrapped(node: dict[str, Any], path: ValuePath, unclaimed: Tensors, f
     tensors = _decode(_typed(dict, node["tensors"]), path, unclaimed, files)
     settings, size, stride = _decode(_typed(list, node["settings"]), path, unclaimed, files)
     kind = _wrapper_class(_typed(str, node["class"]))
-    if kind is None:  # to copy weights, a program need not import the package: it gets the inner tensors
+    if kind is None:  # a program that only copies weights need not import the package: it gets the inner tensors
         return tensors
     try:
         return getattr(kind, UNFLATTEN)(tensors, settings, size, stride)
-    except Exception as error:  # the package may fail on a damaged or hostile file with any exception
+    except Exception as error:  # on a damaged or hostile file, the package may raise anything
         raise ValueError(f"{node['class']} cannot be rebuilt: {error}") from error
 
 

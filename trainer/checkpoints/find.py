@@ -61,7 +61,7 @@ def is_checkpoint_of(run: str, checkpoint: Location) -> bool:
 
 
 def checkpoints_in(root: Location) -> list[Location]:
-    """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
+    """Return the committed checkpoints in a folder (those with a manifest), oldest step first."""
     return sorted((root / name for name in folder_at(root).names()), key=checkpoint_step)
 
 
@@ -69,13 +69,13 @@ def best_checkpoints(root: Location, run: str) -> list[Location]:
     """Return a run's scored checkpoints that are still in a folder, best first."""
     folder = folder_at(root)
     index = folder.read_index()
-    # the index does not notice when somebody deletes a checkpoint
+    # the index is not updated when somebody deletes a checkpoint
     names = index.best() if index is not None and index.run == run else []
     return [root / name for name in names if folder.committed(name) == name]
 
 
 def newest_complete(root: Location, check: Check = verify) -> Location | None:
-    """Return the newest checkpoint of a folder that passes `check`; warn about each newer one and its problem.
+    """Return the newest checkpoint in a folder that passes `check`; warn about each newer one and its problem.
 
     If a process died while it replaced a checkpoint, the result may be the old checkpoint under its temporary name,
     until the next sweep or save restores it.
@@ -116,7 +116,7 @@ def checkpoint_step(checkpoint: Location) -> int:
 def resolve(place: Location, check: Check = verify) -> Location:
     """Return the checkpoint at a location, or the newest that passes `check` in the folder or run directory there.
 
-    Raises CheckpointError with what was expected there.
+    Raises a CheckpointError that says what was expected there.
     """
     # "." has no name and no parent
     place = place if place.name else to_absolute(place)
@@ -124,8 +124,8 @@ def resolve(place: Location, check: Check = verify) -> Location:
         return place.parent / name
     if is_file(place):
         raise CheckpointError(
-            f"{place} is a file; a Legato checkpoint is a directory with a {MANIFEST}. To read a file of another "
-            f"program, use fit(ckpt_path=...), load_from_checkpoint, validate, test or predict."
+            f"{place} is a file; a Legato checkpoint is a directory with a {MANIFEST}. To read another program's "
+            f"file, use fit(ckpt_path=...), load_from_checkpoint, validate, test or predict."
         )
     for folder in (place / CHECKPOINTS, place):
         if (newest := newest_complete(folder, check)) is not None:

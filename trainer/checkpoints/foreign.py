@@ -27,8 +27,8 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file as the contents of a checkpoint.
 
-    The contents are the weights and, if the file has a key `state_dict`, its other entries. Raises CheckpointError
-    that describes the contents of a refused file.
+    The contents are the weights and, if the file has a key `state_dict`, its other entries. If the file is rejected,
+    raises a CheckpointError that describes its contents.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
@@ -42,13 +42,13 @@ def read_file(path: Path) -> dict[str, Any]:
 def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they concern TorchScript and old formats; errors are raised anyway
+            warnings.simplefilter("ignore")  # warnings about TorchScript and old formats; errors are raised anyway
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a parser may fail on a foreign file with any exception
+    except Exception as error:  # on a foreign file, a parser may raise anything
         unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
         if unsafe:
             raise CheckpointError(
-                f"{path} holds objects other than tensors and plain values: {', '.join(unsafe)}. Legato refuses it, "
+                f"{path} holds objects other than tensors and plain values: {', '.join(unsafe)}. Legato rejects it, "
                 f"because reading it could run code. Save the file again without them; or, if you trust it, pass their "
                 f"classes to torch.serialization.add_safe_globals([...]) first."
             ) from None
@@ -80,7 +80,7 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
     else:
         contents = type(loaded).__name__
     raise CheckpointError(
-        f"{path} holds no state dict: expected a dict from names to tensors, at the top level or under "
+        f"{path} holds no state dict: expected a dict of tensors by name, at the top level or under "
         f"{', '.join(NESTS)}; got {contents}."
     )
 

@@ -56,7 +56,7 @@ def take_base(folder: Folder, file: str, tensors: dict[str, Tensor], frozen: Col
     for entry, base_digests in folder.bases().items() if total else ():
         same = {name for name, digest in digests.items() if base_digests.get(name) == digest}
         size = sum(tensors[name].nbytes for name in same)
-        # a base with a weight of another model would add a tensor that no state mentions
+        # a base with a weight from another model would add a tensor that no state mentions
         if size >= most and base_digests.keys() <= tensors.keys():
             stored, names, most = entry, same, size
     taken = {name: tensors.pop(name) for name in digests if total and name in names}

@@ -1,4 +1,4 @@
-"""Files with a SHA-256, which is computed while a file is written and compared before it is read."""
+"""Files with a SHA-256 hash, which is computed while a file is written and verified before it is read."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ class FileSum(NamedTuple):
 
 
 class HashedFile:
-    """New local file, hashed while it is written and synced when it is closed; `sum` is set afterwards."""
+    """A new local file, hashed while it is written and synced when it is closed; `sum` is set on close."""
 
     def __init__(self, path: Path) -> None:
         self.sum = FileSum(0, "")
@@ -63,7 +63,7 @@ class HashedFile:
 
 
 class HashedUpload(HashedFile):
-    """New object in a store, hashed while it is uploaded; it appears when it is closed, and never after an error."""
+    """A new object in a store, hashed while it is uploaded. It appears when it is closed, and never after an error."""
 
     def __init__(self, file: Any) -> None:
         """`file`: a file that fsspec has opened."""
@@ -81,7 +81,7 @@ class HashedUpload(HashedFile):
                 self._file.close()
                 is_uploaded = True
         finally:
-            # otherwise the finalizer of the abandoned file would complete its upload and overwrite the next try's
+            # otherwise the abandoned file's finalizer would complete its upload and overwrite that of the next attempt
             if not is_uploaded:
                 with suppress(AttributeError):
                     self._file.closed = True
@@ -128,7 +128,7 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # JSON readers disagree on which of two equal keys counts, so programs could read different values
+    # JSON readers disagree on which value of a repeated key counts, so programs could read different values
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("an object has the same key twice")

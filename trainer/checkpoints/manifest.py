@@ -17,7 +17,7 @@ from .hashed import parse_json as parse_json
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 SHARD_FILE = re.compile(r"(model|tensors|base)-[0-9]{5,}\.safetensors")
 BASE, BASE_FILE = "base", "base.safetensors"
-"""Folder of the bases, beside the checkpoints, and the name in a manifest of the base of model.safetensors
+"""Name of the folder of bases, beside the checkpoints, and of a manifest's entry for the base of model.safetensors
 (frozen_base.py)."""
 DIGESTS = "sha256"
 """Key in the header of a base that holds the SHA-256 of each tensor."""
@@ -34,7 +34,7 @@ def are_file_names(names: Iterable[str]) -> bool:
 
 
 def base_of(file: str) -> str:
-    """Return the name in a manifest of the base of a file with weights; "" for any other file."""
+    """Return the name that a manifest gives to the base of a weights file; "" for any other file."""
     return file.replace("model", BASE, 1) if file.startswith("model") else ""
 
 
@@ -74,8 +74,8 @@ def lacks_base(checkpoint: object, stored: str) -> CheckpointError:
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "", prefix: str = "") -> bytes:
-    """Return the text of a manifest for these files of `run`; "" for no run."""
-    # the version is for people; only the format decides whether a reader accepts the manifest
+    """Return the text of a manifest for files that `run` wrote; "" for no run."""
+    # the version is for human readers; only the format decides whether Legato accepts the manifest
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
@@ -128,7 +128,7 @@ def parse_manifest(data: bytes) -> Manifest:
     # the sums of the files do not cover the manifest itself, which holds their sizes and the run
     if recorded != _sum_of(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    # a forged manifest may have a valid sum and still hold paths out of the checkpoint, or sizes that are not numbers
+    # a forged manifest may have a valid sum and still hold paths outside the checkpoint, or sizes that are not numbers
     files, texts, prefix = body.get("files"), [body.get("legato"), body.get("run")], body.pop("prefix", "")
     if (
         type(written) is not int
@@ -159,7 +159,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
-    # a hash of the manifest itself reveals a flipped bit in any field
+    # the hash of the manifest itself reveals a flipped bit in any field
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

@@ -1,8 +1,8 @@
-"""ObjectFolder: folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
+"""ObjectFolder: a folder of checkpoints in an object store, such as s3://bucket/run/checkpoints.
 
-A store cannot rename, but an object appears complete and to all readers at once. So each process uploads its files in
-place, and the manifest, uploaded last, is the commit. Only the manifest is ever overwritten: the files of a replacement
-go to a new folder, which the manifest names as `prefix`.
+A store cannot rename objects, but each object appears complete, and to all readers at once. So each process uploads its
+files in place, and the manifest, uploaded last, is the commit. Only the manifest is ever overwritten: if a checkpoint
+is replaced, the new files go to a new folder, which the manifest names as `prefix`.
 
 step-00001200/
 |-- .writing               exists while the checkpoint is written or removed; its text is the run's id
@@ -40,13 +40,13 @@ PART = 32 << 20
 
 
 class ObjectFolder:
-    """Folder of checkpoints in an object store; each process opens its own connection."""
+    """A folder of checkpoints in an object store; each process opens its own connection."""
 
     def __init__(self, location: Address) -> None:
         self.location = location
         connect(location)  # fails now if a package is missing
         self._downloads: Path | None = None
-        # stage whose manifest was sent: the manifest may still arrive after the request has failed
+        # the stage whose manifest was sent: it may still arrive after the request has failed
         self._sent: str | None = None
 
     def _ask(self, request: str, place: str, *arguments: Any, **options: Any) -> Any:
@@ -146,7 +146,7 @@ class ObjectFolder:
             self._tidy(name)  # leftovers of an earlier process of this run
             sizes = self._sizes(name)
         if not sizes:
-            # only one of two writers can create the mark, and a third may have uploaded files before
+            # only one of two writers can create the mark, but another one may have uploaded files earlier
             with suppress(FileExistsError):
                 self._ask("pipe_file", place / WRITING, run.encode(), mode="create")
                 if self._sizes(name).keys() == {WRITING}:
@@ -156,7 +156,7 @@ class ObjectFolder:
         return stage
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Upload a file, from its beginning again if a request fails; it appears when it is complete."""
+        """Upload a file, restarting from its beginning if a request fails; it appears when it is complete."""
         place = self.location / name / manifest.path_below(stage, file)
         return retried(place, lambda: fill(HashedUpload(connect(place).open(place, "wb", block_size=PART))))
 
@@ -168,7 +168,7 @@ class ObjectFolder:
             raise CheckpointError(f"{place} was not written: another process deleted its files during the save.")
         older: list[str] = []
         if manifest.MANIFEST in sizes:
-            with suppress(CheckpointError):  # the files of a damaged manifest are not known
+            with suppress(CheckpointError):  # if the manifest is damaged, its files are unknown
                 previous = self.read_manifest(name)
                 older = [previous.path(file) for file in previous.files]
         self._sent = stage
@@ -177,7 +177,7 @@ class ObjectFolder:
             self._delete(place, [*older, content.path(WRITING)])
 
     def discard(self, name: str, stage: str) -> None:
-        """Delete the files of an abandoned checkpoint, unless its manifest may still arrive."""
+        """Delete the files of an abandoned checkpoint, unless its manifest might still arrive."""
         if self._sent == stage:
             return  # the next sweep deletes files that no manifest names
         with suppress(OSError):
@@ -207,7 +207,7 @@ class ObjectFolder:
     def sweep(self) -> None:
         """Clean up after interrupted saves and removals."""
         try:
-            # skip marks in subfolders, whose checkpoints would look like files of a checkpoint without a manifest
+            # skip marks in subfolders: their checkpoints would look like files of a checkpoint without a manifest
             marks = [path for path in self._sizes() if MARK.fullmatch(path)]
             for name in sorted({path.partition("/")[0] for path in marks}):
                 self._tidy(name)
@@ -221,7 +221,7 @@ class ObjectFolder:
         try:
             manifest.require_removable(place, self.read_manifest(name), _foreign(self._sizes(name)), run)
             self._ask("pipe_file", place / WRITING, (run or "").encode())
-            self._delete(place, [manifest.MANIFEST])  # without its manifest the rest is not a checkpoint
+            self._delete(place, [manifest.MANIFEST])  # without its manifest, the rest is not a checkpoint
             self._tidy(name)
             self._remove_unused_bases()
         except OSError as error:

@@ -1,8 +1,8 @@
 """Reads a checkpoint on all ranks; exactly one rank reads and hashes each byte.
 
 Rank 0 reads and broadcasts the values that all ranks need. For tensors needed in shards, each rank verifies the file
-with its rank's number: on the layout that wrote the checkpoint, that file holds its shards. After a resize, a rank also
-reads slices of other files.
+with its rank number: under the layout that wrote the checkpoint, that file holds its shards. If the number of processes
+has changed, a rank also reads slices of other files.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ from .storage import fetch_file, folder_at, is_file, local_file
 from .tensors import read_tensors
 
 KEYS = {"model": "state_dict", "base": "state_dict", "tensors": "optimizer_states"}
-"""File name -> key in the contents whose shards these files hold."""
+"""File name -> key of the contents whose shards the file holds."""
 
 
 def read(source: Location) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def read_checkpoint(checkpoint: Location, in_parts: Collection[str] = (), ranks:
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
     """Return the rank that verifies a file with shards."""
-    # On the layout that wrote the file, this rank also needs it, so its pages are then in that machine's cache.
+    # Under the layout that wrote the file, this rank also needs it, so its pages are then in that machine's cache.
     kind, _, number = name.partition(".")[0].partition("-")
     return int(number) % size if KEYS[kind] in in_parts else 0
 

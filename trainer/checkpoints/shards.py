@@ -30,7 +30,7 @@ class ShardBlock:
 
 def shard_block(tensor: Tensor) -> ShardBlock | None:
     """Return this process's shard of a DTensor; None for any other tensor."""
-    # not imported here: a program without DTensors should not wait for the import
+    # DTensor is not imported here, because a program without DTensors should not wait for the import
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None
@@ -54,7 +54,7 @@ class ShardFiles:
     def __init__(self, fetch: Callable[[str], Path], names: Collection[str]) -> None:
         """`fetch` returns the local path of a file.
 
-        `names`: the files in the manifest. No other file is opened, because nobody has verified it.
+        `names`: the files in the manifest. No other file is opened, because it would not be verified.
         """
         self.fetch, self.names = fetch, names
         self._open: dict[str, tuple[Any, set[str]]] = {}
@@ -85,7 +85,7 @@ class ShardFiles:
 
 
 class StoredTensor:
-    """Tensor stored in shards, which are read when it is sliced."""
+    """A tensor stored in shards, which are read when the tensor is sliced."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StoredTensor:
             is_inside = all(0 <= start <= start + count <= full for start, count, full in _zip(offset, size, shape))
             if not is_inside or list(size) != files.shard(file, name).get_shape():
                 raise ValueError(f"the shard of {name!r} in {file} does not fit into a tensor of shape {shape}")
-        # sufficient, because DTensor cuts a grid: blocks with different offsets whose sizes add up leave no gap
+        # sufficient, because DTensor shards form a grid: blocks with different offsets whose sizes add up leave no gap
         if len({offset for _, offset, _ in shards}) < len(shards) or self.numel() != sum(
             math.prod(size) for _, _, size in shards
         ):

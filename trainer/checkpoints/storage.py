@@ -1,8 +1,8 @@
-"""Folders of checkpoints. A checkpoint is complete under its name or absent, whenever the process dies.
+"""Folders of checkpoints. A checkpoint is either complete under its name or absent, even if the process dies.
 
 A save writes `.step-00001200.partial`, syncs every file, writes the manifest last, and renames the folder to
 `step-00001200`. An existing checkpoint is renamed to `.step-00001200.replaced` before that and deleted after it; a
-removal first renames the checkpoint to `.partial`. So at every moment the old or the new checkpoint is complete, under
+removal first renames the checkpoint to `.partial`. So at any time, the old or the new checkpoint is complete, under
 its name or as `.replaced`. Leftovers of an interrupted process have fixed names, and the next start cleans them up.
 """
 
@@ -37,7 +37,7 @@ def temporary_path(checkpoint: Path, kind: str) -> Path:
 
 
 class Folder(Protocol):
-    """Folder of checkpoints, which its methods take by name.
+    """A folder of checkpoints; its methods take checkpoints by name.
 
     To save, rank 0 calls `require_free_name` and `open_stage`, every rank calls `write` for each of its files, and rank
     0 commits with `publish`. Callers never rename anything, because an object store cannot.
@@ -52,10 +52,10 @@ class Folder(Protocol):
         """Return the names of committed checkpoints (those with a manifest)."""
 
     def candidates(self) -> list[str]:
-        """Return the names that may be complete checkpoints, among them temporary names that a dead process left."""
+        """Return the names that may be complete checkpoints, including temporary names that a dead process left."""
 
     def committed(self, name: str) -> str | None:
-        """Return the name under which this checkpoint is committed, maybe a temporary one; None if it is not."""
+        """Return the name under which a checkpoint is committed, perhaps a temporary one; None if it is uncommitted."""
 
     def read_manifest(self, name: str) -> manifest.Manifest:
         """Read a checkpoint's manifest; raises CheckpointError with the place and the problem."""
@@ -83,7 +83,7 @@ class Folder(Protocol):
         """Raise CheckpointError if something other than a checkpoint has this name."""
 
     def open_stage(self, name: str, needed: int, run: str) -> str:
-        """Make a stage for a checkpoint of about `needed` bytes; return its name, which other methods take."""
+        """Make a stage for a checkpoint of about `needed` bytes; return its name, to pass to the other methods."""
 
     def write(self, name: str, stage: str, file: str, fill: Callable[[HashedFile], FileSum]) -> FileSum:
         """Write a new file of a checkpoint with `fill`, which is called again if a request fails. Raises OSError."""
@@ -125,7 +125,7 @@ class LocalFolder:
     def candidates(self) -> list[str]:
         """Return the names of checkpoints, and temporary names that a dead process left during a replacement."""
         candidates: dict[str, str] = {}
-        # ".step-..." sorts first and yields to "step-..."
+        # ".step-..." sorts first, so "step-..." replaces it
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else ():
             name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
             if path.name not in (name, temporary_path(self.path / name, REPLACED).name) or path.is_symlink():
@@ -157,7 +157,7 @@ class LocalFolder:
         for stored in bases.files:
             if not os.path.lexists(self.path / manifest.BASE / stored):
                 raise manifest.lacks_base(directory, stored)
-        # refuse links and devices before any file is opened
+        # reject links and devices before any file is opened
         for folder, listing in ((directory, unshared), (self.path / manifest.BASE, bases)):
             for file, expected in listing.files.items():
                 manifest.require_size(folder, file, manifest.regular_size(folder, listing.path(file)), expected.size)
@@ -241,7 +241,7 @@ class LocalFolder:
         return bases
 
     def add_base(self, write: Callable[[HashedFile], FileSum]) -> FileSum:
-        """Write a base under a unique name and rename it: of two equal bases the second replaces the first."""
+        """Write a base under a unique name and rename it: of two equal bases, the second replaces the first."""
         folder = self.path / manifest.BASE
         make_folder(folder)
         partial = folder / f"{uuid.uuid4().hex}.{PARTIAL}"
@@ -320,13 +320,13 @@ def folder_at(location: Location) -> Folder:
 
 
 def is_file(location: Location) -> bool:
-    """Return whether a location is a file: not a Legato checkpoint, but maybe weights of another program."""
+    """Return whether a location is a file: not a Legato checkpoint, but perhaps another program's weights."""
     return is_object(location) if isinstance(location, Address) else location.is_file()
 
 
 @contextmanager
 def local_file(location: Location) -> Iterator[Path]:
-    """Yield a local path of the file at a location: the file itself, or a copy that exists within this context."""
+    """Yield a local path for the file at a location: the file itself, or a copy that exists only in this context."""
     if isinstance(location, Path):
         yield location
         return
@@ -363,7 +363,7 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     with suppress(FileNotFoundError):
-        # without its manifest the rest is not a checkpoint, wherever the process dies
+        # without its manifest, the rest is not a checkpoint, wherever the process dies
         (path / manifest.MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
@@ -379,7 +379,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder and so the names in it."""
+    """Sync a folder, and thereby the names in it."""
     # fsync of a file does not sync the file's name, which the folder holds
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -411,7 +411,7 @@ def require_new(target: Path) -> None:
     """Raise CheckpointError if a file or folder has this name."""
     require_local(target, "The file to write")
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already and is not replaced. Choose another name.")
+        raise CheckpointError(f"{target} already exists and is not replaced. Choose another name.")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ...base.location import REPOSITORY, STORES, is_repository
 T = TypeVar("T")
 
 TRIES, FIRST_WAIT = 6, 0.2
-"""Tries of a request, and seconds of the first wait; each further wait is twice as long, 6 s in all."""
+"""Attempts per request, and seconds before the first retry; each further wait is twice as long, 6 s in all."""
 LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError),
@@ -34,7 +34,7 @@ def connect(address: str) -> Any:
 
 @lru_cache
 def _connection(bucket: str, process: int, thread: int) -> Any:
-    """Return the file system of a bucket for one process: a connection does not survive a fork."""
+    """Return the file system of a bucket for one process, because a connection does not survive a fork."""
     from fsspec.core import url_to_fs  # torch requires it
 
     try:
@@ -77,9 +77,9 @@ def retried(address: str, request: Callable[..., T], *arguments: Any, **options:
         except LASTING:
             raise
         except Exception as error:  # each library raises its own kinds
-            # s3fs raises EINVAL for a request that the store refuses
+            # s3fs raises EINVAL for a request that the store rejects
             if getattr(error, "errno", None) == errno.EINVAL or attempt == TRIES - 1:
                 raise OSError(getattr(error, "errno", None) or errno.EIO, f"{address}: {error}") from error
-            # random, so that ranks that were throttled together do not retry together
+            # random, so that ranks throttled at the same time do not retry at the same time
             time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.5, 1.0))
     raise AssertionError

@@ -22,9 +22,9 @@ DTYPE_NAMES = {
 def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: str) -> FileSum:
     """Write and sync a new safetensors file; tensors that are on a device or not contiguous are copied one at a time.
 
-    The library's writer refuses tensors that share memory (tied weights) and would need a second pass for the hash.
+    The library's writer rejects tensors that share memory (tied weights) and would need a second pass for the hash.
     """
-    # the largest item sizes first, which aligns every tensor for readers that map the file
+    # largest item sizes first, which aligns every tensor for readers that memory-map the file
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -43,7 +43,7 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor], **metadata: s
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes as a uint8 tensor, without a copy if the tensor is contiguous."""
-    # for sizes of 0 or 1, `contiguous` accepts any stride, but the second `view` does not
+    # for dimensions of size 0 or 1, `contiguous` accepts any stride, but the second `view` does not
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -51,8 +51,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file into this process's memory; raises CheckpointError for any other file."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            # Copied, because the library maps the file: a mapped tensor fails when the file disappears from a network
-            # disk, and its alignment varies, which changes the last bits of some kernels' results.
+            # Copied, because the library memory-maps the file: a mapped tensor fails if the file disappears from a
+            # network disk, and its alignment varies, which changes the last bits of some kernels' results.
             return {name: _copied(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error

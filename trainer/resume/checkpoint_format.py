@@ -13,7 +13,7 @@ from ..processes.ranks import Ranks
 
 @runtime_checkable
 class CheckpointFormat(Protocol):
-    """Stores checkpoints in another format than Legato's directories: `Trainer(checkpoint_format=MyFormat())`.
+    """Stores checkpoints in a format other than Legato's directories: `Trainer(checkpoint_format=MyFormat())`.
 
     `contents` is a dict of plain containers, numbers, strings and tensors on any device; a resume is exact only if
     `read` returns the values that `write` received. If the strategy shards states, their tensors are DTensors of which
@@ -21,11 +21,11 @@ class CheckpointFormat(Protocol):
     """
 
     def name(self, step: int) -> str:
-        """Return the default name of a step's checkpoint, or an absolute path outside of the run directory."""
+        """Return the default name of a step's checkpoint, or an absolute path outside the run directory."""
         ...
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Ranks, run: str) -> None:
-        """Write a checkpoint completely or not at all; an existing checkpoint of this name is replaced.
+        """Write a checkpoint completely or not at all; an existing checkpoint with this name is replaced.
 
         Args:
             path: the checkpoint to write; its folder may be missing.
@@ -56,7 +56,7 @@ class CheckpointFormat(Protocol):
 
 
 class DirectoryFormat:
-    """Legato's format: each checkpoint is a directory with checksums, sharded if states are, without pickle."""
+    """Legato's format: a checkpoint is a directory with checksums, without pickle, and sharded if the states are."""
 
     # only calls: checkpoints/ implements the format and knows no run or trainer
 

@@ -38,12 +38,12 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed  # a plain number; the trainer measures it with a clock
         if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
-            run.optimization.publish_newest()  # a resume makes the pending plateau step with these values
+            run.optimization.publish_newest()  # a resume runs the pending plateau step with these values
         samples: dict[str, Any] = run.loop.samples_of_epoch or run.data.samples
         settings = run.fingerprint | below("samples", samples) | below("numerics", run.numerics)
         if run.data.training is not None and run.data.training.content:
             settings |= {fingerprint.CONTENT: run.data.training.content}
-        # every rank makes these collective calls in this order
+        # collective calls, which every rank makes in this order
         saved |= {
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
@@ -78,7 +78,7 @@ def training_states(trainer: "Trainer") -> dict[str, Any]:
 
 
 def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint of a run whose worker processes, and so its optimizers, have ended.
+    """Return the contents of a checkpoint after the run's worker processes, and with them its optimizers, have ended.
 
     They come from the run's newest checkpoint. Raises TaskError if that is not a checkpoint of the last step.
     """
@@ -86,7 +86,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
         return contents(trainer, weights_only)
     newest = places.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
     saved = reading.read_checkpoint(newest) if newest is not None else {}
-    # an earlier checkpoint would combine new weights with old moments
+    # an earlier checkpoint would combine new weights with old optimizer moments
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
             "The run's optimizers ended with its worker processes, and there is no complete checkpoint of the last "
@@ -97,7 +97,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
 
 
 def require_step_done(trainer: "Trainer") -> None:
-    """Raise TaskError for a save during set-up, or in the middle of a step, whose batches do not count yet."""
+    """Raise TaskError for a save during set-up or in the middle of a step, whose batches are not counted yet."""
     if not trainer.current_run.is_complete:
         raise TaskError(
             "save_checkpoint was called during set-up, before the run has optimizers. Call it in on_fit_start or "
@@ -114,7 +114,7 @@ def require_step_done(trainer: "Trainer") -> None:
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
     """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
-    Includes the name of the argument that held all of them, if there is one, and the names of those left out.
+    Includes the name of the argument that held all of them, if there is one, and the names of omitted hyperparameters.
     """
     values, left_out = split_hyperparameters(owner)
     entries = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
@@ -157,7 +157,7 @@ class PublishedMetrics:
 
     def state_dict(self) -> dict[str, float]:
         """Return the values."""
-        # only values that all ranks agree on: a resume may run on other ranks
+        # only values that all ranks agree on: a resume may have a different number of ranks
         return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

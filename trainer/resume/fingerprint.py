@@ -6,8 +6,8 @@
     numerics.*                   settings and versions that change the last bits of a result
     data.content                 the first batch that this run has read; a resume reads it again
 
-A resume compares the checkpoint's fingerprint with the current one (`compare`). A name that only one of them has counts
-as equal.
+A resume compares the checkpoint's fingerprint with the current one (`compare`). A name that only one of them has is
+not reported.
 """
 
 import os
@@ -40,11 +40,11 @@ NOT_REFUSED = {"legato", "python", "numpy"}
 """Names below `numerics` that do not affect the computation of a step; their samples are compared by content."""
 ROUNDS = "batches of an epoch"
 LEFT_OUT_SAMPLES = "leave_out_samples"
-"""The only setting of samples that may change within an epoch, also under bitwise: other samples keep their step."""
+"""The only `samples` setting that may change within an epoch, even under `bitwise`: other samples keep their step."""
 CONTENT = "data.content"
 SAMPLES, LISTED = "samples of the dataset", "files of the dataset"
 DATA = (SAMPLES, LISTED, "dataset length")
-"""Prefixes of changes which show that the run has other data."""
+"""Prefixes of changes that show that the run has different data."""
 FILES = 256
 """Maximum number of a dataset's files that are examined."""
 MISSING = object()
@@ -70,11 +70,11 @@ class Changes:
     changed: list[SettingChange] = field(default_factory=list)
     """Other settings that change the training; the current value is used."""
     restored: list[SettingChange] = field(default_factory=list)
-    """Settings restored from the checkpoint in spite of another current value."""
+    """Settings restored from the checkpoint although their current values differ."""
     rounding: list[SettingChange] = field(default_factory=list)
-    """Differences that may change last bits, in a run that does not promise them."""
+    """Differences that may change last bits, in a run that does not guarantee them."""
     end_epoch: bool = False
-    """Whether the rest of the epoch is skipped because its steps would have other samples."""
+    """Whether the rest of the epoch is skipped because its steps would have different samples."""
 
 
 def below(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
         "training.nan": trainer.nan,
         "training.sync_batchnorm": trainer.sync_batchnorm,
         "training.automatic_optimization": optimization.automatic,
-        # not how many of each: under ddp_rpc some of the parameters are on servers
+        # not the number of each: under ddp_rpc, some of the parameters are on servers
         "training.dtypes": sorted({str(parameter.dtype) for parameter in optimization.task.parameters()}),
         f"training.{LEFT_OUT_SAMPLES}": sorted(trainer.leave_out_samples or ()),
     }
@@ -107,7 +107,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
         fingerprint[f"optimizers.{index}.class"] = kernels.class_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group)
-            settings.pop("initial_lr", None)  # a scheduler sets it to lr: report one change of the config once
+            settings.pop("initial_lr", None)  # a scheduler sets it to lr: report a changed learning rate only once
             fingerprint |= below(f"optimizers.{index}.groups.{number}", settings)
     for index, config in enumerate(optimization.schedulers):
         plan = {"class": type(config.scheduler).__name__, "interval": config.interval, "frequency": config.frequency}
@@ -150,7 +150,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
         chosen = batch_sampler if is_custom else sampler
         order = None if is_custom else is_plain_shuffle(sampler, samples)
         order = type(chosen).__name__ if order is None else order
-    # workers of a stream read shares of it and take turns, so their number decides which samples form a batch
+    # the workers of a stream read shares of it and take turns, so their number decides which samples form a batch
     workers = {"num_workers": loader.num_workers} if isinstance(dataset, IterableDataset) else {}
     return {
         "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
@@ -191,7 +191,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the settings in a scheduler's state with dotted names, also those of schedulers within it."""
     inner = dict(enumerate(value)) if isinstance(value, list) else value
-    # milestones are a dict with numbers as keys, and count as a single setting
+    # milestones are a dict with numbers as keys, and are treated as a single setting
     has_names = isinstance(value, dict) and value and not any(str(key).isdigit() for key in value)
     if not has_names and not (isinstance(inner, dict) and any(isinstance(item, dict) for item in inner.values())):
         yield name, value
@@ -247,7 +247,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], rescheduled: C
 
 
 def is_elsewhere(saved: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint comes from a machine on which the same samples may have other last bits."""
+    """Return whether the checkpoint comes from a machine on which the same samples may differ in their last bits."""
     now = {"torch": str(torch.__version__), "numpy": np.__version__, **processor()}
     return any(saved.get(f"numerics.{name}") != value for name, value in now.items())
 

@@ -12,7 +12,7 @@ Names = Sequence[Sequence[str]]
 def named(state: dict[str, Any], names: Names | None) -> dict[str, Any]:
     """Return an optimizer's state dict keyed by names; unchanged without names or torch's keys.
 
-    Numbers would assign states to the wrong parameters after a change of their order.
+    With numbers, states would go to the wrong parameters if the order of the parameters changed.
     """
     if names is None or not {"state", "param_groups"} <= state.keys():
         return state
@@ -52,11 +52,11 @@ def _match_groups(kind: str, saved: Names, names: Names) -> list[int]:
     current = {name for group in names for name in group}
     if saved_index.keys() != current:
         problem = differences(sorted(current - saved_index.keys()), sorted(saved_index.keys() - current))
-        raise CheckpointError(f"The parameters of the checkpoint's {kind} are not those of the task: {problem}.")
+        raise CheckpointError(f"The parameters of the checkpoint's {kind} do not match those of the task: {problem}.")
     for group in names:
         if frozenset(group) not in places:
             raise CheckpointError(
-                f"The checkpoint's {kind} has other parameter groups. The task now returns a group "
+                f"The checkpoint's {kind} has different parameter groups. The task now returns a group "
                 f"{_few('of', list(group[:5]))}, whose parameters the checkpoint has in the groups "
                 f"{sorted({saved_index[name] for name in group})}. Return the same groups from configure_optimizers."
             )

@@ -25,7 +25,7 @@ Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 MapLocation = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Device of the weights. Callables, which torch.load calls for each storage, are ignored: weights stay on the host."""
+"""Device of the weights. A callable, as in torch.load, is ignored: the weights stay on the host."""
 
 
 def rebuild_task(
@@ -44,7 +44,7 @@ def rebuild_task(
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()  # a task may make its model here
     if not isinstance(source, Mapping) and is_file(source):
-        # only now: the task's parameter names tell whether "module." is DDP's prefix or the task's attribute
+        # only now, because the task's parameter names show whether "module." is DDP's prefix or an attribute
         saved["state_dict"] = plain_names(source, saved["state_dict"], task.state_dict().keys())
     else:
         saved["state_dict"] = averaged_weights(saved)
@@ -115,7 +115,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 
 def _as_attributes(value: Any) -> Any:
-    """Convert nested mappings to dicts whose keys are also attributes, which some original mappings allowed."""
+    """Convert nested mappings to dicts whose keys are also attributes, as some of the original mappings allowed."""
     if isinstance(value, dict):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):
@@ -132,7 +132,7 @@ def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Map
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return the weights with which the run was evaluated: the averages if the checkpoint holds any."""
+    """Return the weights with which the run was evaluated: the averaged ones if the checkpoint holds any."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights

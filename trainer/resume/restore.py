@@ -29,8 +29,8 @@ log = logging.getLogger("legato")
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """Set the trainer's state to the start of a run or to a checkpoint's state.
 
-    A run keeps its seed; a different seed of the trainer is ignored with a message. Raises ConfigError if the trainer
-    asks for another number of replicas.
+    A run keeps its seed; if the trainer's seed differs, it is ignored with a message. Raises ConfigError if the trainer
+    asks for a different number of replicas.
     """
     state, asked, processes = trainer.state, trainer.replicas, trainer.strategy.data_ranks.size
     if saved is not None and "state" in saved:
@@ -40,7 +40,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 f"trainer.replicas={asked}, but the run started with {restored.replicas} replicas and keeps them. "
                 f"Leave trainer.replicas out to resume it; up to {restored.replicas} processes can run it."
             )
-        # the seed decides the order of samples: half an epoch of each order would repeat some samples and miss others
+        # the seed decides the order of samples: half an epoch in each order would repeat some samples and miss others
         if trainer.seed != restored.seed and trainer.is_global_zero:
             log.info("The run keeps its original seed, %d; seed=%d is ignored.", restored.seed, trainer.seed)
         vars(state).update(restored.to_dict())
@@ -68,14 +68,14 @@ def load_task_weights(
     if not isinstance(weights, Mapping):
         raise CheckpointError("The checkpoint holds no weights ('state_dict').")
     missing, unexpected = sorted(task_weights.keys() - weights.keys()), sorted(weights.keys() - task_weights.keys())
-    # of tensors only: get_extra_state of a module may return any object
+    # only of tensors: a module's get_extra_state may return any object
     pairs = {name: (weights[name], task_weights[name]) for name in task_weights.keys() & weights.keys()}
     shapes = [
         f"{name}: {tuple(stored.shape)} in the checkpoint, {tuple(current.shape)} in the task"
         for name, (stored, current) in pairs.items()
         if hasattr(stored, "shape") and hasattr(current, "shape") and stored.shape != current.shape
     ]
-    # torch would load the weights that fit and raise afterwards, which leaves the task half loaded
+    # torch would load the weights that fit before it raises, which leaves the task half loaded
     if shapes or (strict and (missing or unexpected)):
         problem = differences(missing, unexpected, shapes)
         hint = did_you_mean(missing[0], unexpected) if missing and unexpected else ""
@@ -115,8 +115,8 @@ class Replay(NamedTuple):
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mapping[str, Any]) -> dict[int, Replay]:
     """Advance each scheduler whose settings have changed to the saved step; return the replays by index.
 
-    The learning rate then follows the current schedule. Not replayed: ReduceLROnPlateau, schedulers that the task
-    steps, and several schedulers of one optimizer, because each multiplies the others' results.
+    The learning rate then follows the current schedule. Three kinds are not replayed: ReduceLROnPlateau, schedulers
+    that the task steps, and several schedulers of one optimizer, because each multiplies the others' results.
     """
     optimization, replays = trainer.current_run.optimization, {}
     optimizers = [getattr(optimizer, "original", optimizer) for optimizer in optimization.optimizers]
@@ -135,7 +135,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
             and not by_task
         ):
             steps = saved["lr_schedulers"][index].get("last_epoch")
-            # the saved count may have another unit; then count from the start of the run in the new unit
+            # if the saved count has a different unit, count from the start of the run in the new unit
             if not isinstance(steps, int) or changed.keys() & {"interval", "frequency"}:
                 state = trainer.state
                 steps = (state.global_step if config.interval == "step" else state.scheduled_epochs) // config.frequency
@@ -146,7 +146,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any], before: Mappi
 
 
 def _other_class(name: str, was: str, now: str) -> CheckpointError:
-    # torch would load the state with its settings, and fail in the first step or train with the old settings
+    # torch would load the state with its old settings, and fail in the first step or train with them
     return CheckpointError(
         f"The checkpoint's {name} is {was}, but the task now returns {now}, which cannot load that state. Return "
         f"{was} from configure_optimizers, or start a new run from the weights alone (load_from_checkpoint)."
@@ -208,10 +208,10 @@ def load_schedulers(
 def find_changes(
     trainer: "Trainer", before: Mapping[str, Any], rescheduled: Collection[int], reordered: Collection[int]
 ) -> Changes:
-    """Return rank 0's differences from the saved run on every rank; every rank calls this.
+    """Return on every rank how rank 0's settings differ from those of the saved run; every rank calls this.
 
     `before`: the checkpoint's fingerprint, with groups in the current order. `rescheduled`: see `fingerprint.compare`.
-    `reordered`: optimizers whose parameters have another order.
+    `reordered`: optimizers whose parameters are in a different order.
 
     Raises ConfigError, on every rank, if samples change in the middle of an epoch or `bitwise` forbids a difference.
     """
@@ -220,7 +220,7 @@ def find_changes(
     changes = fingerprint.compare(before, samples | run.fingerprint | numerics, rescheduled, run.bitwise)
     if trainer.is_global_zero and fingerprint.CONTENT in before:
         names = run.training_data.changed_content(before[fingerprint.CONTENT])
-        # on another machine the same samples may differ in their last bits, and are not refused
+        # on another machine, the same samples may differ in their last bits, which is not an error
         (changes.changed if fingerprint.is_elsewhere(before) else changes.samples).extend(
             SettingChange(fingerprint.SAMPLES + (name and f" of {name}"), "saved ones", "different ones")
             for name in names
@@ -243,7 +243,7 @@ def find_changes(
     differing = [change for change in changes.changed + changes.restored + data if change.name not in allowed]
     if run.bitwise and before.get("training.reproducible", "bitwise") == "bitwise" and differing:
         raise ConfigError(
-            f"A run with reproducible: bitwise would not keep the same bits: {_list_changes(differing)}. Undo these "
+            f"A run with reproducible: bitwise would not stay bitwise identical: {_list_changes(differing)}. Undo the "
             f"changes, or resume with reproducible: order, which keeps samples and random numbers but not last bits."
         )
     if is_mid_epoch and changes.samples:
@@ -270,7 +270,7 @@ def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingCha
     if changes.changed:
         lines.append(f"New values: {_list_changes([*changes.changed, *rates])}.")
     if changes.restored:
-        restored = ", ".join(f"{name}={was} and not {now}" for name, was, now in changes.restored)
+        restored = ", ".join(f"{name}={was} (not {now})" for name, was, now in changes.restored)
         lines.append(
             f"Values from the checkpoint: {restored}. To change them, set them in on_train_start, or start a new run "
             f"from the weights (load_from_checkpoint)."
@@ -314,7 +314,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         # otherwise a learning rate scheduler warns if the resumed run starts with the end of an epoch
         mark_stepped(optimizer, trainer.global_step > 0)
     log_changes(trainer, changes, load_schedulers(trainer, saved, before, replays))
-    # from here on the saved settings are the run's settings, also for the next resume
+    # from here on, the saved settings are the run's settings, also for the next resume
     keys = {name for name in run.fingerprint if name.startswith("optimizers.") and name in before}
     run.fingerprint.update({name: before[name] for name in keys if not fingerprint.follows_schedule(name, rescheduled)})
     for name, component in run.parts().items():
@@ -323,7 +323,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
 
 
 def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint holds weights only, or another number of optimizers or schedulers."""
+    """Raise CheckpointError if a checkpoint holds only weights, or a different number of optimizers or schedulers."""
     run = trainer.current_run
     if "state" not in saved:
         foreign = run.source is not None and is_file(to_location(run.source))

@@ -45,7 +45,7 @@ UNWRITABLE = (
     errno.ENOSPC,
     errno.EDQUOT,
 )
-"""System errors that mean that a folder is not writable."""
+"""Operating system errors which mean that a folder is not writable."""
 
 
 class Saver:
@@ -80,13 +80,13 @@ class Saver:
             lock = lock_of(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
-            if stage == "fit":  # an earlier fit may have died in a save; with the lock nobody else writes here
+            if stage == "fit":  # an earlier fit may have died in a save; with the lock held, nobody else writes here
                 place = folder if isinstance(folder, Address) else location_of(folder)
                 for checkpoints in (place, place / CHECKPOINTS):
                     folder_at(checkpoints).sweep()
 
     def remember_run_dir(self, folder: Path | None) -> None:
-        """Remember the identity of the run directory, to detect another folder with its name later."""
+        """Remember the identity of the run directory, to detect later whether another folder has taken its name."""
         self._run_dir = None if folder is None else folder.stat()
 
     def hold_for_all(self, folder: Location, patient: bool = False) -> None:
@@ -121,7 +121,7 @@ class Saver:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Replace an OSError in this context by an error that names the run directory, if that is not writable."""
+        """If the run directory is not writable, replace an OSError in this context with an error that names it."""
         self.require_run_dir()
         try:
             yield
@@ -162,7 +162,7 @@ class Saver:
                 flatten({"callbacks": {callback.state_key: callback.state_dict()}})
 
     def save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None = False) -> None:
-        """Write a checkpoint of the current state, after a logging point that is due; every rank calls this.
+        """Write a checkpoint of the current state, after any pending log point; every rank calls this.
 
         `share_frozen`: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
 
@@ -192,7 +192,7 @@ class Saver:
         trainer, run = self.trainer, self.trainer.current_run
         saved = contents(trainer, weights_only)
         if trainer.is_global_zero:
-            if isinstance(self.format, DirectoryFormat):  # another format may hold them
+            if isinstance(self.format, DirectoryFormat):  # another format may be able to hold them
                 tell_left_out({"": run.task, "datamodule_": run.datamodule}, saved)
             # a resume counts these points as logged, so they must be on disk before the checkpoint
             with self.writing():
@@ -248,8 +248,8 @@ class Saver:
         ranks = self.trainer.strategy.state_dicts.writers
         if self.trainer.running:
             self.require_run_dir()
-        # If this process stood still for long on a shared file system, a run on another machine may have taken its
-        # folder.
+        # If this process was suspended for a long time, a run on another machine may have taken its folder on a shared
+        # file system.
         for lock in self.locks.values():
             lock.check()
         # the background writer writes only directories; another format is written in the foreground
@@ -258,7 +258,7 @@ class Saver:
             self.writer.save(path, saved, ranks=ranks, run=self.run_id, frozen=frozen)
             return
         # `join`, not `wait`, which raises: this save may be the last chance (after SIGTERM), so an earlier error is
-        # raised only after it.
+        # raised only after this save.
         self.writer.join()
         try:
             options = {"frozen": frozen} if frozen else {}  # other formats do not take this argument
@@ -272,7 +272,7 @@ class Saver:
         self.writer.check()
 
     def _for_format(self, path: Location) -> Any:
-        """Return the path in the form that the format takes; raises ConfigError for an address in another format."""
+        """Return the path as the format expects it; raises ConfigError for an address if the format is not Legato's."""
         if not isinstance(self.format, DirectoryFormat):
             require_local(path, "The checkpoint")
         return path
@@ -315,7 +315,7 @@ class Saver:
             self.format.remove(self._for_format(path), self.run_id)
 
     def discard(self, path: Location) -> None:
-        """Delete a checkpoint that is not kept; warn if somebody has deleted, moved or changed it."""
+        """Delete a checkpoint that is no longer kept; warn if somebody has deleted, moved or changed it."""
         if self.trainer.is_global_zero:
             self.writer.wait()
             try:

@@ -73,11 +73,11 @@ class RunDirectory:
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
-        """The folder. For a run in a store, a folder with copies of its files, which exists until this process ends."""
+        """The run's folder. For a run in a store, a folder with copies of its files, which is deleted at exit."""
         self.location = location_of(path)
         """Path or address of the run."""
         self.name = path.name if root is None or path == root else os.path.relpath(path, root)
-        """Path below the folder of the search."""
+        """Path relative to the folder that was searched."""
 
     # --- state ------------------------------------------------------------------------------------------------------
     @cached_property
@@ -98,7 +98,7 @@ class RunDirectory:
     @property
     def step(self) -> int:
         """Newest known step of the run; for an evaluation, the step of its checkpoint."""
-        # the status is written only at the start and the end; in between the log has newer values
+        # the status is written only at the start and at the end; in between, the log has newer values
         step = _number_in(self.status, "step") or 0
         return max(step, int(self.last_point.get("step", 0))) if "ended" not in self.status else step
 
@@ -163,7 +163,7 @@ class RunDirectory:
     # --- contents ---------------------------------------------------------------------------------------------------
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Config that trained the newest weights, by dotted key; {} for a run of a script."""
+        """Config that trained the newest weights, by dotted key; {} for a run started by a script."""
         values = self.status.get("config")
         return values if isinstance(values, dict) else {}
 
@@ -196,7 +196,7 @@ class RunDirectory:
     def last_point(self) -> dict[str, Any]:
         """The newest logged step with its time and values; {} if nothing was logged."""
         try:
-            # only the tail: the file of a long run has hundreds of megabytes
+            # only the tail: a long run's file has hundreds of megabytes
             size = regular_file_size(self.path / POINTS_FILE)
             with (self.path / POINTS_FILE).open("rb") as file:
                 file.seek(max(0, size - _TAIL))
@@ -246,7 +246,7 @@ class RunDirectory:
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
-        # during the run only points are written
+        # during the run, only log points are written
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
         values = [value for value in self.metrics.get(metric, ()) if math.isfinite(value)]
@@ -260,7 +260,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
-    """Return the run directories at and below a folder or address, oldest first. Raises ConfigError for anything else.
+    """Return the run directories in or below a folder or address, oldest first. Raises ConfigError for anything else.
 
     Links to folders are not followed, and unreadable folders are skipped.
     """
@@ -285,7 +285,7 @@ def _walk(folder: str) -> Iterator[Path]:
         except OSError:
             continue
         if any(entry.name == RUN_FILE for entry in entries) and is_run(Path(current)):
-            # a run directory is not searched: it may hold very many files, and no runs
+            # a run directory is not searched: it may hold very many files, but no runs
             yield Path(current)
             continue
         candidates = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
@@ -306,7 +306,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
             # runs of this name come before deeper ones, such as the trials of a sweep
             runs = [run for run in runs if run.path.parent == path] or runs
             if runs:
-                # the name of a run that was given by its own path is name/version_N
+                # a run that was passed by its own path gets the name name/version_N
                 return RunDirectory(runs[-1].path, base if base != runs[-1].path else runs[-1].path.parent.parent)
     if Path(word).exists():  # a file or a checkpoint of a run
         for folder in Path(word).absolute().parents[:3]:
@@ -319,7 +319,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
 
 
 def _readable(place: "str | os.PathLike[str]") -> Path:
-    """Return a folder to read: of an address one with copies of its runs."""
+    """Return a folder to read: for an address, a folder with copies of its runs."""
     where = to_location(place)
     return remote.copy_of(where) if isinstance(where, Address) else Path(where)
 

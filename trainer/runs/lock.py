@@ -1,8 +1,9 @@
 """RunLock: at most one run at a time writes to a folder, and a dead run does not block it.
 
-It is a lease of filelock: the holder touches `.lock` every few seconds. A dead holder is detected at once on the same
-machine, and after LEASE seconds without a touch on another one. So the lock works on any file system with exclusive
-creation, and on one machine a living holder never loses it, even if it stands still: no run there waits for a lease.
+It is a filelock lease: the holder touches `.lock` every few seconds. A dead holder is detected at once on the same
+machine, and after LEASE seconds without a touch from another machine. So the lock works on any file system with
+exclusive creation, and on a single machine, a live holder never loses it, even while it is suspended: runs there check
+the holder's process, not its lease.
 """
 
 import json
@@ -25,7 +26,7 @@ LOCK, HOLDER = ".lock", ".lock-holder"
 LEASE = 30.0
 """Seconds without a touch after which a run on another machine counts as dead."""
 END_WAIT, RELEASE_WAIT = 1.0, 5.0
-"""Seconds to wait for a holder on this machine that may be about to end, and for a holder that is about to end."""
+"""Seconds to wait for a holder on this machine that may be about to end, and for one that is known to be ending."""
 
 
 class RunLock:
@@ -37,7 +38,7 @@ class RunLock:
         self._lease = SoftFileLease(self.path, lease_duration=LEASE, thread_local=False, is_singleton=False)
 
     def take(self, patient: bool = False) -> None:
-        """Take the lock; `patient`: wait RELEASE_WAIT seconds for a living holder to release it.
+        """Take the lock; `patient`: wait RELEASE_WAIT seconds for a live holder to release it.
 
         Raises ConfigError that names the holder if another run keeps the lock.
         """
@@ -45,7 +46,7 @@ class RunLock:
         holder = holder_of(self.folder)
         seconds = RELEASE_WAIT if patient or is_alive(holder) is False else END_WAIT
         if self.path.exists() and (not holder or is_alive(holder) is None):
-            seconds = LEASE + END_WAIT  # only time tells whether a holder on another machine is alive
+            seconds = LEASE + END_WAIT  # only waiting shows whether a holder on another machine is alive
             log_wait(self.folder, holder, LEASE)
         try:
             self._lease.acquire(timeout=seconds)
@@ -62,7 +63,7 @@ class RunLock:
         if not self._lease.is_locked or self._lease.is_lock_held_by_us:
             return
         if self.folder.is_dir() and not self.path.exists():
-            # somebody has cleaned up the folder, which need not end the run while nobody else holds the lock
+            # somebody has cleaned up the folder, which need not end the run as long as nobody else holds the lock
             self._lease.release(force=True)
             try:
                 self.take()
@@ -120,7 +121,7 @@ def log_wait(folder: object, holder: dict[str, Any], seconds: float) -> None:
 
 
 def refusal(folder: object, holder: dict[str, Any]) -> str:
-    """Return the message that a run may not write to a folder, and what to do."""
+    """Return the message that says that a run may not write to a folder, and what to do."""
     return (
         f"{folder} is in use by {describe(holder)}; nothing was changed. Wait until it ends, or end it. To start a "
         f"separate run, set another run.name or leave resume out."
@@ -154,7 +155,7 @@ def is_alive(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:  # the process belongs to another user
         return True
-    # a process id is reused, but not with the same start time; a zombie has ended
+    # a process id may be reused, but not with the same start time; a zombie has ended
     state, since = _state_and_start(pid)
     return since == holder.get("started") and state not in ("Z", "X")
 

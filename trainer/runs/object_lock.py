@@ -1,9 +1,9 @@
 """ObjectLock: at most one run at a time writes to a folder of an object store, and a dead run does not block it.
 
 The lock is an object, `.lock`, which the holder creates and rewrites every BEAT seconds. Another run takes it over at
-once if the holder is a dead process of its machine, and otherwise if the object stays unchanged for LEASE seconds of
-that run's clock. A store offers no guaranteed lock: a holder that stood still for long learns of its loss at its next
-save.
+once if the holder is a dead process on that run's machine, and otherwise if the object stays unchanged for LEASE
+seconds on that run's clock. An object store cannot guarantee a lock: a holder that was suspended for a long time learns
+only at its next save that it has lost the lock.
 """
 
 import json
@@ -23,7 +23,7 @@ LEASE, BEAT = 60.0, 20.0
 SETTLE, POLL = 3.0, 1.0
 """Seconds within which two simultaneous writers see each other, and seconds between two reads of a lock."""
 EXCLUSIVE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
-"""Stores whose library can create an object exclusively; others might replace an object that another run creates."""
+"""Stores whose library can create an object exclusively; in others, a run might replace another run's new object."""
 
 
 class ObjectLock:
@@ -84,7 +84,7 @@ class ObjectLock:
         return holder_in(self.folder)
 
     def _wait(self, patient: bool) -> bool:
-        """Wait until the lock can be taken; return True if it has no holder. Raises ConfigError if its holder lives."""
+        """Wait until the lock can be taken; return True if it has no holder. Raises ConfigError if it is alive."""
         last: dict[str, Any] = {}
         began = seen = time.monotonic()
         while holder := self.holder():

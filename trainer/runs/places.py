@@ -34,7 +34,7 @@ log = logging.getLogger("legato")
 
 
 def versions(root: Location, name: str) -> list[Path]:
-    """Return the run directories of a name, oldest first; for a store, their local folders."""
+    """Return the run directories with a name, oldest first; for a store, their local folders."""
     folder = root / name
     if isinstance(folder, Address):
         directories = [local_folder(folder / name) for name in remote.names_in(folder) if VERSION.fullmatch(name)]
@@ -48,7 +48,7 @@ def versions(root: Location, name: str) -> list[Path]:
 def versions_to_resume(root: Location, name: str) -> list[Path]:
     """Return the run directories that resume=auto considers, oldest first.
 
-    A requeued SLURM job considers only its own runs: other jobs may have started runs of that name in the meantime.
+    A requeued SLURM job considers only its own runs: other jobs may have started runs with that name in the meantime.
     """
     directories, job = versions(root, name), requeued_job()
     return [path for path in directories if job is not None and job in jobs_of(remote.refresh(path))] or directories
@@ -94,7 +94,7 @@ def _next_number(root: Location, name: str) -> int:
     fault = name_problem(name)
     if fault is not None:
         raise ConfigError(f"run.name {fault}")
-    # continue after the newest number: filling the gap of a deleted run would place a new run among old ones
+    # continue after the newest number: filling the gap that a deleted run left would place a new run among old ones
     return 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
 
 
@@ -167,7 +167,7 @@ def run_of(checkpoint: Location, root: Location, name: str) -> Path | None:
 def newest_to_resume(root: Location, name: str) -> Path | None:
     """Return the newest run directory of a name that has a checkpoint, in it or in the `dirpath` of a callback.
 
-    Verifies nothing, for callers that need the run's config first; `StoredRun.to_resume` verifies.
+    It does not verify the checkpoint, for callers that need the run's config first; `StoredRun.to_resume` does.
     """
     candidates = map(remote.refresh, reversed(versions_to_resume(root, name)))
     return next((path for path in candidates if checkpoints_in(checkpoints_of(path)) or _saves_elsewhere(path)), None)
@@ -187,7 +187,7 @@ FRESH = "Set checkpoint=none to use new weights."
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Run in `directory`, or the newest run of a name that has a complete checkpoint.
+    """The run in `directory`, or the newest run with a name that has a complete checkpoint.
 
     The process that decides for all ranks resolves it: rank 0, or the process that starts the workers.
     """
@@ -213,7 +213,7 @@ class StoredRun:
         """Lock the run directory to resume; return it and the checkpoint to resume from, or None for both.
 
         `hold` and `release` lock and unlock a run directory; `folders`: other folders where the run may have saved.
-        Raises ConfigError if another run writes there, or to a newer directory of this name without a checkpoint yet.
+        Raises ConfigError if another run writes there, or to a newer directory with this name and no checkpoint yet.
         """
         directory = checkpoint = None
         for candidate in self.directories():
@@ -223,7 +223,7 @@ class StoredRun:
             # in a store, only the lock shows whether the run is about to save
             may_have_saved = isinstance(saved, Address) or any(saved.glob("*")) or belongs_to_training(candidate)
             if may_have_saved or elsewhere:
-                # lock before reading: a run that is just ending may still write a newer checkpoint or remove this one
+                # lock before reading: a run that is about to end may write a newer checkpoint or remove this one
                 hold(candidate)
                 checkpoint = newest_in(candidate, check, folders)
                 if checkpoint is not None:
@@ -272,7 +272,7 @@ class StoredRun:
         return next((newest for run in map(remote.refresh, runs) if (newest := newest_in(run)) is not None), None)
 
     def _best(self, newest: Location) -> tuple[str, Location]:
-        """Return the best complete checkpoint beside the newest, which is verified already; otherwise the newest."""
+        """Return the best complete checkpoint in the folder of the newest, which is already verified, or the newest."""
         candidates = best_checkpoints(newest.parent, load_manifest(newest).run)
         best = first_complete(candidates, lambda path: path == newest or verify(path))
         if best is not None:

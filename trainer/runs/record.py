@@ -47,7 +47,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
     """Add a start to the record; `facts`: entries from the caller; `config`: the start's config."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
-        os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read the file
+        os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still want to read it
     from ..switches import environment, versions  # not at the top: readers of records need no torch
 
     code = code_of(Path.cwd()) if save_code else None
@@ -79,8 +79,8 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config
 def command_of_process() -> dict[str, Any]:
     """Return this process's command, and the number of the calling Trainer in its script.
 
-    "script": the file that runs as `__main__`, None in a notebook. "module": the module of `python -m`. "trainer" and
-    "fit" count the Trainers, and the runs of this Trainer.
+    "script": the file that runs as `__main__`, None in a notebook. "module": the module after `python -m`. "trainer":
+    the number of the Trainer. "fit": the number of the run of this Trainer.
     """
     main = sys.modules["__main__"]
     script, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
@@ -133,7 +133,7 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
 
 
 def epochs_begun(directory: Path) -> dict[int, int]:
-    """Return epoch -> steps before it, for each epoch that has started; a resume drops the epochs that it repeats."""
+    """Return epoch -> steps before it, for each epoch that has started. A resume drops the epochs that it repeats."""
     begun: dict[int, int] = {}
     if (directory / EPOCHS).is_file():
         for line in (directory / EPOCHS).read_text(encoding="ascii").splitlines():
@@ -175,7 +175,7 @@ def _store_diff(directory: Path, diff: bytes, number: int, previous: str | None)
 # --- versions ---------------------------------------------------------------------------------------------------------
 def installed_packages() -> dict[str, str]:
     """Return the versions of all installed packages, from the names of their metadata folders."""
-    # importlib.metadata would open a file for each package: 0.19 s for a hundred packages at every start
+    # importlib.metadata would open a file for each package, which takes 0.19 s per start for a hundred packages
     names: list[str] = []
     for folder in reversed(sys.path):  # the first folder on the path wins
         with suppress(OSError):  # not a folder, or not readable
@@ -186,7 +186,7 @@ def installed_packages() -> dict[str, str]:
 
 # --- code -------------------------------------------------------------------------------------------------------------
 def loaded_sources(folder: Path) -> dict[str, str]:
-    """Return path -> SHA-256 of the source of each loaded module outside of libraries; paths relative to `folder`."""
+    """Return path (relative to `folder`) -> SHA-256 of the source of each loaded module outside libraries."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     hashes: dict[str, str] = {}
@@ -232,7 +232,7 @@ def _difference(root: Path, index: Path, objects: Path, base: str, deadline: flo
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": os.path.abspath(objects),
         }
         with suppress(OSError):  # the repository may have no index yet
-            # keep its time: git compares files that are as old as the index by content, and a newer copy would not be
+            # keep its time: git compares a file by content if it is as new as the index, so a copy must not be newer
             shutil.copy2(index, variables["GIT_INDEX_FILE"])
         _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails without new .py files
         return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base, variables=variables)
@@ -245,7 +245,7 @@ def _git(
     # no optional locks: the user may run a git command at the same time, which must not find the index locked
     options = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "git", *options, *words]
-    # a file, not a pipe: a process that a git filter has started may hold a pipe open after git has ended
+    # a file, not a pipe: a process started by a git filter may hold a pipe open after git has ended
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryFile() as output:
         limit = max(deadline - time.monotonic(), 0.0)
         silent = subprocess.DEVNULL

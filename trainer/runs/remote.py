@@ -40,7 +40,7 @@ READ = {RUN_FILE, POINTS_FILE, CONFIG, GIVEN_CONFIG, RECORD, EPOCHS, LOCK}
 class RemoteLock(RunLock):
     """Exclusive right to write to a run directory in a store, whose local folder is mirrored while a run holds it.
 
-    It has two locks: the lock of the local folder detects a dead holder at once; the lock object is for other machines.
+    It has two locks: the lock on the local folder detects a dead holder at once; the lock object is for other machines.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:
@@ -58,7 +58,7 @@ class RemoteLock(RunLock):
         vars(self).update(state)
 
     def take(self, patient: bool = False) -> None:
-        """Take both locks, download files that the run has written elsewhere, and start mirroring the local folder."""
+        """Take both locks, download files that the run wrote elsewhere, and start to mirror the local folder."""
         super().take(patient)
         try:
             self.object.take(patient)
@@ -98,7 +98,7 @@ class Mirror:
         self._problem = ""
         """Error of the last upload; "" if it succeeded."""
         self._same: dict[str, tuple[int, int]] = {}
-        """File -> local size and time, for files that are equal in the store."""
+        """File -> local size and time, for files that are identical in the store."""
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Mirror:
     def download(self) -> None:
         """Download files that are missing or different in the local folder. Raises ConfigError.
 
-        A local file that starts with the stored contents is kept: it also has the last minute of a run killed here.
+        A local file that starts with the stored contents is kept: if the run was killed here, the file is more recent.
         """
 
         def fetch(name: str) -> None:
@@ -216,7 +216,7 @@ def copy_of(root: Address) -> Path:
         _write(path, data)
         if path.name == LOCK:
             _write(path.with_name(HOLDER), data)
-            with suppress(NotImplementedError):  # then the run counts as running
+            with suppress(NotImplementedError):  # without the time of the lock, the run counts as running
                 written = connect(root).modified(place).timestamp()
                 os.utime(path, (written, written))
 
@@ -261,7 +261,7 @@ def _read(place: str) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # the pid, because processes of a job download at the same time
+    # the pid, because the processes of a job download at the same time
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)

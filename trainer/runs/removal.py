@@ -33,7 +33,7 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
 
 
 def is_own_run(directory: Path) -> bool:
-    """Return whether a path is a run directory, and not a link to one."""
+    """Return whether a path is a run directory rather than a link to one."""
     return not directory.is_symlink() and identity_of(directory) != ""
 
 

@@ -52,7 +52,7 @@ class RunFile:
         _replace(directory, {**read(directory), **values})
 
     def end(self, directory: Path, stage: str, values: Mapping[str, Any], error: BaseException | None) -> None:
-        """Write how the run ended. A resume that was refused before it began leaves the file unchanged."""
+        """Write how the run ended. A resume that was rejected before it started leaves the file unchanged."""
         if _owns(directory, stage) and (self._started or read(directory)["state"] == STARTING):
             _replace(directory, {**read(directory), **self._started, **values, "ended": time.time(), **_outcome(error)})
 
@@ -69,9 +69,9 @@ def new_run(identity: str, stage: str) -> dict[str, Any]:
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:
-    """Write the end of a run whose workers this process started at the time `since`: it knows which failed first.
+    """Write the end of a run whose workers this process started at time `since`: it knows which worker failed first.
 
-    An older file stays unchanged: the workers refused to resume that run.
+    An older file stays unchanged, because the workers did not resume that run.
     """
     values = read(directory)
     if values and values.get("began", since) >= since:
@@ -134,7 +134,7 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     """Return the run's state after an error, with the error's text and traceback."""
     if error is None:
         return {"state": DONE}
-    # a run that was asked to end has not failed: `legato runs` lists it as resumable
+    # a run that was asked to stop has not failed: `legato runs` lists it as resumable
     if isinstance(error, KeyboardInterrupt):
         return {"state": PREEMPTED, "error": "Ctrl-C"}
     if isinstance(error, SystemExit) and error.code == _RESUME_ME:
