@@ -282,7 +282,7 @@ def test_what_cannot_be_combined():
         lg.CombinedLoader([range(2)], "maxsize")
     with pytest.raises(DataError, match="at least one loader"):
         lg.CombinedLoader({})
-    with pytest.raises(DataError, match="'a' is a CombinedLoader itself"):
+    with pytest.raises(DataError, match="'a' is itself a CombinedLoader"):
         lg.CombinedLoader({"a": lg.CombinedLoader([range(2)])})
     with pytest.raises(DataError, match="'1' is empty"):
         lg.CombinedLoader([range(2), range(0)])

@@ -110,7 +110,7 @@ def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
 @pytest.mark.slow
 def test_what_cannot_be_synchronized_is_refused(found, refused):
     said = found[1]
-    assert "4 replicas on 2 processes. Start 4 processes under strategy ddp, or begin a new run" in said["turns"]
+    assert "4 replicas on 2 processes. Start 4 processes under strategy ddp, or start a new run" in said["turns"]
     assert "Set reproducible: order, or leave" in said["bitwise"]
     assert "strategy 'fsdp' cannot do this. Use ddp, zero1 or" in said["elsewhere"]
     message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)

@@ -269,7 +269,7 @@ def test_wrappers_behave_as_the_optimizer_itself(trainer):
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"replicas": 2}])
 def test_manual_optimization_refuses_what_it_cannot_do(trainer, options):
     task = Adversaries()
-    with pytest.raises(ConfigError, match="Manual optimization takes one replica per process"):
+    with pytest.raises(ConfigError, match="Manual optimization needs one replica per process"):
         trainer(**options).fit(task, make_loader())
     assert_same_bits(task, Adversaries())
 

@@ -185,7 +185,7 @@ REFUSED = [
         {"accelerator": "emul:0", "devices": 1},
         "names a device, but trainer.devices=1 asks for others. Set accelerator=emul",
     ),
-    ({"devices": [1]}, "expected indices of emul devices, below 1"),
+    ({"devices": [1]}, "expected emul device indices below 1"),
     ({"devices": [0, 0], "strategy": "data_parallel"}, "several processes can share a device (strategy ddp)"),
     (
         {"devices": [0, 0], "strategy": {"name": "ddp_model_parallel"}},

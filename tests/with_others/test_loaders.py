@@ -151,5 +151,5 @@ def test_a_dataset_of_litdata_made_before_the_processes_is_dealt_out(tmp_path, f
 
 
 def test_a_dataset_of_mosaicml_made_before_the_processes_is_refused(tmp_path, folder):
-    with pytest.raises(ConfigError, match=r"A StreamingDataset of MosaicML's .* Make it in train_dataloader"):
+    with pytest.raises(ConfigError, match=r"A MosaicML StreamingDataset .* Create it in train_dataloader"):
         lg.Trainer(max_epochs=1, **options(tmp_path, 2)).fit(Sum(), mosaic(folder))

@@ -217,7 +217,7 @@ def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, An
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
         kind = "meta tensor" if value.is_meta else f"{value.layout} tensor"
         raise CheckpointError(
-            f"{_dotted(path)} is a {kind}. A checkpoint holds dense tensors; convert it before you save."
+            f"{_dotted(path)} is a {kind}. A checkpoint can only hold dense tensors; convert it to one."
         )
     tensor = value.detach().resolve_conj().resolve_neg()
     # every release of safetensors reads DTYPE_NAMES; other dtypes are stored as real numbers or bytes

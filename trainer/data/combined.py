@@ -22,7 +22,7 @@ _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Several loaders in a dict, list, tuple or any nesting of them; a batch has the same structure.
+    """Several loaders in a dict, list, tuple or any nesting of these; each batch has the same structure.
 
     In `fit` each loader keeps its own sample order, resume position and augmentation. A combined batch counts the
     samples of all its loaders.
@@ -53,7 +53,7 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         for name, loader in zip(self.names, self.flattened, strict=True):
             if isinstance(loader, CombinedLoader):
                 raise DataError(
-                    f"The combined loader {name!r} is a CombinedLoader itself. List its loaders there directly."
+                    f"The combined loader {name!r} is itself a CombinedLoader. Put its loaders here directly."
                 )
             require_iterable(loader, f"The combined loader {name!r}")
 

@@ -96,7 +96,7 @@ class DealtData:
     def _note_content(
         self, order: EpochOrder, deal: Deal, step: int, epoch: int, batches: Iterator[Any]
     ) -> Iterator[Any]:
-        """Record the place and the hashes of the epoch's first batch, without an extra read."""
+        """Record the position and the hashes of the epoch's first batch, without reading it twice."""
         spans = deal.spans(step, self.dealing.replicas)
         if not spans:
             return batches

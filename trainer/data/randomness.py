@@ -139,7 +139,7 @@ class KeyedDataset(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int | None, calls_set_epoch: bool = False) -> None:
         """Wrap `dataset`.
 
-        seed: None leaves the generators alone.
+        seed: None leaves the generators unchanged.
         calls_set_epoch: call the dataset's `set_epoch`, if it has one, when the epoch changes.
         """
         calls_set_epoch &= callable(getattr(dataset, "set_epoch", None))

@@ -133,7 +133,7 @@ class Layout:
         if self.processes > self.replicas:
             raise ConfigError(
                 f"more processes than replicas: expected at most {self.replicas} processes, one for each replica of "
-                f"this run, got {self.processes}; start {self.replicas} or fewer, or begin a new run with "
+                f"this run, got {self.processes}; start {self.replicas} or fewer, or start a new run with "
                 f"trainer.replicas={self.processes}"
             )
 

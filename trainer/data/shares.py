@@ -132,10 +132,10 @@ def differs(samples: Sequence[Any]) -> bool:
 
 
 def are_shares(samples: Mapping[str, list[Sample]], ranks: Ranks, data_rank: int) -> bool:
-    """Return whether processes read different data, judged by a few samples from each. All ranks must call this.
+    """Return whether processes read different data, by comparing a few samples. All ranks must call this.
 
     samples: by loader name, for combined loaders.
-    data_rank: equal on ranks that work on the same batches.
+    data_rank: this rank along the data axis; equal on ranks that work on the same batches.
 
     Raises DataError if such ranks read different data, or if only some of the loaders are shares.
     """

@@ -311,7 +311,7 @@ class Metrics:
         self.dropped = self.step
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError if a loss is not finite, with the first such step. All ranks must call this."""
+        """Raise NonFiniteError if a loss is not finite, naming the first such step. All ranks must call this."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
@@ -407,7 +407,7 @@ class Metrics:
     def _read_metrics(self, logged: list[Series], keep: bool) -> None:
         """Compute torchmetrics objects over all ranks, except those without an update since they were last computed.
 
-        With `keep`, their states stay, so that hooks at the end of an epoch can read them.
+        With `keep`, their states are kept, so that hooks at the end of an epoch can read them.
         """
         stale = torch.tensor([series.read_at != updates_within(series.metric) for series in logged], dtype=torch.int32)
         if self.processes > 1 and logged:  # reading is collective: all ranks read a metric that any rank has updated

@@ -30,7 +30,7 @@ class Agreement:
         """Exchange more numbers in each agreement.
 
         Args:
-            read: returns this rank's numbers, equally many on every rank.
+            read: returns this rank's numbers, the same number of them on every rank.
             tell: called after each agreement with the maximum of each number over ranks. If it returns true, which it
                 must do on all ranks or on none, the ranks agree again after the next step.
         """

@@ -25,7 +25,7 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
     available = torch.accelerator.device_count()
     if isinstance(devices, list):  # if an index is listed twice, two processes share that device
         if not devices or any(index not in range(available) for index in devices):
-            raise ConfigError(f"trainer.devices={devices}: expected indices of {kind} devices, below {available}.")
+            raise ConfigError(f"trainer.devices={devices}: expected {kind} device indices below {available}.")
         return [torch.device(kind, index) for index in devices]
     return [torch.device(kind, index) for index in range(_count(devices, available, kind, limited=True))]
 

@@ -85,7 +85,7 @@ def _refuse_in_step(run: Any, size: int, sync_grads: bool) -> None:
             remedy = "Set trainer.use_distributed_sampler=even, which repeats samples, or drop_last=True"
         raise TaskError(
             f"{stage}_step calls all_gather, which every rank must call the same number of times, but the batches do "
-            f"not divide evenly among {replicas} replicas on {processes}: some rank has fewer. {remedy}."
+            f"not divide evenly among {replicas} replicas on {processes}, so some ranks have fewer. {remedy}."
         )
 
 
@@ -111,7 +111,7 @@ def _gather_shapes(tensors: list[Tensor], with_gradient: list[bool], ranks: Rank
     if differing is not None:
         first, second = (f"[{', '.join(by_rank[rank][0])}]" for rank in (0, differing))
         raise DisagreementError(
-            f"all_gather gets {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
+            f"all_gather got {first} on rank 0, but {second} on rank {differing}. All ranks must pass the same "
             f"tensors, with equal dtypes and kinds of devices; only their first dimension may differ. With "
             f"sync_grads=True all or none need a gradient. Concatenate each rank's tensors first: torch.cat(outputs)."
         )

@@ -230,7 +230,7 @@ class Watchdog:
         return all_wait and any("called in" in position["where"] for position in positions)
 
     def _end(self, stalled: float) -> None:
-        """Write the stacks and end the process with an error that has the positions of all ranks."""
+        """Write the stacks and end the process with an error that lists the positions of all ranks."""
         position = self._position(stalled, writes_stacks=True)
         head = f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
         message, is_first = self._message_of_all("end", position, head)
@@ -267,7 +267,7 @@ class Watchdog:
                     self.board = Board(prefix, self.place.rank, self.place.world_size)
             return self.board
 
-    # --- calls of the main thread -----------------------------------------------------------------------------------
+    # --- calls from the main thread ---------------------------------------------------------------------------------
     def require_all_leave(self, batch_idx: int) -> None:
         """Wait until every rank leaves the epoch at this step; raise DisagreementError if a rank stays.
 
@@ -499,7 +499,10 @@ def _sentence(error: BaseException) -> str:
 
 
 def _stay(board: Board) -> None:
-    """Leave the group, which the other ranks notice, and keep the store until they know why, or for ANSWER_SECONDS."""
+    """Leave the group so that the other ranks notice, and serve the store until they know the cause.
+
+    This takes at most ANSWER_SECONDS.
+    """
     store = board.store
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

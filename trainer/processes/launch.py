@@ -174,13 +174,13 @@ class Worker:
             return end
         if self.unanswered:
             name = signal.Signals(self.unanswered).name
-            event = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
+            event = f"did not answer {name}, held Python's global lock, and was killed; its stack is above"
             return Failure(event, signal=self.unanswered, is_forced=True)
         if self.process.exitcode == 255:
             # multiprocessing reports 255 if the fork server, which waits for the worker, has died first
             with suppress(OSError):
                 os.kill(self.process.pid, 0)
-                return Failure("lost its fork server, which another process has killed: start the run again")
+                return Failure("lost its fork server, which another process has killed: rerun the command")
         return Failure.of_exit(self.process.exitcode)
 
 
@@ -253,7 +253,7 @@ class WorkerGroup:
                 raise_for_signal(max(self._relay.received))
             raise WorkerError(
                 f"Rank {rank} of {self._world_size} could not be started: the fork server has ended "
-                f"({type(error).__name__}: {error}). If another process killed it, start the run again."
+                f"({type(error).__name__}: {error}). If another process killed it, rerun the command."
             ) from error
         worker = Worker(rank, process, report)
         self.workers.append(worker)

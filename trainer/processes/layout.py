@@ -48,7 +48,7 @@ def check_place(trainer: TrainerArguments, count: Callable[[], int], place: Plac
     # num_nodes=1 is the default, so the user may not have chosen it
     nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes
     local = place.world_size // nodes if trainer.devices in ("auto", -1, "-1") else count()
-    # for ranks set by hand, without LOCAL_WORLD_SIZE, and for a script's group only the world size is certain
+    # if ranks were set manually, without LOCAL_WORLD_SIZE, or by a script's group, only the world size is certain
     source = {"environment": "WORLD_SIZE says", "script": "the script's process group has"}.get(place.origin)
     if place.world_size == local * nodes and (source or place.nodes == nodes):
         return

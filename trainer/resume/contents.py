@@ -161,6 +161,6 @@ class PublishedMetrics:
         return {name: float(value) for name, value in self.trainer.agreed_metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Publish the values again, as values of an earlier step."""
+        """Publish the values again, marked as values of an earlier step."""
         self.trainer.agreed_metrics.update({name: torch.tensor(value) for name, value in state.items()})
         self.trainer.current_run.metrics.measured_at.update(dict.fromkeys(state, -1))

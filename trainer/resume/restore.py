@@ -173,7 +173,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
             scheduler.step()
     except ValueError as error:
         raise ConfigError(
-            f"{type(scheduler).__name__} covers fewer than the {steps} steps that the checkpoint has already done: "
+            f"{type(scheduler).__name__} covers fewer steps than the {steps} that the run has already done: "
             f"{error}. Set max_epochs and max_steps to at least their earlier values."
         ) from error
     settings = []

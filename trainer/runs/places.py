@@ -83,7 +83,7 @@ def make_folder(root: Path, name: str) -> Path:
             continue
         except OSError as error:
             raise ConfigError(
-                f"The run directory {path} cannot be made: {error.strerror}. Set run.root to another folder."
+                f"The run directory {path} cannot be created: {error.strerror}. Set run.root to another folder."
             ) from error
         if not os.access(path, os.W_OK):
             raise ConfigError(f"The run directory {path} is not writable. Set run.root to another folder.")

@@ -127,7 +127,7 @@ def note_epoch(directory: Path, epoch: int, step: int) -> None:
     """Record in a run directory that an epoch starts after a step."""
     if not identity_of(directory):
         return
-    # a full disk must not end the training; without the line, `legato samples` refuses to answer
+    # a full disk must not end the training; without the line, `legato samples` raises an error
     with suppress(OSError), (directory / EPOCHS).open("a", encoding="ascii") as file:
         file.write(f'{{"epoch": {epoch}, "step": {step}}}\n')
 
@@ -145,7 +145,7 @@ def epochs_begun(directory: Path) -> dict[int, int]:
 
 
 def last_replicas(directory: Path) -> int | None:
-    """Return the number of replicas of a run, from the record of its newest start."""
+    """Return a run's number of replicas, from the record of its newest start."""
     counts = [start.get("replicas") for start in read_starts(directory) if start.get("stage", "fit") == "fit"]
     return counts[-1] if counts and isinstance(counts[-1], int) else None
 

@@ -174,7 +174,7 @@ def names_in(folder: Address) -> list[str]:
 
 
 def make(run: Address, record: bytes) -> Path | None:
-    """Make a run directory in a store, by its `run.json`, and its local folder; None if the run exists already."""
+    """Make a run directory in a store, by its `run.json`, and its local folder; None if the run already exists."""
     folder, place = local_folder(run), f"{run}/{RUN_FILE}"
     if names_in(run) or is_held(folder):
         return None
@@ -185,7 +185,7 @@ def make(run: Address, record: bytes) -> Path | None:
     except FileExistsError:
         return None
     except OSError as error:
-        raise ConfigError(f"The run directory {run} cannot be made: {error}. Set run.root to another place.") from error
+        raise ConfigError(f"The run directory {run} cannot be created: {error}. Choose another run.root.") from error
     return folder
 
 

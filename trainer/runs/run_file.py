@@ -32,7 +32,7 @@ _BEFORE = (".run", "status.json")
 
 
 class RunFile:
-    """Maintains `run.json` during one call of fit, validate, test or predict."""
+    """Maintains `run.json` during one call to fit, validate, test or predict."""
 
     def __init__(self) -> None:
         self._started: dict[str, Any] = {}

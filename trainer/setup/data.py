@@ -48,7 +48,7 @@ def prepare_data(call: Call) -> None:
 
 
 def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
-    """Get and distribute the loaders of this stage. `begun`: the fingerprint's samples, if the run resumes."""
+    """Get and distribute the loaders for this stage. `begun`: the fingerprint's samples, if the run resumes."""
     trainer = call.trainer
     if call.loop.doing == "train":
         state, every = call.state, trainer.reload_dataloaders_every_n_epochs
@@ -166,7 +166,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
 def distribute(loader: Any, dealing: Dealing, trainer: "Trainer", task: Task, ranks: Ranks = SINGLE) -> TrainingData:
     """Return a training loader's data, distributed by the trainer's settings.
 
-    ranks: the ranks that check that they read the same data.
+    ranks: the ranks that verify that they read the same data.
     """
     # both have collectives within the step, which need a batch on each replica
     full_rounds = not task.automatic_optimization or trainer.sync_batchnorm
@@ -193,7 +193,7 @@ def samples_left_out(wanted: list[int] | None, loader: Any) -> frozenset[int]:
 
 
 def make_evaluation_data(call: Call, stage: str) -> None:
-    """Get and distribute the loaders of an evaluation."""
+    """Get and distribute the loaders for an evaluation."""
     trainer, trains = call.trainer, call.loop.doing == "train"
     # as in Lightning, overfit_batches also limits a fit's validation
     limit_name = "overfit_batches" if trains and trainer.overfit_batches else LIMIT_OF[stage]
@@ -263,7 +263,7 @@ def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] 
     # before reading samples, which may be expensive: the sampler's class shows it
     if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
         return "it has a DistributedSampler"
-    # no reading at a resume: a stream that was opened may not accept the restored position
+    # nothing is read in a resume: a stream that was opened may not accept the restored position
     if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
         return "" if begun.get("use_distributed_sampler", True) else "as when the run started"
     if call.strategy.collectives.size == 1:

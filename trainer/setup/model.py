@@ -113,7 +113,7 @@ def make_optimizers(call: Call, saved: dict[str, Any] | None) -> Optimization:
         strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
-            f"Manual optimization takes one replica per process and accumulate_grad_batches=1: each optimizer.step in "
+            f"Manual optimization needs one replica per process and accumulate_grad_batches=1: each optimizer.step in "
             f"training_step needs the gradients of all replicas at once, but several replicas on a process run one "
             f"after the other. This run has {call.state.replicas} replicas on {strategy.data_ranks.size} processes and "
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}."

@@ -175,7 +175,7 @@ class Strategy:
             reason, remedy = "reproducible: bitwise sums in another order", "Set reproducible: order"
         elif processes != replicas:
             reason = f"this run has {replicas} replicas on {processes} process{'es' if processes > 1 else ''}"
-            remedy = f"Start {replicas} processes under strategy ddp, or begin a new run with replicas={processes}"
+            remedy = f"Start {replicas} processes under strategy ddp, or start a new run with replicas={processes}"
         else:
             reason = f"strategy {self.name!r} cannot do this"
             remedy = "Use ddp, zero1 or ddp_model_parallel, not elastic"
