@@ -1,4 +1,4 @@
-"""`legato compare --bits`: finds the first step at which two runs differ, and the first tensor and operation there."""
+"""`legato compare --bits`: finds the first step, tensor and operation at which two runs differ."""
 
 import hashlib
 import json
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 KINDS_OF_TENSORS = ("weights", "gradients", "optimizer")
-"""Kinds of tensors in the order of comparison: weights after a step, its gradients, optimizer state after it."""
+"""Kinds of tensors, in the order of comparison."""
 DIGESTS = "tensors.jsonl"
 
 
 class TensorDigests(MonitoringCallback):
-    """Writes digests of all weights, gradients and optimizer states of each step from `first` on.
+    """Writes digests of all weights, gradients and optimizer states for each step from `first` on.
 
-    Weights are in the order of `named_parameters`. Gradients are those before clipping.
+    Weights are in `named_parameters` order. Gradients are digested before clipping.
     """
 
     def __init__(self, first: int) -> None:
@@ -67,7 +67,7 @@ class TensorDigests(MonitoringCallback):
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's shape, dtype and bytes."""
-    # a sharded tensor's local part is all of it in a replay, which has one rank
+    # a replay has one rank, so the local shard is the full tensor
     value = local_part(tensor).detach().cpu().contiguous()
     digest = hashlib.sha1(f"{tuple(value.shape)} {value.dtype} ".encode())
     # as bytes, so that -0.0 differs from 0.0 and a NaN equals itself
@@ -78,15 +78,15 @@ def digest_of(tensor: torch.Tensor) -> str:
 def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     """Yield lines that describe the first difference between two runs.
 
-    Searches the checkpoints that both runs have by bisection, and recomputes only the steps between the last equal and
+    Bisects the checkpoints that both runs have, then recomputes only the steps between the last equal checkpoint and
     the first different one.
 
-    Raises ConfigError if a run has no step yet, and CheckpointError for a damaged checkpoint.
+    Raises ConfigError if a run has no completed step, and CheckpointError if a checkpoint is damaged.
     """
     last = min(one.last_step, other.last_step)
     if last < 1:
-        raise ConfigError("--bits compares the steps of two runs, but one of them has no step yet.")
-    # comparing reads the whole state of a checkpoint, so it compares log2 of their number
+        raise ConfigError("--bits compares the steps of two runs, but one of them has not completed a step yet.")
+    # each comparison reads two complete checkpoints, so compare only log2(n) of them
     ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
     shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
     count = bisect_left(shared, True, key=lambda step: not is_same(ours[step], theirs[step]))
@@ -94,20 +94,20 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     begin = shared[count - 1] if count else 0
     end = shared[count] if count < len(shared) else last
     if begin == last:
-        yield f"Every bit is the same up to step {last:,}, by the checkpoints."
+        yield f"The checkpoints are bitwise identical up to step {last:,}."
         return
     steps, notes = list[dict[int, Any]](), list[str]()
     for history in (one, other):
         with watched(history, (begin + 1, end), TensorDigests(begin + 1)) as replayed:
-            # then the code may have changed since, rather than the runs differing
+            # the code may have changed since the run
             if not replayed.holds:
-                notes.append(f"{history.directory} differs from what its config gives now: {replayed.describe()}.")
+                notes.append(f"A replay of {history.directory} no longer matches it: {replayed.describe()}.")
             steps.append({record["step"]: record for record in read_lines(replayed.directory / DIGESTS)})
     first = next((step for step in range(begin + 1, end + 1) if steps[0].get(step) != steps[1].get(step)), None)
     if first is None:
-        yield f"Every bit is the same up to step {end:,}, by its checkpoint and computed again."
+        yield f"The runs are bitwise identical up to step {end:,}, both in its checkpoint and when recomputed."
     else:
-        yield f"The first step at which they differ is {first:,}."
+        yield f"The runs first differ at step {first:,}."
         for kind in KINDS_OF_TENSORS:
             before, after = (each.get(first, {}).get(kind, {}) for each in steps)
             names = [name for name in before | after if before.get(name) != after.get(name)]
@@ -123,13 +123,13 @@ def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
 
 @contextmanager
 def watched(history: StudiedRun, steps: tuple[int, int], watcher: Callback) -> Iterator[Replayed]:
-    """Replay steps of a run with a watcher, into a folder that is deleted when the context ends."""
+    """Replay steps of a run with a watcher, in a temporary folder that is deleted when the context ends."""
     with TemporaryDirectory() as folder:
         yield replay_steps(history, history.make(*steps)(), steps, Path(folder), [watcher, StopAfterStep(steps[1])])
 
 
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
-    """Return True if two checkpoints hold the same weights and optimizer states."""
+    """Return whether two checkpoints hold the same weights and optimizer states."""
     contents = (reading.read_checkpoint(record.path) for record in (one, other))
     first, second = (leaves({key: each[key] for key in ("state_dict", "optimizer_states")}) for each in contents)
     return first == second

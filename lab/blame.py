@@ -1,4 +1,4 @@
-"""`legato samples --blame`: computes loss and gradient of each sample of a step, in a batch of one, before the step."""
+"""`legato samples --blame`: computes the loss and gradient of each sample in a step, before the step runs."""
 
 import json
 import math
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 BLAME = "blame.jsonl"
-"""File in the directory of a replay, with a line for each sample of the step."""
+"""File in a replay's directory with one line per sample of the step."""
 SHOWN = 20
 
 
 class Blame(Callback):
-    """Computes the loss and the gradient of each sample of a step before that step, without changing the run.
+    """Computes the loss and gradient of each sample in a step before the step runs, without changing the run.
 
-    Each sample is loaded and augmented as in its batch, and passes through training_step in a batch of one, with the
-    random numbers of its batch. Batch norms use their running averages, since a single sample has no statistics.
+    Each sample is loaded and augmented as in its batch. It then goes through training_step as a batch of one, with the
+    same random numbers as its batch. Batch norms use their running averages, since one sample has no batch statistics.
     """
 
     def __init__(self, step: int, replica: int | None = None) -> None:
@@ -48,15 +48,18 @@ class Blame(Callback):
         self._is_done = False
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Compute them before the first batch of the step. Raises DataError if a sample cannot be a batch of one."""
+        """Compute losses and gradients before the step's first batch.
+
+        Raises DataError if a sample cannot form a batch of one.
+        """
         step = trainer.current_run.loop.step
         if self._is_done or trainer.global_step + 1 != self.step or step is None:
             return
         self._is_done = True
         if not task.automatic_optimization:
             raise DataError(
-                "Under manual optimization training_step updates the weights itself, so each sample would change them "
-                "for the next. --blame needs automatic optimization."
+                "--blame needs automatic optimization. Under manual optimization training_step updates the weights, "
+                "so each sample would change the weights for the next one."
             )
         batch_norms = [module for module in task.modules() if isinstance(module, BATCH_NORM) and module.training]
         for module in batch_norms:
@@ -71,7 +74,7 @@ class Blame(Callback):
             (trainer.run_dir / BLAME).write_text("".join(lines), encoding="utf-8")
 
     def _rows_of(self, trainer: "Trainer", task: "Task", item: ReplicaBatch) -> Iterator[dict[str, Any]]:
-        """Yield loss, gradient norm and weight of each sample of a batch."""
+        """Yield the loss, gradient norm and weight of each sample in a batch."""
         if self.replica not in (None, item.replica):
             return
         indices = item.indices
@@ -83,44 +86,44 @@ class Blame(Callback):
             except Exception as error:
                 raise DataError(
                     f"training_step fails with a batch of one: {name} of replica {item.replica}, batch "
-                    f"{item.batch_idx} ({type(error).__name__}: {error}). --blame needs a loss that each sample has on "
-                    f"its own."
+                    f"{item.batch_idx} ({type(error).__name__}: {error}). --blame requires a loss that can be computed "
+                    f"for a single sample."
                 ) from error
 
 
 def batches_of_one(trainer: "Trainer", item: ReplicaBatch) -> list[Any]:
-    """Return a batch of one for each sample of a batch. Raises DataError if that is not possible."""
+    """Split a batch into one batch per sample. Raises DataError if that is not possible."""
     data = trainer.current_run.training_data
     if not isinstance(data, DealtData) or item.place is None:
         try:
             return split(item.batch, [1] * item.samples)
         except DataError:
             raise DataError(
-                f"A stream's batch is split into samples along the first dimension of its tensors, but this "
-                f"{type(item.batch).__name__} has no tensor with {item.samples} entries there."
+                f"Legato splits a stream's batch into samples along the first dimension of its tensors, but this "
+                f"{type(item.batch).__name__} has no tensor whose first dimension has size {item.samples}."
             ) from None
     if not isinstance(data.source, MapLoader):
-        raise DataError("A batch of several loaders cannot be split into batches of one sample.")
+        raise DataError("A batch from several loaders cannot be split into single samples.")
     order, start, stop = item.place
     loader, seed = data.source.loader, data.source.seed if data.dealing.keyed else None
-    # the whole batch at once: augmentation of a sample continues the random numbers of the sample before it
+    # load the whole batch: each sample's augmentation continues the random stream of the previous sample
     indices = keyed_batches(order, [range(start, stop)], trainer.current_epoch)
     samples = read_batches(KeyedDataset(loader.dataset, seed, data.source.tells_epoch), loader, indices, list)[0]
     if len(samples) != item.samples:
         raise DataError(
             f"The dataset returns {counted(len(samples), 'part')} for {counted(item.samples, 'sample')}: its "
-            f"__getitems__ collates them, so they cannot be split into batches of one."
+            f"__getitems__ collates the samples, so Legato cannot split them into batches of one."
         )
     return [loader.collate_fn([sample]) for sample in samples]
 
 
 def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> dict[str, Any]:
-    """Return the loss of a sample (None if training_step skips it), its gradient norm, and its weight in the step."""
+    """Return a sample's loss (None if training_step skips it), its gradient norm and its weight in the step."""
     run, state = trainer.current_run, trainer.state
     with discarding_effects(run, item):
         batch = sample if run.transfer is None else run.transfer(sample, 0)
         seed_generators(mix(state.seed, state.global_step, item.replica, item.batch_idx))
-        # as a batch of no replica and not the last one: no gradient reduction begins
+        # not a replica's last batch, so no gradient reduction starts
         output = run.strategy.training_step((batch, item.batch_idx)[: run.arity], None, False)
         inputs = run.optimization.loss_inputs
         losses, gradients = losses_of(output, len(inputs)), list[torch.Tensor | None]()
@@ -139,13 +142,13 @@ def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> 
 
 
 def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines that describe the samples of a step, those with the largest share in the gradient first."""
+    """Yield lines that describe the samples of a step, ordered by their contribution to the gradient."""
 
     def share(row: dict[str, Any]) -> float:
         moved = row["gradient_norm"] * row["weight"]
         return moved if math.isfinite(moved) else math.inf
 
-    samples = f"each of its {counted(len(rows), 'sample')} alone, with the weights before the step"
+    samples = f"each of its {counted(len(rows), 'sample')} separately, with the weights from before the step"
     yield f"Step {step:,} of {location_of(directory)}: {samples}"
     weighted = len({row["weight"] for row in rows}) > 1
     for row in sorted(rows, key=share, reverse=True)[:SHOWN]:
@@ -157,6 +160,6 @@ def shown_blame(directory: Path, step: int, rows: list[dict[str, Any]]) -> Itera
         losses = [row["loss"] for row in rows if row["loss"] is not None]
         norm = median(row["gradient_norm"] for row in rows)
         loss = f"loss {median(losses):.6g}, " if losses else ""
-        yield f"  and {len(rows) - SHOWN:,} more; the medians of all: {loss}gradient norm {norm:.6g}"
+        yield f"  and {len(rows) - SHOWN:,} more; medians over all samples: {loss}gradient norm {norm:.6g}"
     if any(row["batch_norm"] for row in rows):
-        yield "  Batch norms used their running averages: a single sample has no statistics."
+        yield "  Batch norms used their running averages: a single sample has no batch statistics."

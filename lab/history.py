@@ -1,4 +1,4 @@
-"""RunHistory: starts, checkpoints and logged points of a run, read from its run directory without tensors."""
+"""RunHistory: reads a run's starts, checkpoints and logged points from its run directory, without loading tensors."""
 
 import logging
 from abc import abstractmethod
@@ -25,7 +25,7 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A checkpoint from which a run can resume, without its tensors."""
+    """Metadata of a checkpoint from which a run can resume; holds no tensors."""
 
     path: Location
     state: State
@@ -34,12 +34,12 @@ class CheckpointRecord:
 
     @property
     def threads(self) -> int | None:
-        """Number of torch threads in the run, on which the bits of some sums depend."""
+        """Number of torch threads in the run, which affects the last bits of some sums."""
         return self.fingerprint.get("numerics.threads")
 
     @property
     def content(self) -> dict[str, Any]:
-        """Hashes and counts that identify the data of the run."""
+        """Hashes and counts that identify the run's data."""
         return {} if is_elsewhere(self.fingerprint) else self.fingerprint.get(CONTENT) or {}
 
     @property
@@ -49,7 +49,7 @@ class CheckpointRecord:
 
 
 class RunHistory:
-    """Record of a run in its directory. Steps count from 1: step N takes `global_step` from N - 1 to N."""
+    """History of a run, read from its directory. Steps count from 1: step N takes `global_step` from N - 1 to N."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,7 +58,7 @@ class RunHistory:
 
     @cached_property
     def folders(self) -> list[Location]:
-        """Folders with checkpoints of the run. The run directory comes first, since it wins over copies elsewhere."""
+        """Folders that hold the run's checkpoints. The run directory comes first and takes precedence over copies."""
         elsewhere = (name for _, start in self.starts for name in start.get("checkpoint_folders", ()))
         return list(dict.fromkeys([checkpoints_of(self.directory), *map(to_location, elsewhere)]))
 
@@ -70,7 +70,7 @@ class RunHistory:
             stored = folder_at(folder)
             for path in find.checkpoints_in(folder):
                 try:
-                    # sizes only: hashing gigabytes takes minutes, and reading a checkpoint verifies it
+                    # compare sizes only: hashing gigabytes takes minutes, and loading verifies the hashes anyway
                     content = find.check_sizes(path)
                     # a folder elsewhere may hold checkpoints of several runs
                     if number and (not identity or content.run != identity):
@@ -87,33 +87,33 @@ class RunHistory:
         return [records[step] for step in sorted(records)]
 
     def before(self, step: int) -> CheckpointRecord | None:
-        """Return the newest checkpoint from before a step; None if there is none."""
+        """Return the newest checkpoint saved before a step, or None."""
         return next((record for record in reversed(self.checkpoints) if record.step < step), None)
 
     def near(self, step: int) -> CheckpointRecord | None:
-        """Return the oldest checkpoint that includes a step, or else the newest before it."""
+        """Return the oldest checkpoint that includes a step; without one, the newest checkpoint before the step."""
         return next((record for record in self.checkpoints if record.step >= step), self.before(step))
 
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
-        """Points of metrics.jsonl by step. If a resume logged a step again, the later point counts."""
+        """Points in metrics.jsonl by step. If a resume logged a step again, the later point is used."""
         path = self.directory / POINTS_FILE
         lines = path.read_bytes().splitlines() if path.exists() else []
         return {point["step"]: point for line in lines if (point := parse_point(line)) is not None}
 
     @property
     def last_step(self) -> int:
-        """Newest step of all checkpoints and logged points; 0 if there is none."""
+        """The newest step that has a checkpoint or a logged point; 0 if no step does."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """Number and record of each start of training, oldest first. Evaluations are numbered too, but left out."""
+        """(number, record) of each start of training, oldest first. Evaluations also take a number but are left out."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
     def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return number and record of the start that computed a step; (-1, {}) if it is not recorded."""
+        """Return (number, record) of the start that computed a step; (-1, {}) if it is not recorded."""
         return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
 
     @cached_property
@@ -122,14 +122,15 @@ class RunHistory:
         return epochs_begun(self.directory)
 
     def epoch_of(self, step: int) -> tuple[int, int, int | None]:
-        """Return the epoch of a step, the number of steps before it, and its length in steps if a later one has begun.
+        """Return a step's epoch, the number of steps before that epoch, and the epoch's length in steps.
 
-        Raises ConfigError for a step before the first, and DataError if the epochs are not recorded.
+        The length is None unless a later epoch has started. Raises ConfigError for a step below 1, and DataError if
+        the run does not record the step's epoch.
         """
         if step < 1:
             raise ConfigError(f"step={step}: steps count from 1; step 1 takes global_step from 0 to 1.")
         begun = self.epochs
-        # epochs.jsonl holds the step after which each epoch began, including epochs that a resume cut short
+        # epochs.jsonl holds the step after which each epoch started, including epochs that a resume cut short
         past = [epoch for epoch in begun if begun[epoch] < step]
         if not past:
             raise DataError(f"{self.directory} does not record the epoch of step {step}: the run has not reached it.")
@@ -139,7 +140,7 @@ class RunHistory:
 
 
 class StudiedRun(RunHistory):
-    """A run whose objects can be made again, from its config or its script; `study.history_of` returns it."""
+    """A run whose objects can be rebuilt from its config or script. `study.history_of` returns it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -147,10 +148,10 @@ class StudiedRun(RunHistory):
 
     @abstractmethod
     def make(self, first: int, last: int, processes: int = 1) -> Callable[[], Sequence[Any]]:
-        """Return a function that makes trainer, task and data for a replay of steps on a number of processes."""
+        """Return a function that creates the trainer, task and data to replay steps on `processes` processes."""
 
     def unstarted(self, step: int) -> Any:
-        """Return the unstarted run as configured in a step, with `task`, `seed` and `load_loader(epoch)`."""
+        """Return the unstarted run as configured at a step, with `task`, `seed` and `load_loader(epoch)`."""
         number = self.start_of(step)[0]
         if number not in self._unstarted:
             self._unstarted[number] = self.make_unstarted(step)
@@ -158,4 +159,4 @@ class StudiedRun(RunHistory):
 
     @abstractmethod
     def make_unstarted(self, step: int) -> Any:
-        """Make the object that `unstarted` caches for each start."""
+        """Create the object that `unstarted` caches for each start."""

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 class Microscope(MonitoringCallback):
-    """Logs by module, every n-th step: `weights/NAME`, `gradients/NAME` and `updates/NAME`, the norms of the module's
-    own parameters, of their gradients as the optimizer used them (clipped), and of their change in the step; and
-    `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis` of the output of each module without
-    submodules, over all batches of the step.
+    """Logs norms and activation statistics of each module every n-th step.
 
-    Between these steps nothing is attached to the task. An observed step needs a copy of the weights (`python -m
-    benchmarks.replay` measures the cost). With `trainer.compile`, a step whose activations are observed runs eagerly,
-    since a compiled graph does not call module hooks.
+    * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the parameters that the module holds directly, of
+      their gradients after clipping, and of their change in the step.
+    * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
+      module without submodules, over all batches of the step.
+
+    No hooks are attached in other steps. An observed step needs a copy of the weights; `python -m benchmarks.replay`
+    measures the cost. With `trainer.compile`, a step whose activations are observed runs eagerly, since a compiled
+    graph does not call module hooks.
 
     Args:
-        every_n_steps: observe every n-th optimizer step.
-        modules: a regular expression; observe only modules whose names match it from the beginning.
-        activations: whether to observe activations too.
+        every_n_steps: Observe every n-th optimizer step.
+        modules: Regular expression; observe only modules whose names match it from the start (`re.match`).
+        activations: Observe activations too.
     """
 
     def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:
@@ -43,15 +45,15 @@ class Microscope(MonitoringCallback):
         self._eagerly = ExitStack()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raise ConfigError if this process does not have all modules."""
+        """Raises ConfigError if this process does not have all modules."""
         refuse_parts(self, trainer, stage)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Attach hooks if the first step is due."""
+        """Attach hooks if the first step is to be observed."""
         self._attach_if_due(trainer, task)
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the step if it was observed, and attach hooks if the next one is due."""
+        """Log the step if it was observed, and attach hooks if the next step is to be observed."""
         if self._before or self._handles:
             self._log(trainer, task)
         self._detach()
@@ -63,7 +65,7 @@ class Microscope(MonitoringCallback):
         self._attach_if_due(trainer, task)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Remove the hooks, also after an error."""
+        """Remove the hooks, even after an error."""
         self._detach()
 
     def _attach_if_due(self, trainer: "Trainer", task: "Task") -> None:
@@ -72,7 +74,7 @@ class Microscope(MonitoringCallback):
         for name, module in self._chosen(task):
             parameters = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
             if parameters:
-                # the change of a step is the difference to this copy
+                # the update is the difference from this copy
                 self._before[name] = [parameter.detach().clone() for parameter in parameters]
             if self.activations and not any(True for _ in module.children()):
                 # the output of a module with submodules is usually that of a submodule
@@ -99,7 +101,7 @@ class Microscope(MonitoringCallback):
             if trainer.training and hasattr(found, "is_floating_point") and found.is_floating_point():
                 self._moments.setdefault(name, []).append(moments(found.detach()))
 
-        # a compiled task is looked at between its graphs: the list of moments is Python's
+        # in a compiled task this runs outside its graphs, since it appends to a Python list
         return torch.compiler.disable(look)
 
     def _log(self, trainer: "Trainer", task: "Task") -> None:
@@ -127,19 +129,20 @@ class Microscope(MonitoringCallback):
 
 
 def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
-    """Raise ConfigError if each process of a training has only some of the modules."""
+    """Raise ConfigError if each process of a training run has only some of the modules."""
     if stage == "fit" and not trainer.strategy.has_all_weights:
         raise ConfigError(
-            f"{type(callback).__name__} needs all modules, but a process of strategy {trainer.strategy.name!r} lacks "
-            f"some (other pipeline stages, or remote modules). Remove it, or set pipeline to 1."
+            f"{type(callback).__name__} needs all modules in each process, but under strategy "
+            f"{trainer.strategy.name!r} some are in other processes (pipeline stages or remote modules). Remove the "
+            f"callback, set pipeline to 1, or keep the modules local."
         )
 
 
 def total_norm(tensors: "list[Any]") -> "Tensor":
-    """Return the norm of all values of some tensors. For sharded tensors this is collective, over all their parts."""
+    """Return the norm over all values of some tensors. Collective for sharded tensors, whose shards all count."""
     import torch
 
-    # torch computes a norm over the tensors of one mesh at a time; sparse gradients contribute their values
+    # torch can combine norms only of tensors on the same mesh; sparse gradients contribute their values
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()

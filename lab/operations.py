@@ -1,4 +1,4 @@
-"""Records the operations of a step with line of code and hashes, to find the first that differs between two runs."""
+"""Records a step's operations with source lines and hashes, to find the first one that differs between two runs."""
 
 import inspect
 import json
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 OPERATIONS = "operations.{}.jsonl"
-"""File in the directory of a replay, with a line for each operation of a rank."""
+"""File in a replay's directory with one line per operation of a rank."""
 PACKAGE = Path(__file__).parents[1]
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(PACKAGE / "lab"), str(PACKAGE / "base"))
 KEEPS_GRADIENT = 2**64 - 1
 """Sequence number of every autograd node that accumulates a gradient into a parameter."""
 COMPARED = ("phase", "operation", "inputs", "input_hash", "outputs", "output_hash")
-"""Fields that are equal if nothing differs; lines and names of modules may change."""
+"""Fields to compare; source lines and module names may differ."""
 SHOWN = 6
 
 
 class Operations(MonitoringCallback):
-    """Writes a line for each operation of a step and rank: module, line of code, shapes, hashes of inputs and outputs.
+    """Writes one line per operation of a step and rank: module, source line, shapes, hashes of inputs and outputs.
 
-    A compiled task runs eagerly in this step, since a compiled graph does not dispatch torch operations.
+    A compiled task runs this step eagerly, since a compiled graph does not dispatch torch operations.
     """
 
     def __init__(self, step: int) -> None:
@@ -66,25 +66,25 @@ class Operations(MonitoringCallback):
         self.phase, self._records = "", []
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Stop recording, also after an error."""
+        """Stop recording, even after an error."""
         self._open.close()
 
 
 class _Recorder(DispatchMode):
-    """Records each operation below autograd, in forward and backward."""
+    """Records each operation below autograd, in forward and backward passes."""
 
     def __init__(self, step: Operations, task: "Task", records: list[dict[str, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step, self.records, self.folder = step, records, f"{Path.cwd()}/"
         self.names = {id(module): name or "the task" for name, module in task.named_modules()}
-        # module and line of the forward, by the sequence number of the node that computes its backward
+        # module and source line of a forward operation, by the sequence number of its autograd node
         self.forwards: dict[int, tuple[str, str]] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(operation)
         newest, running = node_numbers()
-        # Collectives end later, in another thread. Whether tensors are detached, and gradients moved or copied, depends
-        # on reference counts.
+        # Collectives finish later, in another thread. Reference counts decide whether tensors are detached, and whether
+        # gradients are moved or copied.
         if "c10d" in name or name == "aten.detach.default" or running == KEEPS_GRADIENT:
             return operation(*args, **kwargs)
         module, line = self._place()
@@ -95,18 +95,18 @@ class _Recorder(DispatchMode):
         inputs, before = shapes_of([args, kwargs]), hash_of([args, kwargs])
         result = operation(*args, **kwargs)
         if "empty" in name:
-            result.zero_()  # the contents of uninitialized memory would differ
+            result.zero_()  # the contents of uninitialized memory differ between runs
         self.records.append(
             {"number": len(self.records), "replica": self.step.replica, "batch": self.step.batch}
             | {"phase": self.step.phase if running is None else "backward"}
             | {"module": module, "operation": name, "line": line, "inputs": inputs, "input_hash": before}
-            # arguments count as outputs, since the operation may write to them in place
+            # hash arguments as outputs too, since the operation may modify them in place
             | {"outputs": shapes_of(result), "output_hash": hash_of([result, args, kwargs])}
         )
         return result
 
     def _place(self) -> tuple[str, str]:
-        """Return the innermost running module and line of the user's code; empty if torch or Legato computes."""
+        """Return the innermost running module and line of user code; empty strings outside of user code."""
         module, line, frame = "", "", inspect.currentframe()
         while frame is not None and not (module and line):
             path = frame.f_code.co_filename
@@ -121,7 +121,7 @@ class _Recorder(DispatchMode):
 
 
 def shapes_of(values: Any) -> list[str]:
-    """Return dtype and shape of each tensor in nested values, and the numbers themselves."""
+    """Return the dtype and shape of each tensor in nested values, and numbers as they are."""
     if isinstance(values, torch.Tensor):
         return [f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"]
     if isinstance(values, (bool, int, float)):
@@ -136,12 +136,12 @@ def hash_of(values: Any) -> str:
 
 
 def read_operations(folder: Path) -> str:
-    """Return the records of all ranks in the directory of a replay, one per line."""
+    """Return the records of all ranks in a replay's directory, one per line."""
     return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob(OPERATIONS.format("*"))))
 
 
 def different_operation(texts: Sequence[str]) -> Iterator[str]:
-    """Yield lines that describe the first operation in which two recordings of a step differ."""
+    """Yield lines that describe the first operation that differs between two recordings of a step."""
     sides, differing = [_by_replica(text) for text in texts], list[list[Any]]()
     for group in sides[0] | sides[1]:
         pairs = zip_longest(*(side.get(group, ()) for side in sides))
@@ -149,25 +149,25 @@ def different_operation(texts: Sequence[str]) -> Iterator[str]:
             [*pair] for pair in pairs if len({repr([*map((side or {}).get, COMPARED)]) for side in pair}) > 1
         ][:1]
     if not differing:
-        yield "No operation of this step differs, compared in order."
+        yield "No operation in this step differs."
         return
     one, other = min(differing, key=lambda pair: min(side["number"] for side in pair if side))
     at = one or other
     where = "" if at["phase"] == "update" else f" of replica {at['replica']}, batch {at['batch']:,}"
     yield f"The first operation that differs is in the {at['phase']}{where}, on rank {at['rank']}:"
     if one is None or other is None or one["operation"] != other["operation"]:
-        yield "  From here on the two sides compute different operations."
+        yield "  From here on, the two runs perform different operations."
     elif one["input_hash"] == other["input_hash"]:
-        yield "  Its inputs are equal and its output differs: this operation causes the difference."
+        yield "  Its inputs are equal but its output differs: this operation causes the difference."
     else:
-        yield "  Its inputs differ, but no operation before it does: a batch, a weight or a number is different."
+        yield "  Its inputs differ, but all earlier operations match: a batch, a weight or a number is different."
     for key in ("module", "operation", "line", "inputs", "input_hash", "outputs", "output_hash"):
         values = ["nothing" if side is None else _shown(side[key]) for side in (one, other)]
         yield f"  {key.replace('_', ' '):<12}{' | '.join(dict.fromkeys(values))}"
 
 
 def _by_replica(text: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return records by replica, from all ranks, and those of updates by rank."""
+    """Group the records of all ranks by replica, and the records of updates by rank."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for record in map(json.loads, text.splitlines()):
         key = ("update", record["rank"]) if record["phase"] == "update" else ("replica", record["replica"])

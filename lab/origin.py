@@ -1,4 +1,4 @@
-"""Compares the versions, git commit and source files of a run with the current ones."""
+"""Compares a run's package versions, git commit and source files with the current ones."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ def differences(history: RunHistory, step: int) -> Iterator[str]:
     start, now = history.start_of(step)[1], installed_packages() | versions()
     was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
     if changed := changed_values(was, now):
-        yield f"Changed versions since the run: {changed}. Bits may differ."
+        yield f"Versions changed since the run: {changed}. Bits may differ."
     code = list(code_differences(history.directory, start["git"]) if start.get("git") else ())
     # for files that git does not track, and outside git
     names = [] if code else changed_sources(start)
@@ -25,7 +25,7 @@ def differences(history: RunHistory, step: int) -> Iterator[str]:
 
 
 def changed_sources(start: Mapping[str, Any]) -> list[str]:
-    """Return the module files that have changed since a start of a run loaded them."""
+    """Return the module files that have changed since a start of the run loaded them."""
     folder = Path(start.get("working_directory") or ".")
     paths = {name: (folder if folder.is_dir() else Path.cwd()) / name for name in start.get("sources") or {}}
     texts = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -33,18 +33,18 @@ def changed_sources(start: Mapping[str, Any]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as text, up to SHOWN_FILES of them."""
+    """Join up to SHOWN_FILES names, followed by the number of further names."""
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return ", ".join(names[:SHOWN_FILES]) + more
 
 
 def changed_values(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Return as text the values that differ, for names in both mappings."""
+    """Return a description of the values that differ, for names in both mappings."""
     return listed([f"{name} {old} -> {now[name]}" for name, old in (was or {}).items() if now.get(name, old) != old])
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the files that differ from the commit and the uncommitted changes of the run."""
+    """Yield a line that names the files that differ from the run's commit and its uncommitted changes."""
     root, commit = Path(git["root"]), str(git["commit"])
     current = code_of(root, commit) if root.is_dir() else None
     if current is None or current["diff_bytes"] is None:
@@ -59,6 +59,6 @@ def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
 
 
 def by_file(diff: bytes) -> dict[str, bytes]:
-    """Return the parts of a diff by file name."""
+    """Split a diff by file name."""
     parts = (part.partition(b" b/") for part in diff.split(b"diff --git a/")[1:])
     return {name.decode(errors="replace"): rest for name, _, rest in parts}

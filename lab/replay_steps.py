@@ -1,6 +1,6 @@
-"""Replays: recomputes steps of a run from the newest checkpoint before them, and compares what they log.
+"""Replays: recomputes steps of a run from the newest checkpoint before them, and compares the logged values.
 
-A replay takes a function that makes a new trainer, task and data, so it cannot change those of the caller.
+A replay takes a function that creates a new trainer, task and data, so it cannot change the caller's objects.
 """
 
 import json
@@ -34,16 +34,16 @@ from .watchers import STEPS_FILE, SameData
 log = logging.getLogger("legato")
 
 Make = Callable[[], Sequence[Any]]
-"""Makes a new trainer, the task and the data, in the order of the arguments of `trainer.fit`."""
+"""Creates a new trainer, task and data, in the order that `trainer.fit` takes the latter two."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
-    # these log times, which differ in each run and would fail the comparison
+    # these callbacks log times, which differ in each run and would fail the comparison
     *(ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer),
 )
-"""Callbacks that write files, show progress or measure time, and do not affect the result of a step."""
-# float32 has 7 digits, some of which training loses over the steps between two checkpoints
+"""Callbacks that only write files, show progress or measure time, and do not affect the result of a step."""
+# float32 has 7 digits; training loses some of them over the steps between checkpoints
 SAME_BUT_ROUNDING = 1e-3
-"""Largest relative difference between values that count as equal up to rounding."""
+"""Largest relative difference at which two values count as equal up to rounding."""
 
 
 def new_directory(run: Path, mark: str = REPLAY) -> Path:
@@ -51,7 +51,7 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
 
     Raises ConfigError if it cannot be created.
     """
-    # next to the run directory, whose bytes stay the same, so that TensorBoard shows both
+    # next to the run directory, which stays unchanged, so that TensorBoard shows both
     place, number = location_of(run), 0
     # a run in an object store has only copies on this machine
     run = (Path(ROOT, place.parent.name, place.name) if isinstance(place, Address) else run).absolute()
@@ -69,16 +69,16 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
 
 @dataclass
 class Replayed:
-    """A finished replay, and its proof: the logged values compared with those of the run."""
+    """A finished replay, with its proof: a comparison of its logged values with the run's."""
 
     history: RunHistory
     source: CheckpointRecord | None
-    """The checkpoint that it started from; None: the start of the run."""
+    """The checkpoint from which it started; None: the start of the run."""
     last: int
     """The last step to compare."""
     directory: Path
     to_the_bit: bool
-    """True if it must have the same bits as the run."""
+    """True if the replay must be bitwise identical to the run."""
     why: str
     """The reason for `to_the_bit`."""
 
@@ -89,7 +89,7 @@ class Replayed:
         self.first_difference = ""
         for point in sorted(read_lines(self.directory / POINTS_FILE), key=lambda point: point["step"]):
             step = point["step"]
-            # the replay may finish a batch of later steps, where the run may have been resumed
+            # the replay may log steps after `last`, from which the run may have been resumed
             was = self.history.points.get(step, {}) if self.first <= step <= self.last else {}
             names = [name for name in point if name in was and name not in ("step", "time")]
             self.compared_steps += bool(names)
@@ -107,18 +107,18 @@ class Replayed:
 
     @property
     def holds(self) -> bool:
-        """True if the replay equals the run: to the bit, or up to rounding."""
+        """True if the replay matches the run: bitwise, or up to rounding if `to_the_bit` is False."""
         return not self.differing or (not self.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return a record of each requested step: loss, gradient norms and learning rates."""
+        """Return one record per requested step: loss, gradient norms and learning rates."""
         return read_lines(self.directory / STEPS_FILE)
 
     def describe(self) -> str:
         """Return the comparison as a sentence."""
         compared = f"{counted(self.values, 'value')} of {counted(self.compared_steps, 'step')}"
         if not self.values:
-            return "Proof       none: the run logged nothing in these steps"
+            return "Proof       none: the run logged no values in these steps"
         if not self.differing:
             return f"Proof       {compared} in metrics.jsonl are equal to the bit"
         if self.holds:
@@ -128,7 +128,7 @@ class Replayed:
         return f"{self.differing} of {compared} differ by up to {self.largest:.1e}; {told}"
 
     def conclude(self) -> None:
-        """Print the proof. Raises LegatoError if the replay differs from the run."""
+        """Print the proof. Raises LegatoError if the replay does not match the run."""
         if self.holds:
             print(self.describe(), file=STDOUT, flush=True)
             return
@@ -140,21 +140,21 @@ class Replayed:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file with one JSON object per line; none if there is no file."""
+    """Return the records in a file with one JSON object per line; an empty list if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return |a - b| / max(|a|, |b|); infinity if one of them is not finite."""
+    """Return |one - other| / max(|one|, |other|); infinity if either is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
 
 
 def check_steps(first: int, last: int) -> None:
-    """Raise ConfigError unless these are the numbers of a first and a last step."""
+    """Raise ConfigError unless 1 <= first <= last."""
     if not (isinstance(first, int) and isinstance(last, int) and 1 <= first <= last):
-        raise ConfigError(f"Steps count from 1, and the last is not before the first; got {first!r} to {last!r}.")
+        raise ConfigError(f"Expected 1 <= first step <= last step, got {first!r} to {last!r}.")
 
 
 def replay_steps(
@@ -167,15 +167,15 @@ def replay_steps(
 ) -> Replayed:
     """Train from the newest checkpoint before the first step; a watcher must stop training after the last one.
 
-    made: a new trainer, task and data. The replay writes to `directory` only.
-    every_step: log every step, rather than the steps that the run logged.
+    made: New trainer, task and data. The replay writes only to `directory`.
+    every_step: Log every step, rather than only the steps that the run logged.
 
     Raises DataError if the run ends before the last step.
     """
     trainer, task, *data = made
     first, last = steps
     source, near = history.before(first), history.near(first)
-    # the bits of some sums depend on the number of threads, and this machine may have other cores
+    # the last bits of some sums depend on the number of threads, and this machine may have another number of cores
     if trainer.threads is None and near is not None:
         trainer.threads = near.threads
     # the default is the number of processes, which may differ here
@@ -186,16 +186,16 @@ def replay_steps(
         "The replay starts from the %s and computes %s.", begin, counted(last - (source.step if source else 0), "step")
     )
     trainer.assigned_dir = directory
-    # the run's own loggers would write to its files, or to a server
+    # the run's own loggers would write to the run's files or to a server
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
-    # each logged step is one more value to compare; the sanity check does not affect any
+    # each logged step gives more values to compare; the sanity check affects none of them
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1 if every_step else trainer.log_every_n_steps, 0
-    # a failed replay must not restart
+    # a failed replay must not be restarted
     trainer.max_restarts, trainer.requeue = 0, False
     # only a watcher may end the replay
     trainer.min_steps = trainer.min_epochs = trainer.max_time = None
     content = next((record.content for record in history.checkpoints if record.content), {})
-    # a resume compares the environment with its checkpoint's, a start from the beginning does not
+    # a resume compares the environment with the checkpoint's; a start from step 0 does not
     environment = {} if source else history.start_of(first)[1].get("environment")
     trainer.callbacks = [*without_recorders(trainer.callbacks), *watchers, SameData(content, environment)]
     # the task adds its callbacks when training starts, after this list was filtered
@@ -213,9 +213,9 @@ def replay_steps(
 
 
 def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Trainer with which processes of this machine compute what those of the run computed.
+    """Return Trainer arguments with which `processes` local processes repeat the run's computation.
 
-    Several processes keep the run's strategy; if that is one of a single process, they take ddp.
+    Multiple processes keep the run's strategy, or use ddp if that is a single-process strategy.
     """
     name, options = read_strategy(trainer)
     devices = options.get("devices_per_replica", 2) if name == "ddp_model_parallel" else 1
@@ -223,7 +223,7 @@ def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
     if processes > 1:
         alone = name in ("single", "auto", "data_parallel")
         return {**settings, **({"strategy": "ddp"} if alone else {})}
-    # pieces of a batch, or of a layer, have other bits than the whole: one process cuts it as those of the run did
+    # splitting a batch or a layer changes bits, so one process splits them as the run's processes did
     if name == "data_parallel":
         return {**settings, "devices": trainer["devices"]}
     if options.get("tensor_shards"):
@@ -235,7 +235,7 @@ def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_of(trainer: Any) -> int:
-    """Return the number of processes that train, without the servers of ddp_rpc."""
+    """Return the number of processes that train; ddp_rpc's servers do not count."""
     devices = trainer.device_list
     return int(min(trainer.strategy.local_processes(devices), len(devices)) * trainer.num_nodes)
 
@@ -247,7 +247,7 @@ def without_recorders(callbacks: Any) -> list[Callback]:
 
 
 def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
-    """Return whether a replay of the first to the last step must have the bits of the run, and the reason."""
+    """Return whether a replay of the steps must be bitwise identical to the run, and the reason."""
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = {start.get("processes") or 0 for start in starts}

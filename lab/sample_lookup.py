@@ -1,4 +1,4 @@
-"""Looks up the samples of a step, and the steps of a sample, without running anything."""
+"""Looks up the samples of a step and the steps of a sample, without running the steps."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ COLUMNS = 118
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Position of a step in its run: its epoch, and its number in the epoch, from 0."""
+    """Position of a step in its run: its epoch, and its number within the epoch, counted from 0."""
 
     step: int
     epoch: int
@@ -37,7 +37,7 @@ class StepPlace:
 class SampleLookup:
     """Finds the samples of each step of a run from its history and its training loader.
 
-    build: returns the unstarted run as configured in a step (`cli.unstarted`), the same object for the same config.
+    build: Returns the unstarted run as configured at a step (`cli.unstarted`); the same config gives the same object.
     """
 
     def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:
@@ -45,9 +45,9 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return the position of a step; if the run has not reached it, under its newest settings."""
+        """Return the position of a step. If the run has not reached the step, assumes the run's newest settings."""
         epoch, begun, steps = self.history.epoch_of(step)
-        # if a later epoch has begun, the record has the number of steps of this one
+        # once a later epoch has started, this epoch's number of steps is recorded
         if steps is None:  # the last recorded epoch, which may have been cut short
             steps = self.steps_in(step, epoch)
             while steps is not None and step > begun + steps:
@@ -58,20 +58,20 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return the number of steps of an epoch under the settings of a step; None for a stream without length."""
+        """Return an epoch's number of steps under the settings of a step; None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
-        """Return the training data in a step, sharded for all replicas in this process."""
+        """Return the training data at a step, sharded for all replicas in this process."""
         run, start = self.build(step), self.history.start_of(step)[1]
         trainer = run.task.trainer
-        # the share of each rank is not recorded, and its loader would return that of rank 0 here
+        # the shares of the ranks are not recorded, and here the loader would return rank 0's share
         if not trainer.use_distributed_sampler and start.get("processes", 1) > 1:
             raise DataError(
                 "Each process of the run read its own share of the data, so the samples of a step are not recorded."
             )
         every, accumulate = trainer.reload_dataloaders_every_n_epochs, trainer.accumulate_grad_batches
-        # the scheduler changes the trainer when an epoch begins, which does not happen here
+        # a GradientAccumulationScheduler changes the trainer when an epoch starts, and no epoch starts here
         for callback in trainer.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
                 accumulate = callback.scheduling[max(first for first in callback.scheduling if first <= epoch)]
@@ -79,7 +79,7 @@ class SampleLookup:
         loaded = epoch - epoch % every if every else 0
         if (key := (id(run), loaded, accumulate)) not in self._data:
             record = self.history.near(step)
-            # a resume keeps the seed of the run, not of its config
+            # a resume keeps the run's seed, not the seed in its config
             seed = record.state.seed if record else run.seed
             # all replicas in this process, since samples depend on replicas only
             layout, keyed = Layout(int(start["replicas"]), 1), trainer.reproducible != "off"
@@ -88,26 +88,26 @@ class SampleLookup:
         return self._data[key]
 
     def at(self, step: int) -> StepInput:
-        """Return a step without its data: the samples of each replica, or for a stream the numbers of its batches.
+        """Return a step without its data: the sample indices of each replica or, for a stream, the batch numbers.
 
-        Raises DataError if a sampler returns another order each time, so the order of the run is unknown.
+        Raises DataError if a sampler returns a different order each time, so that the run's order is unknown.
         """
         place = self.place(step)
         data = self.data(step, place.epoch)
         if isinstance(data, StreamData):
             accumulate, replicas = data.dealing.accumulate, range(data.dealing.layout.replicas)
-            # without reading a stream, only the numbers of its batches are known
+            # without reading a stream, only its batch numbers are known
             rounds = range(place.number * accumulate, (place.number + 1) * accumulate)
             items = [ReplicaBatch(replica, round, None, 0) for replica in replicas for round in rounds]
             return StepInput(items, 0, accumulate)
-        # twice, to detect a sampler with state of its own
+        # twice, to detect a sampler that keeps its own state
         first, again = (step_at(data, place.epoch, place.number) for _ in range(2))
         if [item.indices_by_loader for item in first.batches] != [item.indices_by_loader for item in again.batches]:
             sampler = data.source.sampler if isinstance(data.source, MapLoader) else None
             raise DataError(
-                f"{type(sampler).__name__} draws another order each time for the same epoch, so the order of the run "
-                f"is unknown. Let it depend only on set_epoch(epoch) and the random numbers of torch, NumPy or "
-                f"Python, which are keyed."
+                f"{type(sampler).__name__} draws a different order each time for the same epoch, so the run's order is "
+                f"unknown. Make it depend only on set_epoch(epoch) and on the global generators of torch, NumPy or "
+                f"Python, which Legato seeds."
             )
         return first
 
@@ -137,19 +137,19 @@ def load_loader(owners: Sequence[Any], epoch: int) -> Any:
 
 
 def steps_of(data: TrainingData, epoch: int) -> int | None:
-    """Return the number of steps of an epoch; None for a stream without length."""
+    """Return the number of steps in an epoch; None for a stream without a length."""
     if isinstance(data, DealtData):
         return data.order_and_deal(epoch)[1].steps
     return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
 
 
 def step_at(data: DealtData, epoch: int, step: int) -> StepInput:
-    """Return a step of an epoch without loading its data: each `batch` is None."""
+    """Return a step of an epoch without loading its data; each `batch` is None."""
     return next(data.steps(*data.order_and_deal(epoch), step, repeat(None)))
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
-    """Return the batches of one replica, or of all. Raises ConfigError for a replica without a batch."""
+    """Return the batches of one replica or of all replicas. Raises ConfigError for a replica without a batch."""
     batches = [item for item in step.batches if replica in (None, item.replica)]
     if not batches:
         replicas = sorted({item.replica for item in step.batches})
@@ -165,7 +165,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
     samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     run, number = location_of(directory), place.number + 1
     yield f"Step {place.step:,} of {run}: epoch {place.epoch:,}, its step {number:,}{of}{samples}"
-    # replicas take batches of a stream in turn, so replica and round give the number of the batch
+    # replicas take a stream's batches in turn, so replica and round determine the batch number
     replicas = 1 + max(item.replica for item in step.batches)
     for item in chosen_batches(step, replica):
         head = f"  replica {item.replica}, batch {item.batch_idx:,}"
@@ -203,7 +203,7 @@ def shown_steps(lookup: SampleLookup, index: Any, until: int | None, replica: in
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:
-    """Yield each batch as `describe_batch` returns it, or as Python prints it."""
+    """Yield a description of each batch from `describe_batch`, or its repr."""
     for item in items:
         described = task.describe_batch(item.batch)
         yield f"  replica {item.replica}, batch {item.batch_idx:,}:"

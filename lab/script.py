@@ -1,4 +1,4 @@
-"""ScriptHistory: a run that a user's script started. To make its objects, the script runs again up to its fit."""
+"""ScriptHistory: a run that a user's script started. To create its objects, Legato reruns the script up to its fit."""
 
 import json
 import logging
@@ -25,13 +25,13 @@ from .sample_lookup import load_loader
 BY_HAND = "call legato.lab.replay(run, step, make=make), where make() returns a new (trainer, task, loader)"
 log = logging.getLogger("legato")
 _imported: set[str] = set()
-"""Modules of scripts that ran again in this process."""
+"""Modules of scripts that were rerun in this process."""
 
 
 class ScriptHistory(StudiedRun):
-    """A run of a script. Each step uses the command of its start, since a resume may have had another one.
+    """A run that a script started. Each step uses the command of its own start, since a resume may have changed it.
 
-    overrides: arguments of the Trainer that replace the script's, such as "trainer.devices=2".
+    overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
@@ -39,12 +39,12 @@ class ScriptHistory(StudiedRun):
         self.settings = dict(map(read_setting, overrides))
 
     def make(self, first: int, last: int, processes: int = 1) -> Make:
-        """Return a function that makes trainer, task and data for a replay. Raises ConfigError for a notebook."""
+        """Return a function that creates trainer, task and data for a replay. Raises ConfigError for a notebook."""
         runnable(self.start_of(first)[1])
         return partial(self._make, first, processes)
 
     def make_unstarted(self, step: int) -> "UnstartedScript":
-        """Return the run as the script made it for a step, unstarted."""
+        """Return the unstarted run that the script created for a step."""
         return UnstartedScript(self._make(step), self.start_of(step)[1])
 
     def _make(self, step: int, processes: int = 1) -> list[Any]:
@@ -60,7 +60,7 @@ class UnstartedScript:
         request.take_loaders(train=train)
         self.seed, self.loader = trainer.seed, request.loaders.get("train")
         nodes, processes = int(start["nodes"]), int(start["processes"])
-        # loaders may read the layout of the run
+        # loaders may read the run's replicas and ranks
         trainer.strategy.place = Place(world_size=processes, local_world_size=processes // nodes, nodes=nodes)
         self.owners = [owner for owner in (request.datamodule, self.task) if owner is not None]
         for owner in self.owners:
@@ -76,11 +76,11 @@ class _Reached(BaseException):
 
 
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
-    """Run the script of a start again, up to the fit that started the run, and return the trainer and fit's arguments.
+    """Rerun a start's script up to the fit that started the run, and return the trainer and the arguments of fit.
 
-    settings: arguments of the Trainer that replace the script's.
+    settings: Trainer arguments that replace the script's.
 
-    Raises ConfigError if there is no script, or if it does not reach that fit.
+    Raises ConfigError if there is no script, or if the script does not reach that fit.
     """
     script, module = runnable(start)
     folder = start["working_directory"] if module else str(Path(script).parent)
@@ -104,7 +104,7 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
                     runpy.run_path(script, run_name="__main__")
         except (Exception, SystemExit, _Reached) as error:
             if not made and not isinstance(error, SystemExit):
-                add_note(error, f"{script} ran again, to find what the run trained. Its earlier fits were skipped.")
+                add_note(error, f"Legato reran {script} to rebuild the run's task and data, and skipped earlier fits.")
                 raise
         finally:
             files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
@@ -122,9 +122,9 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
 
 @contextmanager
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
-    """End the script at the fit that a start records; yield a list that receives its arguments and `__main__`.
+    """End the script at the recorded fit, and yield a list that receives the arguments of fit and `__main__`.
 
-    Trainers get `processes` and `settings`. Earlier fits and evaluations do nothing.
+    Trainers get `processes` and `settings`. Earlier fits and evaluations are skipped.
     """
     made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
     kind: Any = Trainer
@@ -148,7 +148,7 @@ def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], proce
 
     def pass_over(*_: Any, **__: Any) -> list[Any]:
         log.warning(
-            "Skipped the script's earlier fits and evaluations. Steps that start from a checkpoint are the same."
+            "Skipped the script's earlier fits and evaluations. This does not affect steps replayed from a checkpoint."
         )
         return []
 
@@ -178,14 +178,14 @@ def restoring_process() -> Iterator[None]:
 
 
 def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return script and module of a start. Raises ConfigError for a notebook, or if the script does not exist."""
+    """Return the script and module of a start. Raises ConfigError for a notebook, or if the script does not exist."""
     script, module = start.get("script"), start.get("module")
     if not start:
         raise ConfigError("The run's environment.json records no start of training.")
     if not script:
-        raise ConfigError(f"The run was started in a notebook or a shell, which cannot run again: {BY_HAND}.")
+        raise ConfigError(f"The run was started in a notebook or a shell, which Legato cannot rerun: {BY_HAND}.")
     if "lightning" in start["arguments"][1:2] or "lightning" in start["command"][2:4]:
-        raise ConfigError(f"The run was started by `legato lightning`, whose scripts cannot run again: {BY_HAND}.")
+        raise ConfigError(f"The run was started by `legato lightning`, which Legato cannot rerun: {BY_HAND}.")
     for path in (script, start["working_directory"]):
         if not Path(path).exists():
             raise ConfigError(
@@ -195,12 +195,12 @@ def runnable(start: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def read_setting(word: str) -> tuple[str, Any]:
-    """Return name and value of an override. Raises ConfigError if it is no argument of the Trainer."""
+    """Return the name and value of an override. Raises ConfigError if it is not a Trainer argument."""
     key, _, text = word.partition("=")
     if not key.startswith("trainer.") or key.count(".") > 1:
         raise ConfigError(
-            f"{word}: a script started the run, and makes its task, data and callbacks. Only trainer.NAME=VALUE can be "
-            f"set."
+            f"{word}: a script started this run and creates its task, data and callbacks, so you can only set "
+            f"trainer.NAME=VALUE."
         )
     if (name := key.removeprefix("trainer.")) not in ARGUMENT_NAMES:
         raise ConfigError(f"{word}: the Trainer has no argument {name!r}.{did_you_mean(name, ARGUMENT_NAMES)}")

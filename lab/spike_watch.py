@@ -21,31 +21,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with a line for each spike; if a step has several lines, the last one counts."""
+"""File in the run directory with one line per spike; if a step has several lines, the last one is valid."""
 LEAST = 10
-"""Number of steps before the first one is judged."""
+"""Number of steps before the first check."""
 NORMAL = 1.4826
-"""Standard deviations of a normal distribution in its median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 LEAST_SPREAD = 0.01
-"""Least spread relative to the median, so that a loss that hardly varies does not spike at every change."""
+"""Minimum spread relative to the median, so that small changes of a nearly constant loss are not spikes."""
 
 
 class SpikeWatch(Callback):
-    """Checks the mean loss and the gradient norm before clipping of each step, from the tenth on. A value is a spike if
-    it is not finite, or above median + factor * spread of the last `window` steps. The spread is the median absolute
-    deviation, in standard deviations of a normal distribution. Spikes do not count for the median and the spread, and
-    steps that `nan=skip` or the loss scale of 16-mixed skip are not checked.
+    """Detects loss spikes: checks the mean loss and the unclipped gradient norm of each step.
 
-    "warn" reads the values when the run reads the device anyway, and warns at the next log point. "skip" reads them in
-    each step, and skips the update of a spike: weights and optimizer states stay, but changes of the forward (batch
-    norm, logged values) are kept. Each spike is a line of `spikes.jsonl` in the run directory. `legato samples RUN
-    step=N --blame` names the sample, and `trainer.leave_out_samples` excludes it.
+    A value is a spike if it is not finite or exceeds median + factor * spread over the last `window` steps. The spread
+    is the median absolute deviation, scaled to standard deviations of a normal distribution. Spikes do not enter the
+    median and the spread. With fewer than ten previous steps (or `window`, if smaller), only non-finite values are
+    spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
+
+    "warn" reads the values only when the run reads the device anyway, and warns at the next logging step. "skip" reads
+    them in every step and skips the update of a spike: weights and optimizer states stay unchanged, but effects of the
+    forward pass (batch norm statistics, logged values) remain. Each spike is a line in `spikes.jsonl` in the run
+    directory. `legato samples RUN step=N --blame` finds the sample, and `trainer.leave_out_samples` excludes it.
 
     Args:
-        factor: limit of a value, in spreads above the median.
-        window: number of previous steps that give median and spread.
+        factor: Number of spreads above the median at which a value becomes a spike.
+        window: Number of previous steps for the median and the spread.
         then: "warn" or "skip".
-        most_in_a_row: more finite spikes than this in a row are a new level: they count for the median, and only warn.
+        most_in_a_row: Maximum number of consecutive finite spikes. Later ones are a new level: they enter the median
+            and only cause warnings.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class SpikeWatch(Callback):
             raise ConfigError(f"SpikeWatch: then must be warn or skip, got {then!r}.{hint}")
         if not (factor > 0 and window >= 3 and most_in_a_row >= 1):
             raise ConfigError(
-                f"SpikeWatch: expected factor above 0, window of at least 3 and most_in_a_row of at least 1; got "
+                f"SpikeWatch: factor must be above 0, window at least 3 and most_in_a_row at least 1, got "
                 f"factor={factor}, window={window}, most_in_a_row={most_in_a_row}."
             )
         self.factor, self.window, self.then, self.most_in_a_row = factor, window, then, most_in_a_row
@@ -72,8 +75,8 @@ class SpikeWatch(Callback):
         self._unread: dict[int, Tensor] = {}  # by step: sum of the losses, samples, gradient norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the window, the spikes, and the values not yet judged."""
-        # as strings, since JSON has no infinity and a callback's state no tensors
+        """Return the values in the window, the spikes, and the values not checked yet."""
+        # as strings, since JSON has no infinity
         unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
         return {"range": self._range, "spikes": self.spikes, "unread": unread}
 
@@ -86,34 +89,34 @@ class SpikeWatch(Callback):
         self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Forget the previous run. Raises ConfigError if steps cannot be judged."""
+        """Reset the state of the previous run. Raises ConfigError under manual optimization."""
         refuse_parts(self, trainer, stage)
         if stage == "fit":
             self._forget()
             if not task.automatic_optimization:
                 raise ConfigError(
-                    "SpikeWatch judges a step before its update, but under manual optimization training_step does the "
-                    "update. Check the loss there."
+                    "SpikeWatch checks a step before its update, but under manual optimization training_step updates "
+                    "the weights itself. Check the loss in training_step."
                 )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError for optimizers whose update cannot be judged or skipped."""
+        """Raises ConfigError for optimizers whose update cannot be checked or skipped."""
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
-            raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")
+            raise ConfigError(f"SpikeWatch(then={self.then!r}) needs one optimizer, one update per step; got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget the losses of a step that other processes repeat (elastic)."""
+        """Discard the losses of a step that is repeated after processes change in an elastic run."""
         self._step = 0
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:
-        """Keep the loss of a batch."""
+        """Record the loss of a batch."""
         self._begin_step(trainer.global_step + 1)
         self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Keep the step's values on the device; with "skip", judge them now."""
+        """Record the step's values on the device; with "skip", check them now."""
         import torch
 
         self._begin_step(trainer.global_step + 1)
@@ -126,51 +129,51 @@ class SpikeWatch(Callback):
         for replica, loss, samples in self._losses:
             rows[replica, 0] += loss * samples
             rows[replica, 1] += samples
-        # each row comes from one rank, and adding zeros changes no bit, so the sums do not depend on the ranks
+        # one rank fills each row and adding zeros changes no bit, so the sums do not depend on the number of ranks
         sums = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
         self._unread[self._step] = torch.stack([*sums, torch.linalg.vector_norm(torch.stack(self._norms))])
         if self.then == "skip" and self._judge(trainer):
             trainer.leave_out_update()
 
     def _begin_step(self, step: int) -> None:
-        # not at the end of a step: a step that `nan: skip` skips never reaches its optimizers
+        # not at the end of a step: a step skipped by nan="skip" never gets there
         if self._step != step:
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Judge the steps since the last log point, when the run reads the device anyway."""
+        """Check the steps since the last logging step, when the run reads the device anyway."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Judge the last steps of the epoch."""
+        """Check the last steps of the epoch."""
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Judge the steps not yet judged; return whether to skip the update of the newest one."""
+        """Check the remaining steps; return whether to skip the update of the newest one."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False
-        # the values of all steps in one read of the device
+        # read the values of all steps from the device at once
         rows = torch.stack(list(unread.values())).tolist() if unread else []
         for step, (total, samples, norm) in zip(unread, rows, strict=True):
-            # a scaled gradient may overflow; then the scaler skips the update
+            # a scaled gradient may overflow, and the scaler then skips the update
             overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
             is_judged = bool(samples) and not overflows
             is_left_out = is_judged and self._is_spike(trainer, step, {"loss": total / samples, "gradient_norm": norm})
         return is_left_out
 
     def _is_spike(self, trainer: "Trainer", step: int, values: dict[str, float]) -> bool:
-        """Record a step; return True if it is a spike and not a new level."""
+        """Record a step; return whether it is a spike and not a new level."""
         is_told = step in self.spikes
-        # a resume or other processes may repeat the step
+        # the step may be repeated after a resume, or after processes change
         self._range = [row for row in self._range if row[0] < step][-self.window :]
         self.spikes = [spike for spike in self.spikes if spike < step]
         limits = {name: self._limit([row[column] for row in self._range]) for column, name in enumerate(values, 1)}
         above = {
             name: limits[name] for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])
         }
-        # a loss may jump for good, for example when the data changes, and training must not stop then
+        # the loss may stay at a new level, for example when the data changes; training must not stall then
         is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
             map(math.isfinite, values.values())
         )
@@ -183,7 +186,7 @@ class SpikeWatch(Callback):
         return bool(above) and not is_level
 
     def _limit(self, values: list[float]) -> float:
-        """Return the value above which a step is a spike; infinity if there are too few values."""
+        """Return the value above which a step is a spike; infinity with too few values."""
         if len(values) < min(LEAST, self.window):
             return math.inf
         # medians, since a single spike would move a mean and a standard deviation
@@ -196,7 +199,7 @@ class SpikeWatch(Callback):
         doing = "Its update is left out" if then == "skip" else "It is trained on"
         step = record["step"]
         log.warning(
-            "Step %d is a spike: %s. %s. legato samples RUN step=%d --blame names the sample.", step, told, doing, step
+            "Step %d is a spike: %s. %s. Find its sample: legato samples RUN step=%d --blame", step, told, doing, step
         )
         if trainer.run_dir is not None:
             # writing() names the path in errors such as a full disk or a deleted folder

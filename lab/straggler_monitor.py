@@ -1,4 +1,4 @@
-"""StragglerMonitor: finds the slowest rank, and measures how long the others wait for it."""
+"""StragglerMonitor: finds the slowest rank and measures how long the other ranks wait for it."""
 
 import logging
 import time
@@ -20,19 +20,19 @@ log = logging.getLogger("legato")
 class StragglerMonitor(Callback):
     """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging steps.
 
-    A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward; after that
-    it waits for the others. `wait_seconds` is how much longer the slowest rank works per step than the others do on
-    average, `wait_share` that time as a fraction of its work. The numbers travel with the ranks' regular agreement
-    (`processes/agreement.py`), at no extra collective.
+    A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward pass; then
+    it waits for the other ranks. `wait_seconds` is how much longer the slowest rank works per step than the others on
+    average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are part of the ranks'
+    regular agreement (`processes/agreement.py`) and need no extra collective.
 
-    Under sharded strategies ranks also wait for each other in forward, so there only loading counts as own work.
+    Under sharded strategies, ranks also wait for each other in the forward pass, so only loading counts as own work.
     """
 
     def __init__(self, *, threshold: float = 0.2) -> None:
-        """Warn once of each rank for which `wait_share` exceeds `threshold` twice in a row."""
+        """Warn once about each rank whose `wait_share` exceeds `threshold` twice in a row."""
         if not 0.0 < threshold < 1.0:
             raise ConfigError(
-                f"StragglerMonitor: threshold={threshold!r}: expected a fraction of a step, between 0 and 1."
+                f"StragglerMonitor: threshold must be a fraction of a step between 0 and 1, got {threshold!r}."
             )
         self.threshold = threshold
         self.slowest, self.wait_seconds, self.wait_share = -1, 0.0, 0.0
@@ -51,14 +51,14 @@ class StragglerMonitor(Callback):
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Send measurements with the agreement of the ranks."""
+        """Add measurements to the ranks' agreement. Raises ConfigError in an elastic run."""
         if trainer.world_size == 1:
             return
         if trainer.strategy.elastic:
             raise ConfigError(
-                "StragglerMonitor compares ranks, which change in an elastic run. Remove it, or elastic=true."
+                "StragglerMonitor compares ranks, which change in an elastic run. Remove the callback or elastic=true."
             )
-        # kernels run asynchronously, so the host's clock would measure launches
+        # kernels run asynchronously, so the host's clock would only measure their launches
         self._clock = DeviceClock(trainer.strategy.device) if trainer.strategy.queues_work else HostClock()
         self._warm, self._suspect, self._warned = False, -1, set()
         rank, ranks = trainer.global_rank, trainer.world_size
@@ -69,11 +69,11 @@ class StragglerMonitor(Callback):
         )
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Remove the gradient hooks, also after an exception."""
+        """Remove the gradient hooks, even after an exception."""
         self._set_hooks([])
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Note when the first batch of a step was loaded."""
+        """Record when the step's first batch was loaded."""
         if trainer.world_size == 1 or self._loaded is not None:
             return
         if not self._hooks:  # the first step determines which gradient comes last
@@ -86,7 +86,7 @@ class StragglerMonitor(Callback):
         if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
-            # without a gradient (a frozen step) only loading is own work; stamps, since a pending event has no time
+            # without a gradient, only loading is own work; keep stamps, since a pending event has no time yet
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
             # hooks on all parameters cost time in each step, and the order of gradients does not change
@@ -104,11 +104,11 @@ class StragglerMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Exclude the time of writing a checkpoint, during which all ranks wait."""
+        """Exclude the time spent writing a checkpoint, during which all ranks wait."""
         self._began = None
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Exclude the time of a validation."""
+        """Exclude the validation time."""
         self._began = None
 
     # --- measuring --------------------------------------------------------------------------------------------------
@@ -121,21 +121,21 @@ class StragglerMonitor(Callback):
         self._last, self._ready = parameter, self._clock.stamp()
 
     def _own_work(self) -> float:
-        """Return the average seconds of own work per step since the last agreement; 0 without a step."""
+        """Return the mean own work per step since the last agreement, in seconds; 0 without a step."""
         spans, self._spans = self._spans, []
         times = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
         return sum(times) / len(times) if times else 0.0
 
     def _compare(self, seconds_of: list[float], rank: int) -> None:
-        """Compare the seconds of all ranks; the next step excludes the wait for this exchange."""
+        """Compare the ranks' own work in seconds. The next step excludes the wait for this exchange."""
         self._began = None
         if min(seconds_of) <= 0.0:  # some rank had no step
             return
-        if not self._warm:  # the first steps are slower than all others
+        if not self._warm:  # the first steps are slower than later ones
             self._warm = True
             return
         slowest = seconds_of.index(max(seconds_of))
-        # the wait of the others, not the time of the slowest: a step that is slow on all ranks has no straggler
+        # compare the others' wait, not the slowest rank's time: a step that is slow on all ranks has no straggler
         waits = [seconds_of[slowest] - seconds for each, seconds in enumerate(seconds_of) if each != slowest]
         self.slowest, self.wait_seconds = slowest, sum(waits) / len(waits)
         self.wait_share = self.wait_seconds / seconds_of[slowest]
@@ -143,7 +143,7 @@ class StragglerMonitor(Callback):
             self._warn(seconds_of[slowest])
 
     def _warn(self, longest: float) -> None:
-        # twice in a row: one slow step is a page fault or a garbage collection
+        # only twice in a row: a single slow step may be a page fault or a garbage collection
         suspect, self._suspect = self._suspect, self.slowest if self.wait_share > self.threshold else -1
         if self._suspect < 0 or suspect != self._suspect or self._suspect in self._warned:
             return
@@ -184,6 +184,6 @@ class DeviceClock:
         return event
 
     def seconds(self, begin: "torch.Event", end: "torch.Event") -> float | None:
-        """Return the seconds between two events; None if the later one has not happened yet."""
-        # never waits for the device: pending events are skipped
+        """Return the seconds between two events; None if the later event has not completed yet."""
+        # never wait for the device: skip pending events
         return begin.elapsed_time(end) / 1000 if end.query() else None

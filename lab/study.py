@@ -1,7 +1,7 @@
-"""Studies a run from Python, whether a config or a script began it.
+"""Studies a run from Python, whether a config or a script started it.
 
 run = legato.runs.open("digits")         # or a path, here and below
-legato.lab.samples(run, 21)              # a record for each batch
+legato.lab.samples(run, 21)              # one record per batch
 legato.lab.replay(run, 21).steps()       # loss, gradient norms and learning rates
 legato.lab.verify(run).is_proven         # random segments between checkpoints, recomputed
 """
@@ -23,13 +23,13 @@ from .verification import VERIFIED, Verification
 from .watchers import StepReport, StopAfterStep
 
 AnyRun = str | Path | RunDirectory | StudiedRun
-"""A run as `legato.runs.open` returns or takes it, or its history."""
+"""A run, its path, its name or its history."""
 
 
 def samples(run: AnyRun, step: int) -> list[dict[str, Any]]:
-    """Return the samples of a step, without running it: replica, batch, loader and indices of each batch.
+    """Return the replica, batch number, loader and sample indices of each batch in a step, without running the step.
 
-    A stream's indices are None. The loader is "" if there is only one.
+    Indices are None for a stream. The loader is "" if there is only one.
     """
     with restoring_process():
         history = history_of(run)
@@ -44,20 +44,20 @@ def samples(run: AnyRun, step: int) -> list[dict[str, Any]]:
 def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | None = None) -> Replayed:
     """Recompute steps of a run on one process, without changing the run.
 
-    Training begins at the newest checkpoint before `step`, without loggers and callbacks that write, and stops after
-    `until`. Compares the logged values with the run's metrics.jsonl, and prints the result.
+    The replay starts from the newest checkpoint before `step`, without loggers or callbacks that write files, and stops
+    after `until`. It compares its logged values with the run's metrics.jsonl and prints the result.
 
     Args:
-        run: a run of `legato.runs`, its path or its name.
-        step: the first step, counted from 1.
-        until: the last step; default: `step`.
-        make: only for a run of a notebook: a function that makes trainer, task and data as the notebook did, and
-            returns them as `trainer.fit` takes them: `(trainer, task, loader)`, optionally with a validation loader
-            and a data module. `devices=1` is enough, however many the run had.
+        run: A run from `legato.runs`, its path or its name.
+        step: First step, counted from 1.
+        until: Last step. Default: `step`.
+        make: Only for a run started in a notebook: a function that creates the trainer, task and data as the notebook
+            did. Returns `(trainer, task, loader)`, optionally followed by a validation loader and a data module.
+            `devices=1` is enough, whatever number of devices the run had.
 
-    Returns the replay, whose `steps()` returns loss, gradient norms by module and learning rates of each step.
+    Returns the replay. Its `steps()` returns the loss, gradient norms by module and learning rates of each step.
 
-    Raises ConfigError if `make` does not return a new trainer and a task, and LegatoError if the replay differs from
+    Raises ConfigError if `make` does not return a new trainer and a task, and LegatoError if the replay does not match
     the run.
     """
     last = step if until is None else until
@@ -82,21 +82,21 @@ def verify(
     devices: int | None = None,
     out: str | Path | None = None,
 ) -> Verification:
-    """Recompute random segments of a run between its checkpoints, and write a certificate; the run does not change.
+    """Recompute random segments between checkpoints of a run, and write a certificate. The run does not change.
 
-    Prints the cost before it begins, and the certificate at the end.
+    Prints the estimated cost first and the certificate at the end.
 
     Args:
-        run: a run of `legato.runs`, its path or its name.
-        segments: number of segments; None: all.
-        seed: seed of the draw; default: a new one, which the certificate states.
-        devices: number of processes that recompute them; default: another number than the run had, if the bits must
-            be the same.
-        out: folder of the certificate; default: a new one beside the run.
+        run: A run from `legato.runs`, its path or its name.
+        segments: Number of segments. None: all.
+        seed: Seed for drawing the segments. Default: a random seed, which the certificate states.
+        devices: Number of processes that recompute the segments. Default: if the result must be bitwise identical, a
+            different number than the run had.
+        out: Folder for the certificate. Default: a new folder beside the run.
 
-    Returns the verification: `is_proven`, and `segments`, each with its `differences`.
+    Returns the verification, with `is_proven` and `segments`. Each segment lists its `differences`.
 
-    Raises ConfigError if no segment of the run can be recomputed.
+    Raises ConfigError if none of the run's segments can be recomputed.
     """
     with restoring_process():
         verification = Verification(history_of(run), segments, seed, devices)
@@ -104,19 +104,19 @@ def verify(
         directory = new_directory(verification.history.directory, VERIFIED) if out is None else Path(out).absolute()
         directory.mkdir(parents=True, exist_ok=True)
         for segment in verification.compute(directory):
-            print("Steps {:,} to {:,} are computed".format(*segment.steps), file=STDERR, flush=True)
+            print("Recomputed steps {:,} to {:,}".format(*segment.steps), file=STDERR, flush=True)
         print(verification.write_certificate(directory), file=STDOUT)
         print(f"Written   {directory}/certificate.json and .txt", file=STDOUT, flush=True)
     return verification
 
 
 def made_new(make: Make) -> Sequence[Any]:
-    """Return the trainer, task and data that `make` makes. Raises ConfigError if it makes no new trainer and task."""
+    """Return the trainer, task and data from `make`. Raises ConfigError if trainer and task are not new."""
     made = make() if callable(make) else None
     if not isinstance(made, Sequence) or len(made) < 2 or getattr(made[0], "run", made) is not None:
-        came = "one that returned other things, or a trainer that has run" if callable(make) else type(make).__name__
+        came = "a function that returned something else or a used trainer" if callable(make) else type(make).__name__
         raise ConfigError(
-            f"legato.lab.replay takes a function that makes a new trainer, the task and the data; got {came}. Write "
+            f"legato.lab.replay needs a function that creates a new trainer, task and data, got {came}. Write "
             f"legato.lab.replay(run, step, make=make), where make() returns (trainer, task, loader)."
         )
     return made
@@ -130,11 +130,11 @@ def path_of(run: AnyRun) -> Path:
 
 
 def history_of(run: AnyRun, overrides: Sequence[str] = ()) -> StudiedRun:
-    """Return the history of a run; its `make` and `unstarted` make the objects of a step.
+    """Return the history of a run. Its `make` and `unstarted` create the objects for a step.
 
-    overrides: such as "trainer.devices=2"; any key for a run with a config.
+    overrides: Settings such as "trainer.devices=2". A run that started from a config accepts any config key.
 
-    Raises ConfigError if there is no such run.
+    Raises ConfigError if the run does not exist.
     """
     if isinstance(run, StudiedRun):
         return run

@@ -1,4 +1,4 @@
-"""Test helpers: check that a custom strategy keeps the rules that the loop, checkpoints and metrics rely on."""
+"""Test helper that checks whether a custom strategy obeys the rules that the loop, checkpoints and metrics rely on."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,38 +24,41 @@ if TYPE_CHECKING:
 BATCH = 2
 STEPS = 3
 RATE = 0.1
-# a broken rule 4 makes ranks wait for each other forever
+# if rule 4 is broken, ranks may wait for each other forever
 HANG_SECONDS = 10.0
 Weights = dict[str, Tensor]
 
 
 def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int] = (1, 2, 3)) -> None:
-    """Train a small task with a strategy, and compare the result with a hand-written loop.
+    """Train a small task with a strategy and compare the result with a hand-written loop.
 
-    The rules: 1. When training starts, all ranks hold rank 0's weights. 2. The gradient of a step is that of the mean
-    over its samples. 3. It is the same on every rank, and buffers are those of the first replica. 4. All ranks take
-    the same number of steps, including ranks without a batch. 5. A stopped and resumed run ends with the same weights:
-    the strategy keeps no state between steps outside the checkpoint.
+    A strategy must obey these rules:
 
-    If the ranks of a strategy are not replicated (`weight_ranks` has one rank in a run of several), the ranks need the
-    same weights at the start and at the end, and the first gradient is that of the mean over the rank's own samples.
+    1. When training starts, all ranks hold rank 0's weights.
+    2. A step's gradient is the gradient of the mean loss over all samples of the step.
+    3. The gradient is the same on every rank, and so are the buffers, which are the first replica's.
+    4. All ranks take the same number of steps, including ranks without a batch.
+    5. A run that is stopped and resumed ends with the same weights: between steps, the strategy keeps no state outside
+       the checkpoint.
+
+    A strategy may let ranks differ during training: its `weight_ranks` then has one rank in a run with several. Such
+    ranks need equal weights at the start and at the end, and a rank's first gradient is that of its own samples' mean.
 
     Args:
-        make: returns the strategy, or the name of one; called in each process.
-        processes: numbers of processes to train on.
+        make: Returns the strategy or its name; called in each process.
+        processes: Numbers of processes to train with.
 
-    Raises:
-        AssertionError: a rule is broken; the message names the rule and the number of processes.
+    Raises AssertionError if a rule is broken; the message names the rule and the number of processes.
     """
     for count in processes:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                # in separate processes, so that a strategy that hangs or dies does not end the test
+                # in separate processes, so that the test survives a strategy that hangs or crashes
                 broken = run_workers(partial(_train, make, Path(folder)), count)
             except HangError as error:
                 broken = [f"rule 4: the ranks wait for each other. {error}"]
         if broken:
-            raise AssertionError(f"On {count} processes the strategy breaks {'; '.join(broken)}")
+            raise AssertionError(f"With {count} processes, the strategy breaks {'; '.join(broken)}")
 
 
 class _Small(Task):
@@ -76,7 +79,7 @@ class _Small(Task):
         return mse_loss(self.layers(inputs), targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Add the inputs to the buffer, and return the loss."""
+        """Add the inputs to the buffer and return the loss."""
         # the buffer depends on the samples, so it differs between ranks until the strategy shares it
         self.total += batch[0].sum()
         return self.loss(*batch)
@@ -88,7 +91,7 @@ class _Small(Task):
 
 
 class _Record(Callback):
-    """Records the weights at the start of training, and the gradient of each step."""
+    """Records the weights at the start of training and the gradient of each step."""
 
     def __init__(self) -> None:
         self.start: Weights = {}
@@ -105,14 +108,14 @@ class _Record(Callback):
 
 
 def _whole(task: nn.Module) -> Weights:
-    """Return copies of the parameters that are not sharded."""
+    """Return copies of the unsharded parameters."""
     named = {name: parameter.detach() for name, parameter in task.named_parameters()}
     return {name: weight.clone() for name, weight in named.items() if type(weight) is Tensor}
 
 
 def _data(replicas: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: a batch for each replica, and in the last step a single, short batch."""
-    # the short batch on a single rank shows whether the mean is over samples
+    """Return inputs and targets: one batch per replica, and in the last step a single short batch."""
+    # the short batch reveals a mean that is not over samples
     samples = BATCH * (replicas * (STEPS - 1) + 1) - 1
     generator = torch.Generator().manual_seed(5)
     return torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
@@ -144,7 +147,7 @@ def _fit(
 
 
 def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
-    """Train in this process as one of the ranks; return the broken rules, the same list on every rank."""
+    """Train in this process as one of the ranks. Returns the broken rules, as the same list on every rank."""
     place = find_place()
     assert place is not None
     rank, size = place.rank, place.world_size
@@ -165,13 +168,13 @@ def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
         _fit(make, folder / "resumed", rank, size, max_steps=STEPS - 1)
         _, resumed, _ = _fit(make, folder / "resumed", rank, size, resume="auto")
         if not _close(_whole(resumed), _whole(task)):
-            broken.append("rule 5: a resumed run ends with other weights")
+            broken.append("rule 5: a resumed run ends with different weights")
     leave_process_group()
     return list(dict.fromkeys(broken))
 
 
 def _by_hand(rank: int, size: int, replicated: bool, record: _Record, task: Any) -> list[str]:
-    """Return the rules that gradients, weights and buffers of this rank break, compared with a hand-written loop."""
+    """Compare this rank's gradients, weights and buffers with a hand-written loop, and return the broken rules."""
     model, (inputs, targets) = _Small(0), _data(size)
     for step, gradients in enumerate(record.gradients[: STEPS if replicated else 1]):
         begin = step * size * BATCH
@@ -188,10 +191,10 @@ def _by_hand(rank: int, size: int, replicated: bool, record: _Record, task: Any)
                 parameter.sub_(RATE * parameter.grad)
     end = _whole(task)
     if replicated and not _close(end, {name: weight for name, weight in _whole(model).items() if name in end}):
-        return ["rule 2: the weights at the end are not those of a hand-written loop"]
+        return ["rule 2: the final weights do not match those of a hand-written loop"]
     total = sum(float(inputs[step * size * BATCH :][:BATCH].sum()) for step in range(STEPS))
     if rank == 0 and abs(float(task.total) - total) > 1e-4:
-        return ["rule 3: the buffers are not those of the first replica"]
+        return ["rule 3: the buffers are not the first replica's"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Verification: recomputes random segments of a run, compares them to the bit, and writes a certificate."""
+"""Verification: recomputes random segments of a run, compares them bitwise, and writes a certificate."""
 
 import json
 import os
@@ -36,23 +36,23 @@ from .watchers import SaveAs
 VERIFIED = ".verified-"
 """Separator between the name of a run directory and the number of a verification."""
 NOT_COMPARED = ("config", "versions", "run_id", "fingerprint", *(f"state.{name}" for name in SaveAs.CLOCKS))
-"""Prefixes of checkpoint entries that say where and when the checkpoint was written."""
+"""Prefixes of checkpoint entries that record where and when the checkpoint was written."""
 OF_CALLBACKS = ("callbacks.", "callback_metrics.", "metrics.")
-"""Prefixes of entries that a replay may lack, since it drops callbacks that only watch."""
+"""Prefixes of entries that a replay may lack, since it drops callbacks that do not affect results."""
 CHANGED_DATA = (
-    "Code, versions and settings match the record, and a second computation gave the same values, so the data has "
-    "changed. `legato samples RUN step=N --show` prints that of the first step that differs."
+    "Code, versions and settings match the record, and recomputing the steps again gave the same values, so the data "
+    "has changed. Print the data of the first step that differs: legato samples RUN step=N --show"
 )
 OTHER_PROCESSES = (
-    "These processes are not the run's: under tensor and pipeline, for example, dropout draws other masks on them. "
-    "Verify on as many as the run had (devices=N)."
+    "The number of processes differs from the run's. Under tensor and pipeline, for example, this changes the dropout "
+    "masks. Verify with as many processes as the run had (devices=N)."
 )
-NOT_DETERMINISTIC = "These steps do not repeat their own bits here: an operation is not deterministic."
+NOT_DETERMINISTIC = "Recomputing these steps twice gave different bits: an operation is not deterministic."
 
 
 @dataclass
 class Segment:
-    """Steps from one checkpoint (None: the start of the run) to the next, and the result of recomputing them."""
+    """The steps from one checkpoint (None: the start of the run) to the next, and the result of recomputing them."""
 
     source: CheckpointRecord | None
     target: CheckpointRecord
@@ -62,13 +62,13 @@ class Segment:
     result: str = ""
     differences: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
-    """Changes since the run, also those that changed no bit."""
+    """Changes since the run, including changes that did not affect the result."""
     not_compared: list[str] = field(default_factory=list)
-    """Names that the run logged and the replay did not: speeds, and values that follow the last checkpoint."""
+    """Names that only the run logged: speeds, and values logged after the last checkpoint."""
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first and the last step."""
+        """The first and last step."""
         return (self.source.step if self.source else 0) + 1, self.target.step
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ class Verification:
     ) -> None:
         """Draw the segments.
 
-        count: number of segments to draw; None: all. processes: default: another number than the run had, where the
-            bits must be the same.
+        count: Number of segments to draw. None: all.
+        processes: Default: if the result must be bitwise identical, a different number than the run had.
 
-        Raises ConfigError for a run that cannot be verified.
+        Raises ConfigError if the run cannot be verified.
         """
         self.history, self.left_out = history, list[str]()
         self.segments = list[Segment]()
@@ -103,21 +103,21 @@ class Verification:
         place, records = location_of(history.directory), history.checkpoints
         if is_held(history.directory):
             raise ConfigError(
-                f"{place} is still being written, and may delete its checkpoints. Verify it when the run has ended."
+                f"The run {place} is still in progress and may delete its checkpoints. Verify it when it has ended."
             )
         if not records:
             raise ConfigError(
-                f"{place} has no complete checkpoint from which it could resume, so there is nothing to compare with. "
-                f"Let the next run keep some: Checkpoint(every_n_train_steps=1000, save_top_k=-1)."
+                f"{place} has no complete checkpoint to compare with and resume from. Let the next run keep some: "
+                f"Checkpoint(every_n_train_steps=1000, save_top_k=-1)."
             )
         for source, target in zip([None, *records], records, strict=False):
             first, start = (source.step if source else 0) + 1, history.start_of(target.step)[1]
             try:
                 several, before = processes or processes_for(start), start.get("processes")
                 if start.get("reproducible") == "off":
-                    raise ConfigError("reproducible: off draws random numbers that cannot be drawn again.")
+                    raise ConfigError("Random numbers of a run with reproducible: off cannot be reproduced.")
                 if start.get("strategy") == "mesh" and several not in (1, before):
-                    raise ConfigError(f"Its mesh has {before} processes: take as many (devices={before}), or 1.")
+                    raise ConfigError(f"Its mesh has {before} processes: use devices={before} or devices=1.")
                 make = history.make(first, target.step, several)
                 self.segments.append(Segment(source, target, make, several))
             except ConfigError as error:
@@ -130,9 +130,9 @@ class Verification:
             self.segments = [self.segments[number] for number in drawn]
 
     def cost(self) -> str:
-        """Return the number of segments and steps, the time that the run took for them, and the disk space needed."""
+        """Return the number of segments and steps, their time at the run's speed, and the required disk space."""
         points = sorted((step, point["time"]) for step, point in self.history.points.items() if "time" in point)
-        # the median is that of a step without validations and pauses
+        # the median step has no validation or pause
         rates = [(after - before) / (last - first) for (first, before), (last, after) in pairwise(points)]
         steps = sum(segment.target.step - segment.steps[0] + 1 for segment in self.segments)
         sizes = [sum(file.size for file in load_manifest(each.target.path).files.values()) for each in self.segments]
@@ -141,9 +141,9 @@ class Verification:
         return f"{drawn}: {counted(steps, 'step')}, {seconds}, {format_bytes(max(sizes))} of disk"
 
     def compute(self, directory: Path) -> Iterator[Segment]:
-        """Recompute and yield one segment after the other; temporary files go below `directory`."""
+        """Recompute and yield each segment. Temporary files go to a subfolder of `directory`."""
         for segment in self.segments:
-            # the suffix of replays keeps other commands from taking the folder for a run
+            # other commands do not mistake a folder with the replay suffix for a run
             with TemporaryDirectory(prefix=REPLAY, dir=directory) as folder:
                 self._compute(segment, Path(folder))
             yield segment
@@ -157,30 +157,30 @@ class Verification:
             segment.differences = in_log + in_checkpoint
             segment.causes = self._changes(segment, contents)
             if in_checkpoint and not in_log:
-                segment.causes.append("All logged values are the same: the checkpoint itself may have been replaced.")
+                segment.causes.append("All logged values are equal, so the checkpoint itself may have been replaced.")
             elif in_log and not in_checkpoint and replayed.to_the_bit:
-                segment.causes = ["metrics.jsonl was changed: the recomputed checkpoint is the same."]
+                segment.causes = ["The recomputed checkpoint is identical, so metrics.jsonl was changed."]
             elif segment.differences and not replayed.to_the_bit:
                 segment.causes.append(OTHER_PROCESSES)
             elif segment.differences and not segment.causes:
                 repeated = self._replay(segment, folder / f"2{REPLAY}")[0]
                 is_same = points_in(replayed.directory) == points_in(repeated.directory)
                 segment.causes = [CHANGED_DATA if is_same else NOT_DETERMINISTIC]
-        # any error means that these steps cannot be repeated, and the certificate says why
+        # any error means that these steps cannot be recomputed; the certificate states it
         except Exception as error:
             message = f"they cannot be computed. {type(error).__name__}: {error}"
             segment.differences = [str(error) if isinstance(error, CheckpointError) else message]
             segment.causes = self._changes(segment, {})
 
     def _changes(self, segment: Segment, contents: Mapping[str, Any]) -> list[str]:
-        """Return the changes since the run; `contents`: the recomputed checkpoint, whose settings are compared."""
+        """Return the changes since the run, including settings, which it compares with the recomputed `contents`."""
         was, now = segment.target.fingerprint, contents.get("fingerprint", {})
         names = [name for name in was if name in now and name != CONTENT and was[name] != now[name]]
         settings = listed([f"{name} {was[name]} -> {now[name]}" for name in names])
         return [*differences(self.history, segment.steps[0]), *([f"Changed settings: {settings}."] if names else [])]
 
     def _replay(self, segment: Segment, folder: Path) -> tuple[Replayed, dict[str, Any]]:
-        """Return a replay of a segment, and the contents of its checkpoint."""
+        """Return a replay of a segment and the contents of its checkpoint."""
         folder.mkdir()
         made, checkpoint = segment.make(), folder / "checkpoint"
         segment.processes = processes_of(made[0])
@@ -200,7 +200,7 @@ class Verification:
 
     @property
     def is_proven(self) -> bool:
-        """True if everything that was compared equals the run."""
+        """True if everything that was compared matches the run."""
         return not self.history.damaged and not any(segment.differences for segment in self.segments)
 
     def write_certificate(self, directory: Path) -> str:
@@ -250,7 +250,7 @@ class Verification:
 
 
 def processes_for(start: Mapping[str, Any]) -> int:
-    """Return how many processes recompute a start's steps: another number than it had, if the bits are the same."""
+    """Return how many processes recompute a start's steps: a different number if that must not change the bits."""
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
     if start.get("reproducible") == "bitwise":
@@ -270,7 +270,7 @@ def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -
     values = counted(replayed.values, "logged value")
     segment.result = f"{values} and all {len(was):,} of the checkpoint are equal to the bit"
     if not replayed.to_the_bit:
-        # optimizer states and single weights may be nothing but rounding, such as a bias before a batch norm
+        # some weights and optimizer states are pure rounding error, such as those of a bias before a batch norm
         apart = distance(stored["state_dict"], contents["state_dict"])
         segment.result = f"{values} are equal up to rounding, weights to {apart:.1e}; {replayed.why}"
     elif names:
@@ -282,13 +282,13 @@ def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -
 
 
 def points_in(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the points that a replay logged, by step, without their times."""
+    """Return the points that a replay logged, by step, without timestamps."""
     points = read_lines(directory / POINTS_FILE)
     return {point["step"]: {name: value for name, value in point.items() if name != "time"} for point in points}
 
 
 def distance(weights: Mapping[str, Any], others: Mapping[str, Any]) -> float:
-    """Return the norm of the difference of two models' weights, relative to the norm of the first."""
+    """Return the norm of the difference between two models' weights, relative to the norm of the first model's."""
     pairs = [(value.double(), others[name].double()) for name, value in weights.items() if torch.is_tensor(value)]
     apart, size = (sum(float((a - sign * b).square().sum()) for a, b in pairs) for sign in (1, 0))
     return float((apart / (size or 1.0)) ** 0.5)

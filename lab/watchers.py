@@ -1,4 +1,4 @@
-"""Callbacks of a replay: they report a step, stop after it, save it, or debug it."""
+"""Callbacks for replays, which report, stop after, save or debug a step."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 STEPS_FILE = "steps.jsonl"
-"""File in the directory of a replay, with a line for each requested step."""
+"""File in a replay's directory with one line per requested step."""
 
 
 class SameData(Callback):
@@ -39,20 +39,20 @@ class SameData(Callback):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Compare the environment and the data."""
         if trainer.is_global_zero and (other := changed_values(self.environment, environment())):
-            log.warning("The environment differs from that of the run: %s. Bits may differ.", other)
+            log.warning("The environment differs from the run's: %s. Bits may differ.", other)
         changed = trainer.current_run.training_data.changed_content(self.content) if trainer.is_global_zero else []
         if changed:
             names = " ".join(["", *filter(None, changed)])
             raise DataError(
-                f"The replay differs from the run: the samples of the dataset{names} have changed. Replay on the run's "
-                f"data."
+                f"The replay differs from the run: the samples of the dataset{names} have changed. Replay with the "
+                f"data of the run."
             )
 
 
 class StepReport(MonitoringCallback):
-    """Writes the loss, gradient norms by module and learning rates of the steps `first` to `last`.
+    """Writes the loss, gradient norms by module and learning rates of steps `first` to `last`.
 
-    Gradients are those of the complete step, before clipping. The loss is the mean over the batches of the step.
+    Gradients are the complete step's, before clipping. The loss is the mean over the step's batches.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -65,18 +65,18 @@ class StepReport(MonitoringCallback):
         return self.first <= trainer.global_step + 1 <= self.last
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
-        """Keep the loss of a batch."""
+        """Record the loss of a batch."""
         if self._is_asked(trainer):
-            # if the task weights its batches, for example by tokens, the mean of the step uses these weights
+            # if the task weights its batches, for example by tokens, the step's mean uses these weights
             weights = trainer.current_run.optimization.weights
             self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
-        """Keep the gradient norms and learning rates."""
+        """Record the gradient norms and learning rates."""
         if not self._is_asked(trainer):
             return
         for name, gradient in gradients_of(task, optimizer):
-            # in float32: the sum of squares of bfloat16 values overflows or rounds off
+            # in float32: a sum of squares in bfloat16 or float16 would overflow or lose digits
             norm = torch.linalg.vector_norm(local_part(gradient).detach().float())
             self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
         self._rates += [float(group["lr"]) for group in optimizer.param_groups]
@@ -98,7 +98,7 @@ class StepReport(MonitoringCallback):
 
 
 def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and gradient of each parameter that an optimizer updates."""
+    """Yield the name and gradient of each parameter that an optimizer updates."""
     # several optimizers report their own parameters, once each
     stepped = set(map(id, optimizer_parameters(optimizer)))
     for name, parameter in task.named_parameters():
@@ -107,7 +107,7 @@ def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, to
 
 
 class StopAfterStep(MonitoringCallback):
-    """Ends training after a step, and saves a checkpoint of it to `save` unless that is None."""
+    """Ends training after a step and, unless `save` is None, saves a checkpoint there."""
 
     def __init__(self, step: int, save: Path | None = None) -> None:
         self.step, self.save = step, save
@@ -116,16 +116,16 @@ class StopAfterStep(MonitoringCallback):
         """Stop when the step is complete."""
         if trainer.global_step < self.step or trainer.metrics.step == trainer.global_step:
             return
-        # once: batches that run after the stop must not save again
+        # only once: batches that run after the stop must not save again
         if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
             trainer.save_checkpoint(self.save)
         trainer.should_stop = True
 
 
 class SaveAs(CheckpointCallback):
-    """Saves to `path` when the loop state equals a checkpoint's, and ends training there.
+    """Saves to `path` when the loop state equals a checkpoint's, and then ends training.
 
-    A run saves after a step, after its validation, or at the end of an epoch; the loop state tells which.
+    A run saves after a step, after its validation, or at the end of an epoch; the loop state distinguishes these.
     """
 
     CLOCKS = ("elapsed", "logged_at")
@@ -136,14 +136,14 @@ class SaveAs(CheckpointCallback):
         self.is_saved = self.is_same = False
 
     def look(self, trainer: "Trainer", task: "Task | None" = None) -> None:
-        """Save and stop at the moment of the checkpoint."""
-        # in the middle of the next step the counts are still those of this one
+        """Save and stop at the point in the loop at which the checkpoint was saved."""
+        # in the middle of the next step, the counts are still this step's
         is_within = trainer.metrics.step == trainer.global_step
         if self.is_same or is_within or trainer.global_step < self.state.global_step:
             return
         clocks = {name: getattr(self.state, name) for name in self.CLOCKS}
         self.is_same = trainer.state.to_dict() | clocks == self.state.to_dict()
-        # if no state is equal, the first one saved shows what differs
+        # if no state is equal, the first saved state shows what differs
         if self.is_same or not self.is_saved:
             self.is_saved = True
             trainer.save_checkpoint(self.path)
@@ -154,24 +154,24 @@ class SaveAs(CheckpointCallback):
     on_train_end = save_cut_epoch = look
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save and stop at the moment of the checkpoint."""
+        """Save and stop at the point in the loop at which the checkpoint was saved."""
         self.look(trainer)
 
 
 class DebugStep(Callback):
-    """Opens the debugger at the first line of training_step, for each batch of a step, or of one replica."""
+    """Opens the debugger at the first line of training_step for each batch of a step, or only for one replica's."""
 
     def __init__(self, step: int, replica: int | None = None) -> None:
         self.step, self.replica = step, replica
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Run this call of training_step in the debugger."""
+        """Run this call to training_step in the debugger."""
         if trainer.global_step + 1 != self.step or self.replica not in (None, trainer.metrics.replica):
             return
         training_step: Callable[..., Any] = task.training_step
 
         def debugged(*arguments: Any) -> Any:
-            # removed first, so that nested calls and errors reach the method of the class
+            # removed first, so that nested calls and errors reach the class's method
             del task.__dict__["training_step"]
             # nosigint: Legato's handler keeps Ctrl-C, which ends the run
             return pdb.Pdb(nosigint=True).runcall(training_step, *arguments)

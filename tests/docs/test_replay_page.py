@@ -44,7 +44,7 @@ def test_the_bad_shard_is_found_named_and_left_out(tmp_path: Path, monkeypatch: 
     for spared in ("version_1", "version_2"):
         assert max(losses_of(runs / spared)) < 3
     assert (runs / "version_0.replay-1" / "metrics.jsonl").read_text().count("gradients/net.0") >= 20
-    assert sum("Every bit is the same up to step 60, by the checkpoints." in text for text in outputs) == 1
+    assert sum("The checkpoints are bitwise identical up to step 60." in text for text in outputs) == 1
 
 
 @pytest.mark.slow

@@ -26,13 +26,13 @@ def test_the_first_step_and_the_first_tensor_are_found_by_replaying_a_part() -> 
     sample = legato("samples", str(first), "step=3").stdout.split()[-1]
     legato("fit", "points.yaml", f"trainer.leave_out_samples=[{sample}]")
     told = bits(first, second)
-    start = told.index("The first step at which they differ is 3.")
+    start = told.index("The runs first differ at step 3.")
     assert told[start + 1].split()[:2] == ["weights", "net.0.weight"]
     assert told[start + 2].split()[:2] == ["gradients", "net.0.weight"]
     assert tree(first) == before
     third = first.with_name("version_2")
     legato("fit", "points.yaml")
-    assert bits(first, third)[-1] == "Every bit is the same up to step 20, by the checkpoints."
+    assert bits(first, third)[-1] == "The checkpoints are bitwise identical up to step 20."
 
 
 def test_a_damaged_checkpoint_is_named_and_without_it_the_steps_are_computed() -> None:
@@ -45,7 +45,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_steps_are_computed() -
     assert "step-00000010" in done.stderr
     assert "model.safetensors is damaged" in done.stderr
     shutil.rmtree(newest)
-    assert bits(first, second)[-1] == "Every bit is the same up to step 10, by its checkpoint and computed again."
+    assert bits(first, second)[-1].startswith("The runs are bitwise identical up to step 10, both in its checkpoint")
 
 
 def flip_a_bit(path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_run_of_other_code_is_named() -> None:
     Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
     legato("fit", "points.yaml")
     told = "\n".join(bits(RUN, RUN.with_name("version_1")))
-    assert f"{RUN} differs from what its config gives now" in told or f"{RUN.absolute()} differs from what" in told
+    assert f"{RUN} no longer matches it" in told or f"{RUN.absolute()} no longer matches it" in told
     assert "of step 1" in told
 
 
@@ -72,7 +72,7 @@ def test_without_checkpoints_the_steps_are_computed_from_the_start() -> None:
     for run in (first, second):
         shutil.rmtree(run / "checkpoints")
     told = bits(first, second)
-    start = told.index("The first step at which they differ is 1.")
+    start = told.index("The runs first differ at step 1.")
     assert told[start + 1].split()[0] == "weights"
     assert told[start + 2].split() == ["gradients", "the", "same"]
     assert json_lines(first / "metrics.jsonl")

@@ -205,8 +205,8 @@ def test_a_step_whose_samples_cannot_be_alone_is_refused_with_the_reason(trainer
     for task, loader, said in (
         (Contrasts(), DataLoader(make_data(16), 4), "training_step fails with a batch of one: sample 4 of replica 0"),
         (Manual(), DataLoader(make_data(16), 4), "--blame needs automatic optimization"),
-        (combined(), several, "A batch of several loaders cannot"),
-        (Read(), DataLoader(Whole(), batch_size=None), "has no tensor with 3 entries"),
+        (combined(), several, "A batch from several loaders cannot"),
+        (Read(), DataLoader(Whole(), batch_size=None), "has no tensor whose first dimension has size 3"),
     ):
         with pytest.raises(DataError, match=said):
             rows_of(tmp_path, trainer, task, loader)
@@ -220,6 +220,6 @@ def test_the_lines_put_what_is_not_finite_first_and_tell_the_medians_of_a_large_
     ]
     rows[7] |= {"loss": math.inf, "gradient_norm": math.nan}
     lines = list(shown_blame(Path("runs/one"), 1234, rows))
-    assert lines[0] == "Step 1,234 of runs/one: each of its 64 samples alone, with the weights before the step"
+    assert lines[0].startswith("Step 1,234 of runs/one: each of its 64 samples separately, with the weights from")
     assert [line.split()[1] for line in lines[1:3]] == ["7", "63"]
-    assert lines[-1].startswith("  and 44 more; the medians of all: loss 32.5")
+    assert lines[-1].startswith("  and 44 more; medians over all samples: loss 32.5")

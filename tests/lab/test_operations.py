@@ -108,7 +108,7 @@ def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(
     legato("fit", "points.yaml", *options)
     legato("fit", "points.yaml", *options, f"task.{setting}=false")
     lines = legato("compare", "default/version_0", "default/version_1", "--bits").stdout.splitlines()
-    assert "The first step at which they differ is 1." in lines
+    assert "The runs first differ at step 1." in lines
     found = told(lines)
     module, operation, line = {
         "quick": ("net.0", "aten.convolution.default", "features = self.net(batch[0])"),
@@ -121,7 +121,7 @@ def test_another_setting_of_a_library_is_named_by_the_operation_that_it_changes(
     phase = "backward" if setting == "quick_backward" else "forward"
     assert found["where"].startswith(f"The first operation that differs is in the {phase} of replica 0, batch 0")
     if setting == "attention":
-        assert "the two sides compute different operations" in found["verdict"]
+        assert "the two runs perform different operations" in found["verdict"]
     else:
         assert "this operation causes the difference" in found["verdict"]
         assert " | " not in found["input hash"]
@@ -138,7 +138,7 @@ def test_a_changed_line_is_named_by_recordings_before_and_after(options) -> None
     legato("fit", "points.yaml", *options)
     run = Path("runs/default/version_0")
     before = recorded(run, "before.jsonl")
-    assert legato("compare", before, recorded(run, "again.jsonl")).stdout.startswith("No operation of this step")
+    assert legato("compare", before, recorded(run, "again.jsonl")).stdout.startswith("No operation in this step")
     text = Path("points.py").read_text()
     for old, new, operation, phase in (
         ("return gradient * 2.0", "return gradient * 2.5", "aten.mul.Tensor", "backward"),
@@ -174,7 +174,7 @@ def test_the_rank_that_differs_is_named_and_processes_may_be_others() -> None:
     one, two = recorded(run, "one.jsonl"), recorded(run, "two.jsonl", *TWO)
     ranks = {json.loads(line)["rank"] for line in Path(two).read_text().splitlines()}
     assert ranks == {0, 1}
-    assert legato("compare", two, recorded(run, "same.jsonl", *TWO)).stdout.startswith("No operation of this step")
+    assert legato("compare", two, recorded(run, "same.jsonl", *TWO)).stdout.startswith("No operation in this step")
     found = between(two, recorded(run, "broken.jsonl", *TWO, BROKEN="1"))
     assert "in the forward of replica 1, batch 0, on rank 1" in found["where"]
     assert found["line"].split(" | ")[-1] == line_of("            rows = rows * 1.0001")
@@ -186,7 +186,7 @@ def test_the_rank_that_differs_is_named_and_processes_may_be_others() -> None:
         )
         for name in (one, two)
     ]
-    assert next(different_operation(forwards)).startswith("No operation of this step")
+    assert next(different_operation(forwards)).startswith("No operation in this step")
 
 
 def test_mistakes_are_named() -> None:

@@ -99,9 +99,7 @@ def test_another_environment_than_the_run_had_is_named(options: tuple[str, ...])
     )
     # its bits may be those of the run, or not
     first = completed(run_module, "legato", "replay", str(run), "step=2", env={**os.environ, "NCCL_ALGO": "Ring"})
-    told = (
-        "The environment differs from that of the run: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
-    )
+    told = "The environment differs from the run's: mkldnn True -> False, NCCL_ALGO None -> Ring. Bits may differ."
     assert told in first.stderr
     later = completed(run_module, "legato", "replay", str(run), "step=7", env={**os.environ, "NCCL_ALGO": "Ring"})
     assert "mkldnn: True -> False, NCCL_ALGO: None -> Ring" in later.stderr
@@ -223,7 +221,7 @@ for wrong in (used[0], lambda: used, lambda: None):
     try:
         lg.lab.replay("runs/default/version_0", 3, make=wrong)
     except ConfigError as error:
-        assert "takes a function that makes a new trainer" in str(error)
+        assert "needs a function that creates a new trainer" in str(error)
     else:
         raise AssertionError(wrong)
 """

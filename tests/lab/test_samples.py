@@ -199,7 +199,7 @@ def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(f
 def test_what_cannot_be_known_is_said(folder: Path) -> None:
     run = trained("task.kind=moody")
     history = history_of(str(run))
-    with pytest.raises(DataError, match="Moody draws another order each time"):
+    with pytest.raises(DataError, match="Moody draws a different order each time"):
         SampleLookup(history, history.unstarted).at(3)
     done = legato("samples", str(run), "step=0")
     assert (done.returncode, "steps count from 1" in done.stderr) == (2, True)

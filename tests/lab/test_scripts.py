@@ -118,7 +118,7 @@ def test_its_operations_are_recorded_and_compared(folder: Path, processes: str, 
     (folder / "points.py").write_text(text.replace("nn.functional.mse_loss(", "1.01 * nn.functional.mse_loss("))
     legato("replay", str(RUN), "step=5", "--operations", "after.jsonl")
     same = legato("compare", "before.jsonl", "before.jsonl").stdout
-    assert "No operation of this step differs" in same
+    assert "No operation in this step differs" in same
     told = legato("compare", "before.jsonl", "after.jsonl").stdout
     assert "The first operation that differs is in the forward of replica 0" in told
     assert re.search(r"(?m)^  line .*points\.py:\d+$", told)
@@ -134,15 +134,15 @@ def test_the_first_difference_of_two_scripts_is_told_with_modules_of_one_name(fo
     same = completed(run_program, "train.py", "1", cwd=folder / "other")
     assert same.returncode == 0, same.stderr
     other = folder / "other" / RUN
-    assert "Every bit is the same up to step 30" in legato("compare", str(RUN), str(other), "--bits").stdout
+    assert "bitwise identical up to step 30" in legato("compare", str(RUN), str(other), "--bits").stdout
     shutil.rmtree(folder / "other" / "runs")
     shutil.rmtree(folder / "other" / "kept")
     text = (folder / "points.py").read_text()
     (folder / "other" / "points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.1)"))
     completed(run_program, "train.py", "1", cwd=folder / "other")
     told = legato("compare", str(RUN), str(other), "--bits").stdout
-    assert "The first step at which they differ is 1." in told
-    assert "differs from what its config gives now" not in told
+    assert "The runs first differ at step 1." in told
+    assert "no longer matches it" not in told
 
 
 def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
@@ -150,7 +150,7 @@ def test_a_replay_on_two_processes_by_the_trainers_arguments() -> None:
     done = legato("replay", str(RUN), "step=6", "trainer.devices=2", "trainer.strategy=ddp")
     assert "equal to the bit" in done.stdout
     for word, said in (
-        ("task.rate=1", "a script started the run, and makes its task, data and callbacks"),
+        ("task.rate=1", "a script started this run and creates its task, data and callbacks"),
         ("trainer.devcies=2", "Did you mean 'devices'?"),
     ):
         assert said in legato("replay", str(RUN), "step=6", word, fails=True).stderr
@@ -203,7 +203,7 @@ def test_what_has_changed_is_told(folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN.replace("    trainer.fit(", "    1 / 0\n    trainer.fit("))
     done = legato("replay", str(RUN), "step=7", fails=True)
     assert "ZeroDivisionError" in done.stderr
-    assert "train.py ran again, to find what the run trained." in done.stderr
+    assert "train.py to rebuild the run's task and data" in done.stderr
     (folder / "train.py").unlink()
     done = legato("replay", str(RUN), "step=7", fails=True)
     assert "train.py does not exist" in done.stderr

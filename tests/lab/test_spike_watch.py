@@ -208,7 +208,7 @@ def test_two_optimizers_are_judged_by_the_norm_of_all_gradients(trainer):
     made = trainer(callbacks=[SpikeWatch()], max_epochs=4)
     made.fit(Two({15: 100.0}), make_loader(20))
     assert spikes_of(made).spikes == [15]
-    with pytest.raises(ConfigError, match="takes one optimizer with one update a step, got several"):
+    with pytest.raises(ConfigError, match="needs one optimizer, one update per step; got several"):
         trainer(callbacks=[SpikeWatch(then="skip")]).fit(Two({}), make_loader(20))
 
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_judged_is_refused(trainer):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ConfigError, match="SpikeWatch judges a step"):
+    with pytest.raises(ConfigError, match="SpikeWatch checks a step"):
         trainer(callbacks=[SpikeWatch()]).fit(Manual(), make_loader(20))
     with pytest.raises(ConfigError, match="got LBFGS, which evaluates the loss itself"):
         trainer(callbacks=[SpikeWatch()]).fit(Closures(), make_loader(20))

@@ -94,7 +94,7 @@ def test_the_example_keeps_the_rules():
         (Twice, "rule 2: the gradient of step 1 on rank 0 is not that of the mean over the step's samples"),
         (Apart, "rule 3: the ranks end with different weights"),
         (Alone, "rule 4: the ranks wait for each other"),
-        (Counts, "rule 5: a resumed run ends with other weights"),
+        (Counts, "rule 5: a resumed run ends with different weights"),
     ],
 )
 def test_a_broken_rule_is_named(kind, words):

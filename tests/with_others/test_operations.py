@@ -42,7 +42,7 @@ def test_the_attention_that_differs_is_named(processes, trainer, tmp_path):
         made.assigned_dir = tmp_path / name
         made.fit(Writes(attention), texts())
         sides.append(read_operations(tmp_path / name))
-    assert next(different_operation(sides[:2])).startswith("No operation of this step differs")
+    assert next(different_operation(sides[:2])).startswith("No operation in this step differs")
     lines = "\n".join(different_operation(sides[1:]))
     assert "in the forward of replica 0, batch 0, on rank 0" in lines
     assert "  module      model.model | model.model.rotary_emb" in lines  # eager attention makes a mask before
