@@ -1,6 +1,6 @@
-"""Arguments of the Trainer: name, type, range, default and documentation of each.
+"""The Trainer's arguments, with their names, types, ranges, defaults and documentation.
 
-The docstring of TrainerArguments is the only source of their texts: the reference page, `legato --help`, the JSON
+The docstring of TrainerArguments is the only source of the documentation: the reference page, `legato --help`, the JSON
 schema and messages read it. This module does not import torch, so that a misspelled key fails before torch loads.
 """
 
@@ -34,11 +34,11 @@ PrecisionName = Literal[
 ]
 AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "mtia"]
 ACCELERATORS: tuple[str, ...] = get_args(AcceleratorName)
-"""Values of trainer.accelerator; extensions of torch may add others."""
+"""Values of trainer.accelerator; torch extensions may add others."""
 
 
 def _may_be_device_type(name: str) -> bool:
-    # without torch, which knows the types that extensions add, only a name that looks misspelled is refused
+    # only torch knows which device types extensions add; without it, reject only names that look misspelled
     device_type = name.partition(":")[0]
     return device_type in ACCELERATORS[1:] or not did_you_mean(device_type, ACCELERATORS)
 
@@ -52,41 +52,43 @@ Interval = Annotated[int, Range(1)] | Annotated[float, Range(0.0, 1.0, exclusive
 
 @dataclass(kw_only=True, eq=False)
 class TrainerArguments:
-    """Trains, validates, tests and predicts. The fields are the arguments of the Trainer.
+    """Arguments of the Trainer, which trains, validates, tests and predicts.
 
     Args:
         max_epochs: Stop after this many epochs. -1: no limit. Default: 1000, unless max_steps or max_time is set.
         min_epochs: Train at least this many epochs before anything may stop the run early.
         max_steps: Stop after this many optimizer steps. -1: no limit.
         min_steps: Train at least this many optimizer steps before anything may stop the run early.
-        max_time: Stop after this time: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
-        fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints and logs.
-        strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and
+        max_time: Stop after this duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 12}.
+        fast_dev_run: Quick test: run this many batches of each stage (True: 1), without checkpoints or logs.
+        strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping with `name` and
             options.
         accelerator: "cpu", "cuda" (or "gpu"), "mps", "xpu" or another device type of torch; "auto" selects the
             available one. "cuda:1" selects a single device.
         devices: Number of devices on this machine, or a list of their indices. "auto": all devices of an accelerator,
-            one process on CPU. If an index is repeated, several processes share that device.
+            or one process on CPU. If you repeat an index, several processes share that device.
         num_nodes: Number of machines.
         replicas: Number of logical data-parallel workers, constant for the run. None: one per data-parallel process at
             the start of the run.
         precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true" or "16-true".
-        seed: Seed of the order of samples and of all random numbers.
-        reproducible: Guarantee on any number of processes: "order" (same samples and random numbers in each step),
-            "bitwise" (same bits in the result) or "off" (none).
-        threads: Intra-op threads of each process; their number changes last bits. None: torch's default, or 1 under
-            "bitwise".
-        deterministic: Use deterministic kernels only. Where torch has none, True raises an error and "warn" warns.
-        recheck_every: Compute the first and every n-th step twice before the update, and end the run if bits differ,
-            to detect faulty hardware. Requires deterministic=True or reproducible="bitwise". None: never.
+        seed: Seed for the order of samples and all random numbers.
+        reproducible: What is guaranteed for any number of processes: "order" (same samples and random numbers in each
+            step), "bitwise" (bitwise identical results) or "off" (nothing).
+        threads: Intra-op threads per process; the number affects the last bits of results. None: torch's default, or 1
+            under "bitwise".
+        deterministic: Use deterministic kernels only. For operations without one, True raises an error and "warn"
+            warns.
+        recheck_every: To detect faulty hardware, compute the first and every n-th step twice before the update, and end
+            the run if bits differ. Requires deterministic=True or reproducible="bitwise". None: never.
         accumulate_grad_batches: Batches that each replica accumulates per optimizer step.
-        gradient_clip_val: Maximum norm or absolute value of gradients in a step. None or 0: no clipping.
+        gradient_clip_val: Maximum norm or absolute value of the gradients. None or 0: no clipping.
         gradient_clip_algorithm: "norm": clip the total norm; "value": clip each element.
-        nan: Reaction to NaN and infinity: "raise" ends the run at such a loss, "skip" skips a step with such a
-            gradient, "ignore" continues.
-        nan_skips: Consecutive steps that nan="skip" may skip before the run ends with an error.
-        detect_anomaly: Let autograd name the operation whose gradient is NaN. Slow.
-        activation_checkpointing: Names of module classes whose activations are recomputed in backward to save memory.
+        nan: How to handle NaN and infinity: "raise" ends the run if a loss is not finite, "skip" skips a step if its
+            gradients are not finite, and "ignore" continues.
+        nan_skips: Maximum number of consecutive steps that nan="skip" skips before the run ends with an error.
+        detect_anomaly: Make autograd report the operation that produced a NaN gradient. Slow.
+        activation_checkpointing: Names of module classes whose activations are recomputed in the backward pass to save
+            memory.
         compile: Compile the task's modules in place with torch.compile. A mapping passes options to it; its key
             `blocks` lists the module classes to compile.
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas. Requires one process per
@@ -99,19 +101,19 @@ class TrainerArguments:
             batches in a fixed order. 0: off.
         use_distributed_sampler: True: shard training data across replicas, except for loaders that already yield a
             different share in each process. False: your loaders shard the data. "even": shard, and repeat the first
-            samples of an epoch until all replicas have equally many, for steps that gather from all replicas.
-        loader: Options that replace those of every DataLoader sharded by sample: num_workers, prefetch_factor,
-            persistent_workers, pin_memory. They affect the speed, not the samples.
-        prefetch_to_device: Copy the next batch to the device while it computes the current one, on devices with
-            streams. Takes device memory for one more batch.
+            samples of an epoch until all replicas have equally many, as needed by steps that gather from all replicas.
+        loader: Options that override those of every DataLoader that Legato shards by sample: num_workers,
+            prefetch_factor, persistent_workers, pin_memory. They affect the speed, not the samples.
+        prefetch_to_device: On devices with streams, copy the next batch to the device during computation on the current
+            one. Needs device memory for one more batch.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n epochs. 0:
             never. A resume calls them again for the resumed epoch, with the `current_epoch` of the earlier call.
-        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples keep
-            their step.
-        resume_at: What a resume within an epoch does if the samples of a step have changed (batch size, data, limits).
-            "step": raise an error; "epoch": end that epoch and begin the next.
-        val_check_interval: Validate after this fraction of an epoch (float), this many training batches of a replica
-            (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
+        leave_out_samples: Dataset indices of training samples to leave out of every batch. All other samples stay in
+            their steps.
+        resume_at: What a resume within an epoch does if the steps' samples have changed (batch size, data, limits).
+            "step": raise an error; "epoch": end that epoch and start the next one.
+        val_check_interval: Validate after this fraction of an epoch (float), this many training batches per replica
+            (int), or this duration: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
         check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches across epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
         inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
@@ -120,8 +122,8 @@ class TrainerArguments:
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
-        log_every_n_steps: Optimizer steps between two logging steps. Values are read from the device only at logging
-            steps. The last step of a run is a logging step, too.
+        log_every_n_steps: Optimizer steps between logging steps. Values are read from the device only at logging steps.
+            The last step of a run is also a logging step.
         callbacks: Callbacks of the run.
         enable_checkpointing: Add a Checkpoint callback if you pass none.
         checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's
@@ -130,10 +132,10 @@ class TrainerArguments:
         enable_model_summary: Add a ModelSummary callback if you pass none.
         cluster: "auto": join the processes that torchrun, SLURM or MPI started; "off": ignore their environment
             variables.
-        max_restarts: Number of times that Legato's launcher restarts failed workers, each time from the newest
-            complete checkpoint.
-        hang_timeout: Seconds without progress after which the run ends with an error. Choose more than the longest
-            step, save or hook takes. None: never.
+        max_restarts: How often Legato's launcher restarts failed workers, each time from the newest complete
+            checkpoint.
+        hang_timeout: Seconds without progress after which the run ends with an error. Choose a longer time than the
+            longest step, save or hook takes. None: never.
         requeue: Under SLURM, save a checkpoint and requeue the job when it receives SIGTERM or SIGUSR1.
     """
 
@@ -228,7 +230,7 @@ TORCH_OPTIONS = {
     "process_group": "Call torch.distributed.init_process_group before fit, which uses the default group.",
     "static_graph": "Remove it: Legato does not assume that the graph stays the same.",
 }
-"""Alternatives to arguments of torch's DataParallel and DistributedDataParallel that strategies do not have."""
+"""Alternatives to DataParallel and DistributedDataParallel arguments that strategies do not have."""
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
@@ -243,18 +245,18 @@ INSTEAD = {
     "write_csv": "Add legato.loggers.CSVLogger() to logger; in a config, add csv: {_target_: "
     "legato.loggers.CSVLogger} to loggers.",
 }
-"""Alternatives to arguments of Lightning's Trainer, and to former arguments of Legato's."""
+"""Alternatives to arguments of Lightning's Trainer and to former arguments of Legato's Trainer."""
 
 
 @cache
 def argument_types() -> dict[str, Any]:
-    """Return the type of each argument; Any for classes of higher layers, which are not imported."""
+    """Return the type of each argument. Classes of higher layers, which are not imported, become Any."""
     above = dict.fromkeys(("Strategy", "Callback", "CheckpointFormat", "Logger"), Any)
     return get_type_hints(TrainerArguments, localns=above, include_extras=True)
 
 
 def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name (None for a user's strategy) and options of the strategy in a checked trainer section."""
+    """Return the strategy's name (None for a custom strategy) and options from a validated trainer section."""
     strategy = trainer["strategy"]
     options = dict(strategy) if isinstance(strategy, Mapping) else {"name": strategy}
     return options.pop("name", None), options
@@ -274,7 +276,7 @@ def documented_arguments(docstring: str | None) -> dict[str, str]:
 
 
 def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, base: (value, [])) -> list[Problem]:
-    """Return the mistakes in arguments of the Trainer, with keys ("trainer", name).
+    """Return the mistakes in arguments for the Trainer, with keys ("trainer", name).
 
     build: Checks a mapping with `_target_`. By default such a mapping is accepted unchecked.
     """
@@ -288,12 +290,12 @@ def problems(arguments: Mapping[str, Any], build: Build = lambda value, key, bas
 
 
 def instead_of(name: object) -> str:
-    """Return a sentence with an alternative to an unknown argument of the Trainer; "" without one."""
+    """Return a sentence that suggests an alternative to an unknown Trainer argument; "" without one."""
     return f" {INSTEAD[str(name)]}" if name in INSTEAD else did_you_mean(str(name), ARGUMENT_NAMES)
 
 
 def with_suggestions(function: Callable[..., Any], owner: str, instead: Callable[[str], str]) -> Callable[..., Any]:
-    """Wrap a function so that an unknown argument raises TypeError with an alternative, as in Python 3.13."""
+    """Wrap a function so that an unknown argument raises TypeError with a suggestion, as in Python 3.13."""
     names = inspect.signature(function).parameters
 
     @wraps(function)

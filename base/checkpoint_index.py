@@ -1,4 +1,4 @@
-"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values that rank them.
+"""CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values by which it ranks them.
 
 The index lies beside the checkpoints, since a list stored in a checkpoint would be outdated by the next save.
 """
@@ -22,13 +22,13 @@ class Entry(NamedTuple):
 
 
 def is_name(name: object) -> bool:
-    """Return whether `name` is valid as the name of a checkpoint: a visible entry of its folder, without "/"."""
+    """Return whether `name` is a valid checkpoint name: not hidden and without "/"."""
     return isinstance(name, str) and name.isprintable() and name[:1] not in ("", ".") and "/" not in name
 
 
 @dataclass
 class CheckpointIndex:
-    """Checkpoints of a run in a folder, oldest first, and how to compare them."""
+    """A run's checkpoints in a folder, oldest first, and how to compare them."""
 
     run: str = ""
     """Id of the run."""
@@ -38,9 +38,9 @@ class CheckpointIndex:
     checkpoints: dict[str, Entry] = field(default_factory=dict)
 
     def best(self, save_top_k: int | None = None) -> list[str]:
-        """Return the names of the `save_top_k` best checkpoints, best first; on a tie, the earlier one first.
+        """Return the names of the `save_top_k` best checkpoints, best first. In a tie, the earlier one comes first.
 
-        -1 returns all checkpoints, None those that have a value.
+        -1 returns all checkpoints, None only those that have a value.
         """
         ranked = list(reversed(self.checkpoints))
         if self.monitor is not None:
@@ -61,13 +61,13 @@ class CheckpointIndex:
         """Return the contents of the index file."""
         entries = {name: entry._asdict() for name, entry in self.checkpoints.items()}
         content = {"run": self.run, "monitor": self.monitor, "mode": self.mode, "checkpoints": entries}
-        # JSON has no NaN, and with a NaN score `parse_index` would refuse the entire file
+        # JSON has no NaN, so with a NaN score `parse_index` would reject the entire file
         return json.dumps(content, indent=1, allow_nan=False).encode("ascii")
 
 
 def parse_index(content: Any) -> CheckpointIndex | None:
-    """Return the index in the parsed JSON of a file; None if it is not an index of Legato's."""
-    # the file may come from anyone: no name may lead to another folder
+    """Return the index in a file's parsed JSON; None if it is not a Legato index."""
+    # the file may be untrusted: no name may lead to another folder
     try:
         entries = {name: _entry(**entry) for name, entry in content["checkpoints"].items() if is_name(name)}
         index = CheckpointIndex(content["run"], content["monitor"], content["mode"], entries)

@@ -15,7 +15,7 @@ NUMERIC_VARIABLES = (
     *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_TOPO_FILE"),
     *("NCCL_GRAPH_FILE", "NCCL_TUNER_PLUGIN", "TORCHINDUCTOR_MAX_AUTOTUNE"),
 )
-"""Variables that select kernels and the order of sums in libraries below torch; see docs/reference/bits.md."""
+"""Variables that affect kernels and summation order in libraries used by torch; see docs/reference/bits.md."""
 
 
 def get_variable(name: str) -> str | None:
@@ -24,7 +24,7 @@ def get_variable(name: str) -> str | None:
 
 
 def read_int(*names: str) -> int | None:
-    """Return the value of the first variable that is set. Raises ConfigError if it is not an integer."""
+    """Return the value of the first of `names` that is set. Raises ConfigError if it is not an integer."""
     for name in names:
         value = os.environ.get(name, "").strip()
         if value:
@@ -40,7 +40,7 @@ def all_variables() -> dict[str, str]:
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set a variable for this process and the processes that it starts."""
+    """Set a variable for this process and its child processes."""
     os.environ[name] = value
 
 
@@ -56,7 +56,7 @@ def unset_variable(name: str) -> None:
 
 def replace_variables(variables: Mapping[str, str]) -> None:
     """Replace all variables with `variables`."""
-    # a notebook or a test must not see the variables that a run has set
+    # variables that a run has set must not remain in a notebook or test
     os.environ.clear()
     os.environ.update(variables)
 
@@ -67,7 +67,7 @@ def cache_folder() -> Path:
 
 
 def lead_python_path(folder: str) -> None:
-    """Put a folder first on PYTHONPATH for Python processes started later."""
+    """Put a folder first on PYTHONPATH for Python processes that start later."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # workers import the task's module by name, from any working directory
     if folder not in paths:
@@ -75,7 +75,7 @@ def lead_python_path(folder: str) -> None:
 
 
 def numeric_variables() -> dict[str, str | None]:
-    """Return the variables that change results, by name; None for a variable that is not set."""
+    """Return the variables that affect numerical results, by name; None for a variable that is not set."""
     return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
 
 

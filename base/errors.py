@@ -4,14 +4,14 @@
     |-- ConfigError       (ValueError)       a setting, file or argument is wrong; raised before the run starts
     |-- TaskError         (TypeError)        the task, one of its hooks or the result of a step is wrong
     |-- DataError         (ValueError)       a loader or sampler does not fit the run
-    |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or of another model
+    |-- CheckpointError   (ValueError)       a checkpoint is missing, damaged or from another model
     |-- NonFiniteError    (ArithmeticError)  a loss or gradient is NaN or infinite
-    |-- CorruptionError   (ArithmeticError)  a second computation of a step gave different bits
+    |-- CorruptionError   (ArithmeticError)  recomputing a step gave different bits
     |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
     |-- HangError         (RuntimeError)     the run made no progress; the message has each rank's position
     `-- WorkerError       (RuntimeError)     a process of the run failed; has its rank and its traceback
 
-A message says what was expected, what came and what to do; for a common mistake it ends with `correction`.
+A message says what was expected, what was found and what to do. For a common mistake, it ends with `correction`.
 """
 
 import difflib
@@ -40,7 +40,7 @@ class DataError(LegatoError, ValueError):
 
 
 class CheckpointError(LegatoError, ValueError):
-    """Raised if a checkpoint is missing, damaged or of another model."""
+    """Raised if a checkpoint is missing, damaged or from another model."""
 
 
 class NonFiniteError(LegatoError, ArithmeticError):
@@ -48,7 +48,7 @@ class NonFiniteError(LegatoError, ArithmeticError):
 
 
 class CorruptionError(LegatoError, ArithmeticError):
-    """Raised if a second computation of a step gives different bits (`recheck_every`)."""
+    """Raised if recomputing a step gives different bits (`recheck_every`)."""
 
 
 class DisagreementError(LegatoError, RuntimeError):
@@ -68,7 +68,7 @@ class WorkerError(LegatoError, RuntimeError):
 
 
 SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bfloat16": "bf16-mixed", "fp32": "32"}
-"""Values of other libraries whose most similar name means something else."""
+"""Values used in other libraries whose most similar name in Legato means something else."""
 
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
@@ -82,7 +82,7 @@ def nearest_name(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     names = [str(name) for name in names]
     # 0.6 is difflib's default
     near = difflib.get_close_matches(word, names, 1, cutoff)
-    # between words of very different length similarity is chance: "root" in "dropout"
+    # words of very different length match by chance only: "root" in "dropout"
     near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]
     near = [SYNONYMS[word]] if SYNONYMS.get(word) in names else near
     return near[0] if near else ""
@@ -140,7 +140,7 @@ class Errors:
         """Record an error. `when` is a clause such as "while teardown was called"."""
         if self.first is None:
             self.first = error
-        elif error is not self.first:  # a hook may re-raise the error that it received
+        elif error is not self.first:  # a hook may reraise the error that it received
             note = f"After that, {when}: {type(error).__name__}: {error}"
             add_note(self.first, note)
             if not isinstance(self.first, Exception):  # Python does not print the notes of an exit or interrupt
@@ -148,7 +148,7 @@ class Errors:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of a function; for a method, with the class of its object."""
+    """Return the name of a function; for a method, prefixed with the class of its object."""
     while isinstance(function, partial):  # hooks of callbacks are partials with trainer and task
         function = function.func
     owner = getattr(function, "__self__", None)

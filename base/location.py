@@ -1,4 +1,4 @@
-"""Location: the place of checkpoints and runs, a local path or the address of an object store. Imports no torch."""
+"""Location: where checkpoints and runs are, a local path or an address in an object store. Does not import torch."""
 
 import os
 from importlib.util import find_spec
@@ -14,17 +14,17 @@ STORES = {
     **dict.fromkeys(("az", "abfs", "abfss"), ("az", "adlfs")),
     "hf": ("hf", "huggingface_hub"),
 }
-"""Legato's extra and the required package, by URL scheme."""
+"""Legato's extra and the package that it installs, by URL scheme."""
 
 
 REPOSITORY = (
-    "a repository, in which each written file is a commit. A run can read from it, but not write to it. Write to a "
-    "bucket, hf://buckets/USER/NAME, and upload the result of legato export."
+    "a repository, in which each written file would be a commit. A run can read from it, but not write to it. Write to "
+    "a bucket, hf://buckets/USER/NAME, and upload the result of legato export."
 )
 
 
 class Address(str):
-    """Address of a folder or file in an object store, such as s3://bucket/run, with some attributes of `Path`."""
+    """Address of a folder or file in an object store, such as s3://bucket/run, with some of `Path`'s attributes."""
 
     # not a Path, which drops a slash: Path("s3://bucket") is s3:/bucket
     __slots__ = ()
@@ -58,11 +58,11 @@ class Address(str):
 
 
 Location = Path | Address
-"""Place of a checkpoint or of a folder of checkpoints. `Folder` (trainer/checkpoints/storage.py) does the I/O."""
+"""Location of a checkpoint or a folder of checkpoints. `Folder` (trainer/checkpoints/storage.py) does the I/O."""
 
 
 def to_location(place: "str | os.PathLike[str]") -> Location:
-    """Return an Address for the address of a store, otherwise a Path. Raises ConfigError for file://."""
+    """Return an Address for an address in a store, otherwise a Path. Raises ConfigError for file://."""
     match = ADDRESS.match(os.fspath(place))
     if match is None:
         return Path(place)
@@ -72,13 +72,13 @@ def to_location(place: "str | os.PathLike[str]") -> Location:
 
 
 def to_absolute(place: "str | os.PathLike[str]") -> Location:
-    """Return the location of `place`, a path as an absolute path without ".."."""
+    """Return the location of `place`. Paths become absolute, without ".."."""
     location = to_location(place)
     return location if isinstance(location, Address) else Path(os.path.abspath(location))
 
 
 def place_problem(place: str, writes: bool = True) -> str | None:
-    """Return why a run cannot read or (with `writes`) write at a path or address; None if it can."""
+    """Return why a run cannot read from or (with `writes`) write to a path or address; None if it can."""
     scheme, mark, rest = place.partition("://")
     if not mark or scheme in ("file", "local"):
         if not mark and (match := ADDRESS.match(place)) is not None:
@@ -99,7 +99,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
 
 
 def is_repository(address: str) -> bool:
-    """Return whether an address names a repository of the Hugging Face Hub, which Legato only reads."""
+    """Return whether an address names a repository on the Hugging Face Hub, which is read-only for Legato."""
     return address.startswith("hf://") and not address.startswith("hf://buckets/")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 
 class Output:
-    """The current stdout or stderr. If the stream is closed, text is dropped: training must outlive its terminal."""
+    """The current stdout or stderr. Drops text if the stream is closed, so that training outlives its terminal."""
 
-    nowhere = io.TextIOBase()  # stands for a stream that the program was started without (`>&-`, pythonw)
+    nowhere = io.TextIOBase()  # used if the program was started without the stream (`>&-`, pythonw)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,8 +34,8 @@ class Output:
             action(stream)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
-                # The reader (`legato fit ... | head -1`) or the terminal is gone. The descriptor is redirected for the
-                # entire program, since a task's `print`, or the interpreter's flush at exit, would fail next.
+                # The reader (`legato fit ... | head -1`) or the terminal is gone. Redirect the descriptor for the whole
+                # program: otherwise a task's `print` or the interpreter's flush at exit would fail next.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
@@ -58,7 +58,7 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Log to stderr unless the program has set up handlers, at the level that it has set or INFO."""
+    """Log to stderr unless the program has set up handlers. The level is the program's, or INFO if it set none."""
     log = logging.getLogger("legato")
     if not (logging.getLogger().handlers or log.handlers):
         log.addHandler(_ToStderr())
@@ -78,12 +78,12 @@ class _ToStderr(logging.Handler):
 
 
 LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
-"""Log level by option of a command."""
+"""Log level by command-line option."""
 
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """Set the log level of an option of LEVELS in this context, also for workers started in it."""
+    """Set the log level of an option in LEVELS within this context, also for workers started there."""
     log = logging.getLogger("legato")
     before = log.level
     try:
@@ -96,17 +96,17 @@ def shown_from(option: str | None) -> Iterator[None]:
 
 
 def shown_options() -> tuple[str, ...]:
-    """Return the active option of LEVELS as command-line arguments; () without one."""
+    """Return the active option in LEVELS as command-line arguments; () without one."""
     level = logging.getLogger("legato").level
     return tuple(option for option, option_level in LEVELS.items() if option_level == level)
 
 
 def is_quiet() -> bool:
-    """Return whether to show warnings only, without layout, progress bar and tables."""
+    """Return whether to show only warnings, without layout, progress bars or tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 
 def tell(text: str) -> None:
-    """Print a line about the progress of a command, unless it is quiet."""
+    """Print a line about a command's progress, unless output is quiet."""
     if not is_quiet():
         print(text, file=STDOUT, flush=True)

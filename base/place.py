@@ -1,4 +1,4 @@
-"""The place of this process in a process group, as its launcher or the script defines it.
+"""The place of this process in a process group, as defined by its launcher or the script.
 
 This module does not import torch, since the command line uses it before torch is imported.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from .environment import get_variable, read_int
 from .errors import ConfigError
 
-CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
+CLUSTER_OFF = "To train without other processes, unset these variables or set trainer.cluster=off."
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables in which a launcher passes a process its place. The first that is set counts."""
+    """Environment variables through which a launcher tells a process its place. The first one that is set is used."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -78,7 +78,7 @@ def variables_of(place: Place) -> dict[str, str]:
 def find_place(cluster: str = "auto") -> Place | None:
     """Return this process's place in the process group of a launcher or the script; None without a group.
 
-    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if the variables contradict each other.
+    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if its variables conflict.
     """
     worker = get_variable("LEGATO_WORKER")
     # compared with the process id: a worker's child processes inherit the variable, but are not members of the group
@@ -91,27 +91,27 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 
 def _launched() -> Place | None:
-    # before SLURM and MPI: in their jobs torchrun's processes see those variables too, but torchrun defines the group
+    # before SLURM and MPI: torchrun's processes see the variables of their job too, but torchrun defines the group
     if get_variable("TORCHELASTIC_RUN_ID") is not None:
         return _read(TORCH, "torchrun")
     # a process started by one of Legato's workers inherits RANK, but is not a member of the group
     if get_variable("LEGATO_WORKER") is None and (place := _read(TORCH, "environment")) is not None:
         return place
-    # an interactive shell, or a script that srun starts once, is a step with a single task and no group to join
+    # an interactive shell, or a script that srun starts once, is a SLURM step with a single task: no group to join
     if read_int(*SLURM.world_size) != 1 and (place := _read(SLURM, "slurm")) is not None:
         return place
     return _read(OPEN_MPI, "mpi") or _read(PMI, "mpi")
 
 
 def _read(names: Variables, origin: str) -> Place | None:
-    """Return the place in these variables; None if they are not set. Raises ConfigError for contradictions."""
+    """Return the place that these variables describe; None if they are not set. Raises ConfigError if they conflict."""
     rank, world_size = read_int(*names.rank), read_int(*names.world_size)
     if rank is None or world_size is None:
         if names is TORCH and rank != world_size:
             present, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
             raise ConfigError(
-                f"The environment variable {present} is set, but {missing} is not. To join a group, set both, and "
-                f"MASTER_ADDR and MASTER_PORT. {CLUSTER_OFF}"
+                f"The environment variable {present} is set, but {missing} is not. To join a group, set both, together "
+                f"with MASTER_ADDR and MASTER_PORT. {CLUSTER_OFF}"
             )
         return None
     nodes, node_rank, local_rank = read_int(*names.nodes), read_int(*names.node_rank), read_int(*names.local_rank)
@@ -121,7 +121,7 @@ def _read(names: Variables, origin: str) -> Place | None:
         local_world_size = tasks[node_rank or 0] if (node_rank or 0) < len(tasks) else -(-world_size // nodes)
     else:
         local_world_size = read_int(*names.local_world_size) or world_size
-    local_world_size = max(local_world_size, 1)  # a variable may be 0, which would be a divisor below
+    local_world_size = max(local_world_size, 1)  # the variable may be 0, and the code below divides by it
     nodes = nodes or -(-world_size // local_world_size)
     if node_rank is None:
         # ranks are numbered node by node
@@ -137,19 +137,19 @@ def _read(names: Variables, origin: str) -> Place | None:
         if number > most:
             relation = "at most" if most == size else "less than"
             raise ConfigError(
-                f"The environment contradicts itself: {_name(left)}={number} must be {relation} {_name(right)}={size}. "
-                f"Unset the variables left over from another launch. {CLUSTER_OFF}"
+                f"Environment variables conflict: {_name(left)}={number} must be {relation} {_name(right)}={size}. "
+                f"Unset variables that are left over from another launch. {CLUSTER_OFF}"
             )
     return Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the first variable that is set, otherwise the last, which SLURM sets outside of job steps too."""
+    """Return the first name that is set, otherwise the last, which SLURM sets outside of job steps too."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 
 def _expand_tasks(text: str) -> list[int]:
-    """Return the tasks of each node in SLURM's notation: "2(x3),1" is [2, 2, 2, 1]."""
+    """Return the number of tasks on each node from SLURM's notation: "2(x3),1" becomes [2, 2, 2, 1]."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
 
@@ -172,7 +172,7 @@ def _distributed() -> Any:
 
 
 def find_group() -> tuple[int, int] | None:
-    """Return rank and world size of a process group that the script created; None without one.
+    """Return the rank and world size of a process group that the script created; None without one.
 
     Legato joins such a group like a launcher's: it starts no processes and does not destroy the group.
     """
@@ -198,7 +198,7 @@ def _in_group(rank: int, world_size: int) -> Place:
 
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
 def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function or method to run on rank 0 only. On other ranks it returns None."""
+    """Decorate a function or method so that it runs only on rank 0. On other ranks it returns None."""
 
     @functools.wraps(function)
     def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def current_rank() -> int:
-    """Return the rank of this process in its process group or launcher's group; 0 without a group."""
+    """Return this process's rank in its process group or its launcher's group; 0 without a group."""
     distributed = _distributed()
     if distributed is not None:
         return int(distributed.get_rank())

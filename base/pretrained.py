@@ -1,6 +1,6 @@
-"""Saving of models, adapters and tokenizers in Hugging Face format.
+"""Saves models, adapters and tokenizers in Hugging Face format.
 
-They have a method `save_pretrained(folder)`, as in transformers, peft and diffusers.
+These objects have a method `save_pretrained(folder)`, as in Hugging Face Transformers, PEFT and Diffusers.
 """
 
 import shutil
@@ -17,7 +17,7 @@ def is_pretrained(value: Any) -> bool:
 
 
 def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and module of the outermost modules with `save_pretrained`: an adapter, but not its base model."""
+    """Yield the name and module of each outermost module with `save_pretrained`: an adapter, but not its base model."""
     if is_pretrained(module):
         yield name, module
         return
@@ -26,22 +26,22 @@ def find_models(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def require_models(task: Any) -> dict[str, Any]:
-    """Return the models with `save_pretrained` by their name in the task. Raises TaskError without such a model."""
+    """Return the task's models that have `save_pretrained`, by name. Raises TaskError if there are none."""
     models = dict(find_models(task))
     if not models:
         raise TaskError(
-            f"{type(task).__name__} has no module with a method save_pretrained(folder), as models of transformers, "
-            f"peft and diffusers have. Assign the model to an attribute, such as self.model = "
+            f"{type(task).__name__} has no module with a method save_pretrained(folder), as in Hugging Face "
+            f"Transformers, PEFT and Diffusers. Assign the model to an attribute, such as self.model = "
             f"AutoModelForCausalLM.from_pretrained(...), or export its weights: legato export RUN weights.safetensors"
         )
     return models
 
 
 def save_pretrained(task: Any, folder: Path, shard_size: str | None = None) -> list[Path]:
-    """Save the models of a task to `folder`, several models to a subfolder each, and return these folders.
+    """Save the models of a task to `folder`, and return the folders written.
 
-    Tokenizers and processors that are attributes of the task are saved beside each model. An existing folder is
-    replaced when the new one is complete.
+    With several models, each gets its own subfolder. Tokenizers and processors that are attributes of the task are
+    saved beside each model. An existing folder is replaced once the new one is complete.
 
     shard_size: Largest size of a weights file, such as "5GB". None: the library's default.
     """
@@ -55,7 +55,7 @@ def save_pretrained(task: Any, folder: Path, shard_size: str | None = None) -> l
     for name, model in models.items():
         place = Path(name) if len(models) > 1 else Path()
         folders.append(folder / place)
-        for extra in extras:  # first: the model's config must replace a config that is an attribute of the task
+        for extra in extras:  # before the model, whose config must replace a config that is an attribute of the task
             extra.save_pretrained(partial / place)
         model.save_pretrained(partial / place, **options)
     if folder.exists():

@@ -8,11 +8,11 @@ from datetime import timedelta
 from .errors import ConfigError
 
 Duration = str | timedelta | Mapping[str, float]
-"""A string "DD:HH:MM:SS", a timedelta, or a mapping of timedelta's arguments."""
+"""A string "DD:HH:MM:SS", a timedelta, or a mapping with arguments for timedelta."""
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Parse "DD:HH:MM:SS", a timedelta, or a mapping of its arguments. Raises ConfigError for anything else."""
+    """Parse "DD:HH:MM:SS", a timedelta, or a mapping with its arguments. Raises ConfigError for anything else."""
     try:
         if isinstance(value, timedelta):
             duration = value
@@ -40,8 +40,8 @@ def first_validation(interval: object, epochs: int | None, accumulate: int, epoc
     Args:
         interval: `val_check_interval`.
         epochs: `check_val_every_n_epoch`.
-        accumulate: Batches of a replica in a step.
-        epoch: Steps of an epoch; infinity if unknown.
+        accumulate: Batches per replica and step.
+        epoch: Steps per epoch; infinity if unknown.
     """
     before = (epochs - 1) * epoch if epochs is not None and epochs > 1 else 0
     within: int | float
@@ -79,6 +79,6 @@ def format_bytes(count: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 step" and "2,000 steps"."""
-    # the only noun in Legato's messages with another plural than -s
+    # the only noun in Legato's messages whose plural does not end in -s alone
     plural = "batches" if noun == "batch" else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"

@@ -1,4 +1,4 @@
-"""Names of files in run directories, and checks of names and paths. Imports no torch, for the config check."""
+"""File names in run directories, and checks of names and paths. Does not import torch, for a fast config check."""
 
 import errno
 import json
@@ -19,11 +19,11 @@ MANIFEST = "manifest.json"
 RUN_FILE = "run.json"
 """File with the id and the status of a run. A folder without this file is not a run directory."""
 EVALUATIONS = "evaluations"
-"""Folder in a run directory with evaluations of its checkpoints."""
+"""Folder in a run directory for evaluations of its checkpoints."""
 REPLAY = ".replay-"
-"""Separator in the name of a replay's directory, between the name of the run directory and the replay's number."""
+"""Separator between the run directory's name and the replay's number in the name of a replay's directory."""
 EVENT_FILES = "events.out.tfevents."
-"""Prefix of the names of TensorBoard's event files."""
+"""Prefix of TensorBoard event file names."""
 LARGEST = 64 << 20
 """Maximum size in bytes of a small file of a run directory, such as `run.json`."""
 ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
@@ -35,24 +35,24 @@ LONGEST = 255
 def run_directory_gone(folder: Path) -> ConfigError:
     """Return the error for a run directory that has disappeared."""
     return ConfigError(
-        f"The run directory {folder} was deleted or moved during the run, which ends now. Resume from a remaining "
+        f"The run directory {folder} was deleted or moved during the run, so the run ends now. Resume from a remaining "
         f"checkpoint (resume=PATH), or start a new run."
     )
 
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
     """Return the error for a run directory that has become read-only. `reason` is the system's message."""
-    # by text, since callers have only the system's message
+    # compare the text, since callers only have the system's message
     is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
-        f"Cannot write to the run directory {folder}: {reason}. The run ends now. "
+        f"Cannot write to the run directory {folder}: {reason}. The run stops. "
         f"{'Free some space' if is_full else 'Change its permissions'}, or continue in another folder from one of its "
         f"checkpoints (resume=PATH, run.root)."
     )
 
 
 def name_problem(name: str) -> str | None:
-    """Return why a run's name is not a folder below the root; None if it is."""
+    """Return why a run's name is not a folder name below the root; None if it is valid."""
     parts = Path(name).parts
     # a name may contain slashes: it becomes nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
@@ -61,14 +61,14 @@ def name_problem(name: str) -> str | None:
 
 
 def require_local(path: object, argument: str = "") -> None:
-    """Raise ConfigError if `path` is the address of a store. `argument` is the subject of the message."""
+    """Raise ConfigError if `path` is an address in an object store. `argument` is the subject of the message."""
     problem = address_problem(path)
     if problem is not None:
         raise ConfigError(f"{argument or 'A path'} {problem}")
 
 
 def address_problem(path: object) -> str | None:
-    """Return a message if a path is the address of a store, such as s3://bucket; None for a local path."""
+    """Return a message if a path is an address in an object store, such as s3://bucket; None for a local path."""
     address = ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
     if address is None:
         return None
@@ -76,8 +76,8 @@ def address_problem(path: object) -> str | None:
     if scheme == "file":
         return f"is the address 'file:///{rest}'. Write it as a path: {'/' + rest!r}."
     return (
-        f"is '{scheme}://{rest}', the address of an object store, but must be a local path. Mount the store or copy "
-        f"the files, and pass that folder."
+        f"is '{scheme}://{rest}', an address in an object store, but must be a local path. Mount the store or copy the "
+        f"files, and pass the local folder."
     )
 
 
@@ -94,9 +94,9 @@ def path_problem(path: str) -> str | None:
 
 
 def is_run_directory(folder: Path, name: str) -> bool:
-    """Return whether a folder is the directory of a run of this name.
+    """Return whether a folder is the directory of a run with this name.
 
-    True for NAME/version_N, and for a folder with checkpoints, which may be a copy of a run directory.
+    True for NAME/version_N and for any folder with checkpoints, which may be a copy of a run directory.
     """
     parts = Path(name).parts
     if parts and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts:

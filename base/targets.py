@@ -1,6 +1,6 @@
-"""Objects that a config builds from mappings with `_target_`: their construction, and their rebuild from a checkpoint.
+"""Builds objects from config mappings with `_target_`, and rebuilds them from checkpoints.
 
-A checkpoint holds the mapping in place of the object. Only the rebuild imports torch, so that the config check can use
+A checkpoint holds the mapping in place of the object. Only rebuilding imports torch, so that the config check can use
 this module without it.
 """
 
@@ -15,11 +15,11 @@ from .environment import get_variable
 from .errors import CheckpointError, did_you_mean
 
 TARGET = "_target_"
-"""Key of the path of the class or function to call."""
+"""Key for the dotted path of the class or function to call."""
 PARTIAL = "_partial_"
 """Key that, if true, builds a `functools.partial` of the target instead of calling it."""
 POSITIONAL = "_args_"
-"""Key of a list of positional arguments."""
+"""Key for a list of positional arguments."""
 
 
 def misspelt_word(name: object) -> str:
@@ -93,7 +93,7 @@ def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
         trusted: Callable[..., Any] = target
         return trusted
     raise CheckpointError(
-        f"The checkpoint says that {path!r} built {name!r} of {kind.__name__}. A checkpoint may only call objects of "
-        f"torch and {package!r}, and modules, optimizers, schedulers and datasets of imported packages. Import {top!r} "
+        f"To rebuild {name!r} of {kind.__name__}, the checkpoint calls {path!r}. A checkpoint may only call objects in "
+        f"torch and {package!r}, and modules, optimizers, schedulers and datasets in imported packages. Import {top!r} "
         f"first, or pass the object: {kind.__name__}.load_from_checkpoint(path, {name}=...)."
     )

@@ -20,11 +20,11 @@ def map_tensors(
     move: Callable[[Any], Any] | None = None,
     number: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `batch` with `change` applied to each tensor in tuples, lists, dicts and dataclasses, of the same types.
+    """Apply `change` to each tensor in nested tuples, lists, dicts and dataclasses, and return the same structure.
 
     Args:
-        move: Applied to other objects that have a method `to`.
-        number: Applied to numbers and NumPy arrays.
+        move: Function to apply to other objects with a method `to`.
+        number: Function to apply to numbers and NumPy arrays.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -40,11 +40,11 @@ def map_tensors(
     if isinstance(batch, (list, tuple)):
         return type(batch)(map_tensors(item, change, move, number) for item in batch)
     if isinstance(batch, dict):
-        # subclasses such as transformers' BatchEncoding are rebuilt by their type
+        # rebuild subclasses, such as BatchEncoding in Hugging Face Transformers, with their own type
         changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
         return changed if type(batch) is dict else type(batch)(changed)
     if is_dataclass(batch) and not isinstance(batch, type):  # is_dataclass also accepts the class
-        # replace() refuses fields that are not arguments of __init__
+        # replace() rejects fields that are not arguments of __init__
         initialized = (field for field in fields(batch) if field.init)
         values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in initialized}
         return replace(batch, **values)
@@ -60,35 +60,34 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def require_samples(batch: Any, items: int | None = None) -> int:
-    """Return the number of samples in a batch: the size of its tensors along their first dimension.
+    """Return the number of samples in a batch, which is the size of its tensors along their first dimension.
 
-    Tensors without dimensions do not count. In a batch without tensors, the length of the first list of numbers or
-    strings counts.
+    Scalar tensors are ignored. In a batch without tensors, it is the length of the first list of numbers or strings.
 
-    items: Number of items that the loader collated, which decides if sizes differ.
+    items: Number of items that the loader collated; used if the tensors' sizes differ.
 
-    Raises DataError if sizes differ and `items` does not decide.
+    Raises DataError if sizes differ and `items` does not resolve the difference.
     """
     lengths = set(_lengths(batch, items))
     if items is not None and (items in lengths or (items > 1 and len(lengths) > 1)):
         return items
     if len(lengths) > 1:
         raise DataError(
-            f"The number of samples in a batch, which is its weight, is unclear: the first dimensions of its tensors "
-            f"differ ({', '.join(map(str, sorted(lengths)))}). Define count_samples(self, batch) in the task and "
-            f"return that number."
+            f"Cannot determine the number of samples in a batch: the sizes of its tensors along the first dimension "
+            f"differ ({', '.join(map(str, sorted(lengths)))}). Define count_samples(self, batch) in the task so that "
+            f"it returns the number."
         )
     return lengths.pop() if lengths else _length_of_list(batch) or items or 1
 
 
 def _lengths(batch: Any, collated: int | None = None) -> list[int]:
-    """Return the length of each item in a batch that has one, in order."""
+    """Return the length of each item in a batch, in order, leaving out items without a length."""
     lengths, items = list[int](), [batch]
     while items:  # a loop, not a generator, since it runs in every step of a stream
         item = items.pop()
         if isinstance(item, torch.Tensor):  # first, since the other checks take three times as long
             if item.ndim:
-                lengths.append(item.size(0))  # not from its shape, which a nested tensor does not have
+                lengths.append(item.size(0))  # not from `shape`, which nested tensors do not have
         elif isinstance(item, PackedSequence):
             lengths.append(int(item.batch_sizes[0]))
         elif isinstance(item, (list, tuple)):
@@ -103,14 +102,14 @@ def _lengths(batch: Any, collated: int | None = None) -> list[int]:
         else:
             items.extend(reversed(_values_of(item)))
             positions = item.get("position_ids") if isinstance(item, Mapping) else None
-            # packed texts share a row, in which each begins at position 0
+            # several packed sequences share a row, and each starts at position 0
             if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.size(0) == 1:
                 lengths.append(max(1, int((positions == 0).sum())))
     return lengths
 
 
 def _are_images(items: Any, collated: int | None) -> bool:
-    """Return whether a list may hold one image (channels, height, width) per sample, rather than fields of a batch."""
+    """Return whether a list may hold one image (channels, height, width) per sample rather than a batch's fields."""
     if not all(isinstance(item, torch.Tensor) and item.ndim == 3 and item.size(0) <= 4 for item in items):
         return False
     return len(items) == collated or len({item.shape[1:] for item in items}) > 1
@@ -136,6 +135,6 @@ def local_part(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor  # type: ignore[no-any-return]
-    with torch.no_grad():  # in this mode torch returns the shard itself instead of a view in the autograd graph
+    with torch.no_grad():  # torch then returns the shard itself instead of a view in the autograd graph
         shard: torch.Tensor = tensor.to_local()
     return shard

@@ -1,7 +1,7 @@
-"""Functions for the private names of torch, torchmetrics and CPython that Legato uses.
+"""Wrappers for the private names of torch, torchmetrics and CPython that Legato uses.
 
-No other file uses private names. This one calls them without a fallback: the tests run with each supported version of
-torch (`make matrix`), and a version that changes a name needs a change here.
+No other module uses private names. There are no fallbacks: the tests run with each supported version of torch (`make
+matrix`), and if a version changes a name, this module must change.
 """
 
 import logging
@@ -30,7 +30,7 @@ def _c10d() -> Any:
 
 
 def set_group_timeouts(limit: timedelta) -> None:
-    """Set the timeout of all process groups of this process, except those of MPI, which has none."""
+    """Set the timeout of all process groups in this process, except MPI groups, which have none."""
     for group in list(_c10d()._world.pg_map):
         if torch.distributed.get_backend(group) != "mpi":
             set_group_timeout(limit, group)
@@ -43,12 +43,11 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
 
 
 def reset_group_names() -> None:
-    """Restart torch's numbering of this process's groups. There must be no default group.
+    """Restart torch's numbering of process groups in this process. Call it only without a default group.
 
-    Ranks find each other by these numbers, and a failed attempt increments them.
+    Ranks find each other through these numbers, and a failed attempt increments them.
     """
-    # A joining rank starts at 0. Ranks with one more attempt would use another number, and all would wait for the
-    # timeout.
+    # A joining rank starts at 0. Ranks with an earlier attempt would use a different number, and all would time out.
     _c10d()._world.group_count = 0
 
 
@@ -60,14 +59,14 @@ def default_store() -> Any:
 # --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
     """Remove the mark of `fully_shard` from a module, so that it can be applied again."""
-    # torch has no inverse: without this, a second run of a task fails, since its state was garbage collected
+    # torch cannot undo it: without this function, a task's second run fails, since its state was garbage-collected
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
 
 
 def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
-    """Call DistributedDataParallel's forward, without its profiler range (35 us) while no profiler runs."""
+    """Call DistributedDataParallel.forward; if no profiler runs, without its profiler range, which takes 35 us."""
     if is_profiling() or ddp._delay_all_reduce_all_params:
         return ddp.forward(*arguments)
     inputs, options = ddp._pre_forward(*arguments)
@@ -75,40 +74,43 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 
 
 def reduction_check(module: Any) -> Callable[[], object]:
-    """Return a function that raises RuntimeError if DDP misses gradients after a backward, a step before torch does."""
-    # the function of the C++ reducer that DDP's method calls
+    """Return a function that raises RuntimeError if DDP misses gradients after a backward pass.
+
+    torch raises this error only in the next step.
+    """
+    # the C++ reducer's function that DDP's method calls
     check: Callable[[], object] = module.reducer._check_reducer_finalized
     return check
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
-# One call for many small tensors. A loop over public methods takes 242 us instead of 141 us to add 150 tensors of 256
-# numbers on a CPU, 555 us instead of 76 us to copy them, and launches a kernel for each of them on a GPU.
+# One call for many small tensors. For 150 tensors with 256 elements on a CPU, it takes 141 us to add and 76 us to copy
+# them. A loop over public methods takes 242 us and 555 us, and on a GPU it launches one kernel per tensor.
 add_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 """Add each tensor of the second list to its counterpart in the first, in place."""
 multiply_each: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 """Multiply tensors in place."""
 divide_each: Callable[[list[Tensor], float | Tensor], None] = torch._foreach_div_
-"""Divide tensors in place by a number, which may be a tensor on their device."""
+"""Divide tensors in place by a number or by a tensor on their device."""
 copy_to_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 """Copy each tensor of the second list to its counterpart in the first."""
 
 
 def is_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another tensor."""
-    # torch has no public test; copying every block's output instead would double the memory of activations
+    # torch has no public test; copying every block's output instead would double activation memory
     return tensor._base is not None
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was modified in place; 0 for an inference tensor, which has no count."""
+    """Return how often a tensor was modified in place; 0 for an inference tensor, which has no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def faking_tensors() -> Iterator[str]:
-    """Create tensors without memory in this context, on the device that it yields."""
-    # not on the device "meta", where autocast has no effect and all activations would count in full precision
+    """Make tensors created in this context fake (without memory). Yields the device to create them on."""
+    # not the device "meta", on which autocast has no effect and all activations would have full precision
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -116,11 +118,11 @@ def faking_tensors() -> Iterator[str]:
 
 
 DispatchMode = _python_dispatch.TorchDispatchMode
-"""Mode that intercepts each operation below autograd, also in a backward. torch documents it under this name."""
+"""Mode that intercepts each operation below autograd, including in the backward pass."""
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the number of the newest autograd node, and the number of the node whose backward runs, or None."""
+    """Return the sequence number of the newest autograd node, and that of the node running its backward, or None."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -128,24 +130,24 @@ def node_numbers() -> tuple[int, int | None]:
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 Tensors = MutableMapping[str, Any]
-"""Parameters or buffers of a module by name, to read and to replace."""
+"""A module's parameters or buffers by name, to read and replace."""
 ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""Parameters, buffers and children of a module by name."""
+"""A module's parameters, buffers and children by name."""
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return the buffers that a module holds directly, by name, including None."""
+    """Return the buffers that a module holds directly, by name, including those that are None."""
     return module._buffers
 
 
 def put_child(module: nn.Module, name: str, value: Any) -> None:
-    """Set a child of a module copy. The child does not have to be a module."""
+    """Set a child in a copy of a module. The child need not be a module."""
     module._modules[name] = value
 
 
 def replace_values(tensor: Any, values: Tensor) -> None:
-    """Replace the values of a tensor; for a DTensor, of this rank's shard."""
-    # not with to_local(), which returns a view for a parameter
+    """Replace a tensor's values; for a DTensor, those of this rank's shard."""
+    # not through to_local(), which returns a view for a parameter
     (tensor._local_tensor if hasattr(tensor, "to_local") else tensor).data = values
 
 
@@ -160,9 +162,9 @@ def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
 
 
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
-    """Return a shallow copy of a module tree whose parameters and buffers are `tensors`, by id of the original.
+    """Return a shallow copy of a module tree whose parameters and buffers are in `tensors`, by id of the original.
 
-    torch.func.functional_call cannot do this, since it only calls forward, not a step of a task.
+    torch.func.functional_call cannot do this, since it calls only forward, not a task's step.
     """
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
@@ -172,7 +174,7 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
             if parameter is None:
                 twin._parameters[name] = None
             else:
-                # not by __dict__: nn.LSTM's __setattr__ keeps a weight list
+                # not through __dict__: nn.LSTM's __setattr__ updates a list of weights
                 setattr(twin, name, tensors[id(parameter)])
         for name, buffer in original._buffers.items():
             twin._buffers[name] = None if buffer is None else tensors[id(buffer)]
@@ -185,9 +187,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_call(module: nn.Module, **options: Any) -> None:
-    """Compile a module in place, also one of torch's classes.
+    """Compile a module in place, even an instance of a torch.nn class.
 
-    torch's compiler skips frames of torch.nn, so nn.Module.compile gives no graph for a Sequential or Linear. This
+    torch's compiler skips frames in torch.nn, so nn.Module.compile creates no graph for a Sequential or Linear. This
     function adds a frame around the call.
     """
     if type(module).forward.__module__.startswith("torch."):
@@ -204,8 +206,8 @@ def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
 def step_of(optimizer: Any) -> Callable[..., Any]:
     """Return the function that steps an optimizer.
 
-    torch spends 25 us per step on profiler ranges. The function skips them if no profiler runs, the step has no hooks,
-    and nothing but a learning rate scheduler has replaced it.
+    torch spends 25 us per step on profiler ranges. The returned function skips them if no profiler runs, the optimizer
+    has no step hooks, and only a learning rate scheduler has replaced its `step`.
     """
     has_compiler = "torch._dynamo" in sys.modules
     if has_compiler and torch.compiler.is_compiling():
@@ -224,7 +226,7 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
         return optimizer.step  # type: ignore[no-any-return]
     optimizer._opt_called = True  # otherwise schedulers warn that they were stepped before the optimizer
     step = function.__wrapped__
-    # torch wraps most steps in code that sets the gradient mode and imports the compiler for a graph break
+    # torch wraps most steps in code that sets the grad mode and imports the compiler for a graph break
     if not has_compiler and step.__code__ is _sets_grad_mode() and not optimizer.defaults["differentiable"]:
         step = _without_grad(step.__wrapped__)
     return step.__get__(optimizer)  # type: ignore[no-any-return]
@@ -238,7 +240,7 @@ def _behind_scheduler(step: Any) -> Any:
 
 @cache
 def _sets_grad_mode() -> Any:
-    """Return the code of the wrapper that sets the gradient mode around a step."""
+    """Return the code object of the wrapper that sets the grad mode around a step."""
     return optimizer_module._use_grad_for_differentiable(lambda optimizer: None).__code__
 
 
@@ -246,7 +248,7 @@ _without_grad = cache(torch.no_grad())
 
 
 def mark_stepped(optimizer: Any, stepped: bool = True) -> None:
-    """Mark an optimizer as stepped, so that its learning rate schedulers do not warn."""
+    """Mark an optimizer as stepped, so that its schedulers do not warn about the order of calls."""
     optimizer._opt_called = stepped
 
 
@@ -258,8 +260,8 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 def backward_engine() -> Callable[..., Any] | None:
     """Return the function that torch.autograd.backward calls, without its checks and context, which take 10 us.
 
-    None if backward logs each node of a graph. Call torch.autograd.backward for subclasses of Tensor, and for graphs
-    compiled on a device other than the CPU, whose threads need the context.
+    Returns None if autograd logs each node of a graph. Use torch.autograd.backward for Tensor subclasses, and for
+    graphs compiled for a device other than the CPU, since their threads need the context.
     """
     if logging.getLogger("torch.autograd.graph").isEnabledFor(logging.DEBUG):
         return None
@@ -277,7 +279,7 @@ def count_graphs() -> int:
 
 
 def _tell_compiler() -> list[Any]:
-    """Return the methods that exclude themselves from compilation on their first call."""
+    """Return the methods that disable their own compilation on their first call."""
     optimizer, ddp = torch.optim.Optimizer, vars(nn.parallel.DistributedDataParallel)
     methods: list[Any] = [optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict]
     return [*methods, optimizer.load_state_dict, ddp["_inside_ddp_forward"].__wrapped__]
@@ -286,7 +288,7 @@ def _tell_compiler() -> list[Any]:
 def spare_compiler() -> None:
     """Keep optimizers and DDP from importing torch's compiler until something else imports it.
 
-    They import it only to exclude methods from compilation, which takes as long as importing torch.
+    They import it only to exclude methods from compilation, and that import takes as long as importing torch.
     """
     if "torch._dynamo" in sys.modules or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
         return
@@ -297,7 +299,7 @@ def spare_compiler() -> None:
 
 
 class _CompilerImport(MetaPathFinder):
-    """Import hook that finds no module, but reverts `spare_compiler` when the compiler is imported."""
+    """Import hook that finds no module but reverts `spare_compiler` when the compiler is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torch._dynamo":
@@ -308,7 +310,7 @@ class _CompilerImport(MetaPathFinder):
 
 @contextmanager
 def no_compiler_for_ddp() -> Iterator[None]:
-    """Give DDP's constructor the compiler's option optimize_ddp without importing the compiler."""
+    """Let DDP's constructor read the compiler option optimize_ddp without importing the compiler."""
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -334,30 +336,30 @@ def iterates_plainly(loader: Any) -> bool:
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return the function that reads the next batch of a loader's iterator, and the number of batches it is valid for.
+    """Return a function that reads the next batch from a loader's iterator, and the number of batches it can read.
 
-    The function skips torch's profiler range, which takes 35 us per batch, 9 % of a small step.
+    The function skips torch's profiler range, which takes 35 us per batch, or 9 % of a small step.
     """
     base = torch.utils.data.dataloader._BaseDataLoaderIter
-    # another class of iterator, such as a DataLoader subclass's, may do additional work in __next__
+    # other iterator classes, such as that of a DataLoader subclass, may do additional work in __next__
     if type(batches).__next__ is not base.__next__:
         return batches.__next__, math.inf
-    # beyond the declared length of an iterable dataset torch's iterator continues with a warning
+    # beyond the declared length of an iterable dataset, torch's iterator continues with a warning
     length = batches._IterableDataset_len_called
     return batches._next_data, math.inf if length is None else length
 
 
 def read_on(batches: Any, count: int) -> Callable[[], Any]:
-    """Return the function that reads the next batch after `reader_of`'s function has read `count` batches."""
-    # torch needs the count for its warning beyond the declared length
+    """Return the function that reads further batches after the function from `reader_of` has read `count` batches."""
+    # torch needs the count to warn about batches beyond the declared length
     batches._num_yielded = count
     return batches.__next__  # type: ignore[no-any-return]
 
 
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
-    """End the workers of a loader's iterator now; torch ends them with the last reference to the iterator.
+    """End the workers of a loader's iterator now. torch ends them only when the iterator is deleted.
 
-    Persistent workers end only if you pass `loader`, which starts new ones in its next iteration.
+    Persistent workers end only if you pass `loader`, which then starts new workers in its next iteration.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return
@@ -371,13 +373,13 @@ def end_loader_workers(iterator: Any, loader: Any = None) -> None:
 
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
 def reductions_of(metric: Any) -> dict[str, Any]:
-    """Return the reduction over ranks of each state of a metric, by name."""
+    """Return how each state of a metric is reduced over ranks, by the state's name."""
     reductions: dict[str, Any] = metric._reductions
     return reductions
 
 
 def set_updates(metric: Any, count: int) -> None:
-    """Set a metric's number of updates, and clear its computed value. Call this after setting its states."""
+    """Set a metric's number of updates and clear its computed value. Call this after setting its states."""
     metric._update_count, metric._computed = count, None
 
 
@@ -392,8 +394,8 @@ def newest_value_of(metric: Any) -> Any:
 
 
 def set_synced(metric: Any, synced: bool) -> bool:
-    """Set whether a metric's `compute` merges the states of all ranks. Returns the former value."""
-    # the public sync_on_compute is read only by the constructor and after each forward
+    """Set whether a metric's `compute` merges the states of all ranks. Returns the previous value."""
+    # the public sync_on_compute is read only in the constructor and after each forward
     before: bool = metric._to_sync
     metric._to_sync = synced
     return before

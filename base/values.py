@@ -1,7 +1,7 @@
-"""Checks values against type annotations, and converts them to paths, durations, tuples, sets and objects.
+"""Checks values against type annotations and converts them to paths, durations, tuples, sets and objects.
 
-The check is strict: "yes" is not a bool, and neither true nor "3" is an int; an int is accepted as a float. `Annotated`
-with a Range or a Rule narrows a type. An annotation for which YAML has no values (a protocol, a type variable, a
+The check is strict: "yes" is not a bool, and neither true nor "3" is an int, but an int is accepted as a float.
+`Annotated` with a Range or Rule narrows a type. An annotation that YAML cannot express (a protocol, a type variable, a
 callable) accepts every plain value.
 """
 
@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_
 
 
 class Problem(NamedTuple):
-    """A mistake: its key, and a sentence with the expected value, the actual value and a correction."""
+    """A mistake: its key, and a sentence that states the expected value, the actual value and a correction."""
 
     key: Key
     message: str
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that an annotation accepts, as in `Annotated[int, Range(1)]`; `exclusive` excludes `least`."""
+    """Range of numbers that an annotation accepts, as in `Annotated[int, Range(1)]`. `exclusive` rejects `least`."""
 
     least: float
     most: float = math.inf
@@ -65,7 +65,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of an annotation, and a description that replaces the type's."""
+    """A condition on an annotation's values, with a description of accepted values that replaces the type's."""
 
     description: str
     accepts: Callable[[Any], bool]
@@ -88,7 +88,7 @@ def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
         fitted, problems = fit(parts[0], value, key, build)
         if not problems and not all(rule.accepts(value) for rule in parts[1:] if isinstance(rule, Range | Rule)):
             problems = [Problem(key, "")]
-        # a message about this value includes the range; a mistake in an item of a list keeps the item's message
+        # messages about this value mention the range; a mistake in a list item keeps the item's message
         return fitted, [Problem(key, _wrong((expected,), value)) if p.key == key else p for p in problems]
     if origin in (typing.Union, types.UnionType):
         return _fit_union(parts, value, key, build)
@@ -141,7 +141,7 @@ def _fit_mapping(origin: Any, parts: Any, value: dict[Any, Any], key: Key, build
 
 
 def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> Fitted:
-    if Any in members:  # keeps the value, which another member might convert
+    if Any in members:  # keep the value, which another member might convert
         return fit(Any, value, key, build)
     inner: list[Problem] = []
     # members that convert come last, so that a str stays a str in `str | Path`
@@ -149,7 +149,7 @@ def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> 
         fitted, problems = fit(member, value, key, build)
         if not problems:
             return fitted, []
-        # a mistake inside a mapping, list or path of the right shape is more helpful than a list of all types
+        # reporting a mistake inside a mapping, list or path of the right shape is more helpful than listing all types
         within = isinstance(value, dict | list) and any(problem.key != key for problem in problems)
         if within or (member in _PATHS and isinstance(value, str)):
             inner = inner or problems
@@ -157,13 +157,13 @@ def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> 
 
 
 def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
-    """Return whether a value matches a type, leaving aside its items."""
+    """Return whether a value matches a type, ignoring its items."""
     if origin is Literal:
         return any(same(value, word) for word in parts)
     if origin in (None, type(None)):
         return value is None
     if origin in (bool, int, float, str):
-        # not type(): a value may be an enum that derives from str; but a bool is an int for isinstance
+        # not type(), since a value may be an enum derived from str; but isinstance() takes a bool for an int
         accepted = (int, float) if origin is float else origin
         return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
     if origin in _PATHS:
@@ -182,7 +182,7 @@ def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
 
 
 def _is_record(origin: Any, parts: Any) -> bool:
-    """Return whether an annotation is a tuple with a type for each item."""
+    """Return whether an annotation is a tuple with one type per item."""
     return origin is tuple and bool(parts) and ... not in parts
 
 
@@ -204,9 +204,9 @@ def is_target(value: Any) -> TypeGuard[dict[Any, Any]]:
 
 
 def _nearly_a_target(value: Mapping[Any, Any]) -> str:
-    """Return a message if a mapping of plain data was probably meant to build an object, otherwise ""."""
+    """Return a message if a plain mapping was probably meant to build an object, otherwise ""."""
     if "class_path" in value and value.keys() <= {"class_path", "init_args", "dict_kwargs"}:
-        return f"has LightningCLI's form. Write {{{TARGET}: {value['class_path']}}}, with the arguments beside it."
+        return f"uses LightningCLI's format. Write {{{TARGET}: {value['class_path']}}} and put the arguments beside it."
     return next((f"has {name!r}.{hint}" for name in value if (hint := misspelt_word(name))), "")
 
 

@@ -42,7 +42,7 @@ def test_a_command_refuses_an_address(words: tuple[str, ...], capsys: pytest.Cap
     assert main(words) == 2
     message = capsys.readouterr().err
     assert "://b/r" in message
-    assert "the address of an object store" in message
+    assert "an address in an object store" in message
     assert len(message.splitlines()) <= 4
     assert sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts) == before
 
