@@ -34,11 +34,11 @@ LAUNCHER_POLL = 0.05
 
 T = TypeVar("T")
 _here: ElasticWorker | None = None
-"""Description of this process, if it is a worker of an elastic run."""
+"""Describes this process, if it is a worker of an elastic run."""
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return the description of this worker; None outside of an elastic run."""
+    """Return the description of this worker; None outside an elastic run."""
     return _here
 
 
@@ -47,8 +47,8 @@ def run_elastic_workers(
 ) -> T:
     """Call `function` in `processes` new workers, and replace up to `max_restarts` workers that die.
 
-    Returns the result of one of them. `timeout`: seconds after which a process that does not join a new group is
-    killed. Errors: see `launch_workers`; raises ConfigError for several nodes.
+    Returns the result from one of the workers. `timeout`: seconds after which a process that has not joined a new group
+    is killed. Raises ConfigError for several nodes, and the same errors as `launch_workers`.
     """
     if nodes > 1:
         raise ConfigError("elastic=true runs on one machine: leave trainer.num_nodes out.")
@@ -79,7 +79,7 @@ def _enter(worker: ElasticWorker, place: Place, variables: dict[str, str], attem
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """Workers of an attempt at an elastic run; a `rank` in base methods is the id of a member."""
+    """Workers of one attempt at an elastic run. In base class methods, `rank` is the id of a member."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: MembershipStore, port: int, timeout: float
@@ -93,7 +93,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self.published_at = 0.0
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None
         self.survived_failures: list[Failure] = []
-        """Failures that the run survived."""
+        """Failures that the run has survived."""
         self.waiting_to_exit: list[Member] = []
         """Finished members that wait for permission to exit."""
         self.returning: Member | None = None
@@ -123,7 +123,7 @@ class ElasticWorkerGroup(WorkerGroup):
             )
 
     def value(self) -> Any:
-        """Return the result, which one of the members sent."""
+        """Return the result, which one of the members has sent."""
         return self.result
 
     def _pause(self) -> float:
@@ -164,7 +164,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _kill_late_members(self) -> None:
         generation = self.registry.generation
-        # the first group may take long, as processes start and import; its members detect one that never arrives by
+        # forming the first group may take long, as processes start and import; its members detect a missing one by
         # the timeout of the group
         if generation.version == 1 or time.monotonic() < self.published_at + self.timeout:
             return
@@ -188,7 +188,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if self._stopped_at is not None:
             super()._record_end(worker, end)
             return
-        # otherwise a run that replaces processes for days would leak two file descriptors for each
+        # otherwise each replacement would leak two file descriptors, over days in a long run
         self.workers.remove(worker)
         worker.process.close()
         if end == RESUME_ME:
@@ -203,22 +203,22 @@ class ElasticWorkerGroup(WorkerGroup):
         self._release_next()
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
-        self._read_messages()  # messages sent before the death count first, however late this launcher reads them
+        self._read_messages()  # handle messages sent before the death first, even if this launcher reads them late
         if member in self.registry.finished:
             self.waiting_to_exit = [waiting for waiting in self.waiting_to_exit if waiting != member]
             self.returning = None if self.returning == member else self.returning
             return
         if self.closed:  # it was killed because the run is over
             return
-        # another process is the cause of a broken connection
+        # a broken connection is caused by another process
         raised = bool(failure.text) and not failure.communication
-        # Processes that repeat the step would raise a member's error again, while the death of a process does not
+        # Processes that repeat the step would raise a member's error again, but the death of a process does not
         # recur.
         if not self.registry.running or (raised and member in self.registry.members):
             self._failures.append(failure)
         else:
             self.survived_failures.append(failure)
-            # no replacements after a signal to end the run
+            # no replacements once a signal has asked the run to end
             replaced = self.restarts_left > 0 and not raised and not self._relay.received
             details = "; starting a replacement." if replaced else f".\n\n{failure.text}" if raised else "."
             log.warning("%s The run continues without it%s", failure.summary, details)
@@ -229,8 +229,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     # --- the end of the run -----------------------------------------------------------------------------------------
     def _release_next(self) -> None:
-        """Let a finished member return the result, and the others exit after it."""
-        # in turn: if the first dies before it returns the result, the next one returns it
+        """Let a finished member return the result, then let the others exit."""
+        # one at a time: if the first member dies before it returns the result, the next member returns it
         while self.waiting_to_exit and (self.has_result or self.returning is None):
             member = self.waiting_to_exit.pop(0)
             if not self.has_result:
@@ -238,9 +238,9 @@ class ElasticWorkerGroup(WorkerGroup):
             self.store.release_member(member, returns_result=not self.has_result)
 
     def _close(self) -> None:
-        """End the run after its last member: successfully if any finished. Kills processes that have not joined."""
+        """End the run after its last member, successfully if any member finished. Kill processes yet to join."""
         self.closed = True
-        # if all members died, the failures that were survived so far are the cause
+        # if all members have died, the failures survived so far are the cause
         if not self.registry.finished and self._preempted_at is None:
             self._failures += self.survived_failures
         self._announce_end()

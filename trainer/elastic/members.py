@@ -1,7 +1,7 @@
-"""Membership of a process in an elastic run: detects changes of the members, and continues with the new ones.
+"""Membership of a process in an elastic run: detects when the members change, and continues with the new members.
 
-A broken connection or a new generation ends the loop. The process then forms the group of the newest generation, takes
-over the newest state, and continues the loop as after a resume in the middle of an epoch.
+A broken connection or a new generation interrupts the loop. The process then joins the group of the newest generation,
+takes over the newest state, and continues the loop as after a resume in the middle of an epoch.
 """
 
 import logging
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 GENERATION_WAIT = 1.0
-"""Seconds in which the launcher usually detects a death after a broken connection."""
+"""Seconds within which the launcher usually detects a death after a broken connection."""
 RECOVERY_TIMEOUT = 10.0
 """Seconds to wait for another generation after that."""
 FORM_TIMEOUT = 2.0
-"""Timeout in seconds for forming a group after all members have arrived; takes milliseconds unless a member dies.
+"""Timeout in seconds for forming a group once all members have arrived. It takes milliseconds unless a member dies.
 
-Doubled after each attempt that fails without a death, since a busy machine takes longer.
+It doubles after each attempt that fails without a death, since a busy machine takes longer.
 """
 MAX_BREAKS = 3
-"""Number of times that a group may break at the same step without a death, before this is an error."""
-_STORE_POLL = 0.003  # seconds between polls of the store, with few processes
+"""Number of times that a group may break at the same step without a death before Legato raises an error."""
+_STORE_POLL = 0.003  # seconds between polls of the store for few processes
 
 
 class MembershipChanged(Exception):
-    """Leaves the loop; raised on all ranks once they agree on a new generation."""
+    """Raised on all ranks to leave the loop, once they agree on a new generation."""
 
 
 class ElasticMembership(Membership):
-    """Membership in an elastic run; as a context manager it recovers from broken connections and new generations."""
+    """Membership in an elastic run. As a context manager, it recovers from broken connections and new generations."""
 
     def __init__(self, trainer: "Trainer") -> None:
-        """Raises ConfigError if another launcher started this process, and for use_distributed_sampler=False."""
+        """Raises ConfigError if another launcher started this process, or if use_distributed_sampler is False."""
         elastic_worker = find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
@@ -72,25 +72,25 @@ class ElasticMembership(Membership):
         self.store = MembershipStore(connect_to_store(elastic_worker.port), elastic_worker.attempt)
         self.replicas = elastic_worker.replicas
         self.joins = elastic_worker.joins
-        """True if this process joins a run in progress, and has not taken part yet."""
+        """True if this process is joining a run in progress and has not taken part yet."""
         self.generation = Generation(0, ())
         self.agreed_version = 0
-        """Version of the newest generation that the ranks have agreed on."""
+        """Version of the newest generation on which the ranks have agreed."""
         self.place = Place()
         self.taking_part = self.broken = False
         self.consistent = not elastic_worker.joins
-        """True if weights and loop state of this process are consistent with each other and belong to this run."""
+        """True if this process's weights and loop state are consistent with each other and belong to this run."""
         self.loggers_open = False
-        """True if the loggers of this process are open."""
+        """True if this process's loggers are open."""
         self.snapshot = MetricSnapshot(trainer)
         self.broke_at, self.breaks = -1, 0
 
     # --- before training --------------------------------------------------------------------------------------------
     def connect(self, place: Place) -> Place:
-        """Form the first group. A process that joins later gets a group after its set-up, and is not rank 0 before."""
+        """Form the first group. A process that joins later gets a group after set-up; until then it is not rank 0."""
         if self.joins:
-            self.trainer.num_sanity_val_steps = 0  # the run has already done them
-            # any rank but 0, which would write files
+            self.trainer.num_sanity_val_steps = 0  # the run has already done its sanity check
+            # any rank except 0, since rank 0 writes files
             return replace(place, rank=1)
         self._form(self.store.generation(1), self.timeout)  # a long timeout, since processes start at different times
         return self.place
@@ -102,16 +102,16 @@ class ElasticMembership(Membership):
             trainer.replicas, trainer.run_dir = self.replicas, trainer.assigned_dir
 
     def _take_part(self) -> None:
-        """Start to take part: first members have a group, others wait for a generation that includes them."""
+        """Start to take part. First members already have a group; others wait for a generation that includes them."""
         self.taking_part = True
         self.snapshot.start()
-        # Only rank 0 polls the version, and the ranks agree on it: otherwise ranks might see a new version in different
+        # Only rank 0 polls the version, and the ranks agree on it. Otherwise ranks might see a new version in different
         # steps, and their collectives would no longer match.
         self.trainer.current_run.agreement.add(
             lambda: [float(self.store.version() if self.place.rank == 0 else 0)], self._update_agreed_version
         )
         if self.joins:
-            # posted after set-up, since the members then leave their group and wait for this process
+            # posted after set-up, since it makes the members leave their group and wait for this process
             self.store.post("ready", self.member)
             self.broken = True
             return
@@ -129,7 +129,7 @@ class ElasticMembership(Membership):
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """Recover from a broken group, until a new group forms."""
+        """Recover from a broken group by forming a new one."""
         if not self.taking_part:
             self._take_part()
         while self.broken:
@@ -143,7 +143,7 @@ class ElasticMembership(Membership):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback refers to its objects."""
+        """Suppress errors from a broken group. The next `__enter__` recovers, once no traceback holds its objects."""
         if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
@@ -151,7 +151,7 @@ class ElasticMembership(Membership):
             if not isinstance(error, MembershipChanged):  # which all ranks raise together
                 connections.shut_down()
             # An interrupted update may have changed some weights and cannot be undone: this process then takes over
-            # those of another. Otherwise it repeats the step from its state.
+            # another process's weights. Otherwise it repeats the step from its own state.
             optimization = self.trainer.current_run.optimization
             self.consistent = self.consistent and not optimization.updating
             optimization.updating = False
@@ -161,10 +161,10 @@ class ElasticMembership(Membership):
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether an error is due to a broken connection, and there is a newer generation to continue in."""
+        """Return whether a broken connection caused an error, and there is a newer generation in which to continue."""
         if not is_communication(error):
             return False
-        # usually the launcher has detected the death by now; otherwise connections may have broken without one
+        # usually the launcher has detected the death by now; otherwise connections may break without a death
         if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.trainer.state.global_step
@@ -178,7 +178,7 @@ class ElasticMembership(Membership):
 
     @property
     def _pause(self) -> float:
-        """Seconds between polls of the store: about a thousand polls a second in all, for any number of processes."""
+        """Seconds between polls of the store: about 1000 polls per second in total, for any number of processes."""
         # 63 survivors that poll every 3 ms keep two cores busy, which delays the detection of a death on other ranks
         return max(_STORE_POLL, len(self.generation.members) / 1000)
 
@@ -193,12 +193,12 @@ class ElasticMembership(Membership):
     # --- from one group to the next ---------------------------------------------------------------------------------
     def _recover(self) -> None:
         run = self.trainer.current_run
-        # first release all references to the old group, then the group: peers detect the break when its sockets close
+        # release all references to the old group first, then the group: peers detect the break when its sockets close
         run.strategy.regroup(None)
         leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
         generation = self._next_generation()
-        # gloo connects every pair: 64 processes on two cores take 6 s, so a timeout of 2 s would never suffice
+        # gloo connects every pair of ranks: 64 processes on two cores take 6 s, so 2 s would never suffice
         self._form(generation, FORM_TIMEOUT * max(1, len(generation.members) / 8) * 2**breaks)
         open_outputs = self.open_outputs if self.place.rank == 0 and not self.loggers_open else None
         recovery.transfer_state(run, self.place, self.snapshot, self.consistent, open_outputs)
@@ -221,7 +221,7 @@ class ElasticMembership(Membership):
                 if self.member in generation.members:
                     self.store.arrive(generation, self.member)
                 elif not self.joins:
-                    raise WorkerError(f"The run continued without process {self.member.id}, which was too late.")
+                    raise WorkerError(f"The run continued without process {self.member.id}, which came too late.")
             if (
                 seen > self.generation.version
                 and self.member in generation.members
@@ -249,7 +249,7 @@ class ElasticMembership(Membership):
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
             # torch numbers the groups of a process, including failed ones, but all ranks must use the same number
             reset_group_names()
-            # a short timeout while the group forms, when only a death can delay it; later that of a step
+            # a short timeout while the group forms, which only a death can delay; afterwards the timeout for steps
             timeout = timedelta(seconds=seconds)
             with connections.noting():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)

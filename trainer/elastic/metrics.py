@@ -1,4 +1,4 @@
-"""Logged values of an elastic run: every rank keeps the values of all ranks, so that a death loses none."""
+"""Logged values of an elastic run: every rank keeps the values of all ranks, so no values are lost if a rank dies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,28 +9,28 @@ from ..metrics.log import Metrics, Sums, as_lists
 from ..metrics.reduce import Reduced, Row, Series, sort_out, total
 from ..metrics.torchmetrics import COUNT, MetricStates, States, on_host
 
-# Replica index of a value that a hook logs once per process. Only the first process counts it, since the number of
-# processes may change.
+# Replica index of values that a hook logs once per process. Only the first process's values count, since the number
+# of processes may change.
 ONCE_PER_PROCESS = -2
 
 
 class SharedStates(MetricStates):
-    """States of metrics by replica, including the last states that other processes sent."""
+    """Metric states by replica, including the newest states from other processes."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
         super().__init__(task, replicas, by_replica)
-        # Paths of metrics whose states were sent to other processes
+        # Paths of the metrics whose states were sent to other processes
         self.sent: set[str] = set()
 
     def keeps(self, replica: int) -> bool:
-        """Return True: this process holds the states of all replicas."""
+        """Return True, since this process holds the states of all replicas."""
         return True
 
     def own_states(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas for every metric that has or had updates."""
+        """Return the states of this process's replicas for every metric that has been updated, even if since reset."""
         self.save()
         local = {path: {r: on_host(states) for r, states in self._own(path).items()} for path in self.kept}
-        # also after a reset, which other ranks must learn of
+        # also after a reset, since other ranks must reset the metric, too
         self.sent |= {path for path, replicas in local.items() if any(states[COUNT] for states in replicas.values())}
         return {path: replicas for path, replicas in local.items() if path in self.sent}
 
@@ -47,16 +47,16 @@ class SharedStates(MetricStates):
 
 
 class SharedMetrics(Metrics):
-    """Logged values of all ranks, on every rank: values are exchanged before each update, and counted then."""
+    """Logged values of all ranks, on every rank. Values are exchanged, and then counted, before each update."""
 
     shares: ClassVar[bool] = True
     states: SharedStates
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Training values not yet sent to other ranks
+        # Training values that have not been sent to other ranks yet
         self.unshared: list[Row] = []
-        # Number of exchanges of values; of two ranks at the same step, the rank with the higher count is ahead
+        # Number of exchanges; of two ranks at the same step, the rank with more exchanges is ahead
         self.exchanges = 0
 
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
@@ -76,9 +76,9 @@ class SharedMetrics(Metrics):
             self.replica = ONCE_PER_PROCESS
 
     def flush(self) -> None:
-        """Read all pending values; those of training wait for the next exchange.
+        """Read all pending values. Training values wait for the next exchange.
 
-        Otherwise an interrupted step, which is repeated, would count twice.
+        Otherwise an interrupted step would count twice, since it is repeated.
         """
         if self.stage == "train":
             self.unshared += self.read_pending()
@@ -97,21 +97,21 @@ class SharedMetrics(Metrics):
 
     # --- exchanges --------------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Send all ranks' values of the current step to every rank, before the weights are updated. Collective.
+        """Send all ranks' values for the current step to every rank, before the weights are updated. Collective.
 
-        So no values of a finished step can be lost with a rank. Values logged later in the step are sent with the next
-        step or logging point.
+        So no values from a finished step are lost if a rank dies. Values logged later in the step are sent with the
+        next step or log point.
         """
         self._share((), names=True)
 
     def share(self) -> None:
-        """Send every rank the values that others logged since the last exchange. Collective."""
+        """Send every rank the values that other ranks have logged since the last exchange. Collective."""
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
-        """Exchange values, and return the maximum over ranks of each number in `extra`; an error changes nothing.
+        """Exchange values; return the maximum over ranks of each number in `extra`. An error changes nothing.
 
-        names: compare the names that ranks logged in the newest step.
+        names: whether to compare the names that ranks logged in the newest step.
         """
         if self.stage == "train":
             self.flush()
@@ -137,21 +137,21 @@ class SharedMetrics(Metrics):
         return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the numbers of series with values of the newest step, except those that only rank 0 logs."""
+        """Return the numbers of the series with values for the newest step, except those that only rank 0 logs."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if Series(*description).alone}
         return [number for number, *_, step in rows if step == self.step and number not in alone]
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def running_values(self) -> dict[str, float]:
-        """Return nothing, since a step may still be repeated."""
+        """Return no values, since the step may still be repeated."""
         return {}
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values, which every rank has; no collective."""
+        """Return the newest step's values, which every rank has. Not a collective."""
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the values of the newest step over all replicas, and the maxima of `extra`. Collective."""
+        """Return the newest step's values over all replicas, and the maxima over ranks of `extra`. Collective."""
         if self.stage != "train":
             return super().gather_step(extra)
         maxima = self._share(extra)
@@ -161,20 +161,20 @@ class SharedMetrics(Metrics):
         return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return every series of the epoch with its sums over all replicas. Collective."""
+        """Return every series in the epoch with its sums over all replicas. Collective."""
         if self.stage == "train":
             self._share(())
         return super().gather_epoch()
 
     def is_complete(self, series: Series) -> bool:
         """Return whether this rank already has the values of all ranks."""
-        # all ranks have all sums of training, but a rank without a batch may not have logged every metric object
+        # all ranks have all training sums, but a rank without a batch may not have logged every metric object
         shared = self.stage == "train" and (series.kind != "metric" or not self.states.by_path)
         return series.alone or shared
 
-    # --- checkpoints: without a collective, as of the last exchange -------------------------------------------------
+    # --- checkpoints, without a collective: the state at the last exchange ------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the training epoch's sums so far."""
+        """Return the sums of the training epoch so far."""
         series = [
             {
                 "description": list(series.description[:-1]),
@@ -199,7 +199,7 @@ class SharedMetrics(Metrics):
             series.step_at, series.step = saved["at"], {int(replica): sums for replica, *sums in saved["step"]}
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the value of this rank, since other ranks may be gone at the end of a run."""
+        """Return this rank's value only, since other ranks may have exited at the end of a run."""
         return [value]
 
     def gather_states(self, metrics: Iterable[Any]) -> dict[str, dict[int, States]]:

@@ -1,5 +1,4 @@
-"""State transfer in a new generation: the process with the newest state sends it to the others, which continue from
-it."""
+"""State transfer in a new generation: the process with the newest state sends it to the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MetricSnapshot:
-    """Snapshots of a task's metrics before each step and validation, since their updates cannot be undone."""
+    """Snapshots of a task's metrics before each step and validation, because metric updates cannot be undone."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
@@ -36,7 +35,7 @@ class MetricSnapshot:
             hooks["on_validation_start"] += (partial(self._take, in_validation=True),)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
-        # only before the first batch: an interrupted step is repeated from its start
+        # only before the first batch, since an interrupted step is repeated from its start
         if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
 
@@ -45,7 +44,7 @@ class MetricSnapshot:
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
-        """Restore the snapshot if it was taken before the step or validation to repeat."""
+        """Restore the snapshot if it was taken before the step or validation that is to be repeated."""
         if self.saved is not None and self.step == step and self.in_validation == validating:
             self.trainer.metrics.states.restore(self.saved)
         self.saved = None
@@ -57,21 +56,21 @@ Point = tuple[int, dict[str, float]]
 
 @dataclass
 class MemberState:
-    """Loop state of a process; members compare theirs to find the newest."""
+    """Loop state of a process. Members compare their states to find the newest."""
 
     consistent: bool
     """True if weights and loop state are consistent."""
     progress: Progress
-    """Step, epoch, whether the epoch has ended, steps of the newest validation and log point, and the number of
-    exchanges of logged values: a process with one more exchange has the values of all ranks."""
+    """Step, epoch, whether the epoch has ended, the steps of the newest validation and log point, and the number of
+    exchanges of logged values. A process with one more exchange has the values of all ranks."""
     epoch_steps: int
     elapsed: float
     stop: bool
     should_stop: bool
     point: Point | None
-    """Newest point of the log."""
+    """Newest log point."""
     first_step: int
-    """First step of the run in these processes."""
+    """First step that these processes run."""
 
     @classmethod
     def of(cls, run: "Run", consistent: bool) -> "MemberState":
@@ -95,9 +94,9 @@ def shared_metrics(run: "Run") -> SharedMetrics:
 def transfer_state(
     run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, open_outputs: "Callable[[Run], None] | None"
 ) -> None:
-    """Take over the newest state among the members; every member of the new group calls it.
+    """Take over the newest state among the members. Every member of the new group calls it.
 
-    `consistent`: see MemberState; `open_outputs`: opens the loggers in a process that becomes the writer. An error
+    `consistent`: see MemberState. `open_outputs`: opens the loggers in a process that becomes the writer. An error
     before the last collective leaves this process unchanged.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
@@ -113,33 +112,33 @@ def transfer_state(
     newest = states[source]
     if not newest.consistent:
         raise WorkerError("No process with consistent weights is left. Resume from the newest checkpoint.")
-    # to the step to repeat, before this state is compared with others or sent to them
+    # to the step that is repeated, before this state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
-    # values from another epoch, or from before this epoch's first step, must not count in the continued epoch
+    # values from another epoch, or logged before this epoch's first step, must not count in the continued epoch
     if before.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
     behind = [state.progress != newest.progress or not state.consistent for state in states]
     saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
         saved = broadcast_contents(saved, strategy.collectives, source)
-    # no communication from here on, so every process can finish alone
+    # no communication from here on, so every process can finish independently
     metrics.set_layout(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:
         _load_state(run, saved)
     _continue_at(run, place, newest)
     if open_outputs is not None:
         open_outputs(run)
-    # a logger that was just opened has dropped points from this step on, as after a resume
+    # a newly opened logger has dropped points from this step on, as after a resume
     wrote = before.point == newest.point and open_outputs is None
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
-        for logger in trainer.loggers:  # the previous writer may have died before writing it
+        for logger in trainer.loggers:  # the previous writer may have died before it wrote the point
             logger.log_metrics(newest.point[1], newest.point[0])
 
 
 def _load_state(run: "Run", saved: dict[str, Any]) -> None:
     trainer = run.trainer
-    saved["data"] = {}  # within a step, a stream's state belongs to its process
+    saved["data"] = {}  # within a step, the state of a stream belongs to its process
     run.hooks.call("on_load_checkpoint", saved)
     restore.load_task_weights(run.task, saved, run.task.strict_loading)
     restore.start_state(trainer, saved)
@@ -167,7 +166,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
 
 
 def repeat_after_step(run: "Run") -> None:
-    """Repeat the logging after a step, which the break may have interrupted; every member calls it."""
+    """Repeat the logging after a step, since the broken connection may have interrupted it. Every member calls it."""
     trainer, state = run.trainer, run.state
     if state.global_step and state.global_step % trainer.log_every_n_steps == 0:
         trainer.log_step()

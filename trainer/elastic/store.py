@@ -1,4 +1,4 @@
-"""Membership store of an elastic run, through which launcher and workers exchange generations and messages.
+"""Membership store of an elastic run: launcher and workers exchange generations and messages through it.
 
 Only the launcher writes generations. Every worker may post messages, which the launcher reads.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 GroupOrder = Literal["train", "over", "lost"]
-"""Instruction to the members of a generation: form a group and train; exit, as the run is over; exit, as it failed."""
+"""Instruction to the members of a generation: form a group and train, or exit because the run is over or has failed."""
 
 
 class Member(NamedTuple):
@@ -22,18 +22,18 @@ class Member(NamedTuple):
     id: int
     """Unique id, never reused."""
     slot: int
-    """Index of its device; a replacement takes over that of the dead process."""
+    """Index of its device; a replacement takes over the dead process's device."""
 
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """Description of a worker of an elastic run, which it gets at start."""
+    """Description of a worker of an elastic run, which the worker receives when it starts."""
 
     member: Member
     port: int
     """Port of the store, on the loopback interface."""
     attempt: int
-    """Index of the attempt, part of the store's prefix."""
+    """Index of the attempt, which is part of the store's prefix."""
     replicas: int | None = None
     """Replicas of the run that this worker joins; None for a first member."""
 
@@ -45,7 +45,7 @@ class ElasticWorker:
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of members, by rank, and the instruction to them."""
+    """A list of members, ordered by rank, and the instruction to them."""
 
     version: int
     members: tuple[Member, ...]
@@ -53,7 +53,7 @@ class Generation:
 
 
 class MembershipStore:
-    """Keys of an attempt at an elastic run, in torch's store."""
+    """Keys for one attempt at an elastic run, in torch's store."""
 
     def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -64,15 +64,15 @@ class MembershipStore:
     # --- generations ------------------------------------------------------------------------------------------------
     def publish(self, generation: Generation) -> None:
         """Publish the next generation; versions increase by one."""
-        # the value before the version: a process that sees the new version must find its generation
+        # the generation before the version: a process that sees the new version must find its generation
         self.entries.set(
             f"generation/{generation.version}", json.dumps([generation.version, generation.members, generation.order])
         )
         self.entries.add("version", 1)
 
     def version(self) -> int:
-        """Return the newest generation's version; 0 if there is none yet."""
-        # `add` of 0 returns a number at once, while `get` blocks until the key exists, and returns bytes
+        """Return the newest generation's version; 0 before the first generation."""
+        # adding 0 returns a number immediately, while `get` blocks until the key exists and returns bytes
         return int(self.entries.add("version", 0))
 
     def generation(self, version: int) -> Generation:
@@ -85,12 +85,12 @@ class MembershipStore:
         self.entries.set(_arrival(generation, member), "yes")
 
     def is_complete(self, generation: Generation) -> bool:
-        """Return whether the generation has members, and all have arrived."""
+        """Return whether the generation has members and all of them have arrived."""
         # a single call, since every member polls
         return bool(self.entries.check([_arrival(generation, member) for member in generation.members]))
 
     def missing(self, generation: Generation) -> list[Member]:
-        """Return the members that have not arrived."""
+        """Return the members that have not arrived yet."""
         return [member for member in generation.members if not self.entries.check([_arrival(generation, member)])]
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ class MembershipStore:
         self.entries.queue_push("messages", json.dumps([event, member, number]))
 
     def new_messages(self) -> Iterator[tuple[str, Member, int]]:
-        """Yield event, member and number of each message since the last call, in order of arrival."""
+        """Yield the event, member and number of each message since the last call, in order of arrival."""
         for _ in range(self.entries.queue_len("messages")):
             event, member, number = json.loads(self.entries.queue_pop("messages"))
             yield event, Member(*member), number
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit; with `returns_result`, it first sends the result."""
+        """Permit a finished process to exit. With `returns_result`, the process first sends the result."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
@@ -126,9 +126,9 @@ def connect_to_store(port: int) -> "Store":
 
 
 class MemberRegistry:
-    """Members in the order of their ranks: remaining members keep their order, new ones are appended.
+    """Members in the order of their ranks. Remaining members keep their order; new members are appended.
 
-    So rank 0, the only one to write files, changes only if its process dies.
+    So rank 0, the only rank that writes files, changes only if its process dies.
     """
 
     def __init__(self, members: list[Member]) -> None:
@@ -146,7 +146,7 @@ class MemberRegistry:
 
     @property
     def running(self) -> bool:
-        """True once every first member has started training; from then on the run survives deaths."""
+        """True once every first member has started training. From then on, the run survives deaths."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:
@@ -165,21 +165,21 @@ class MemberRegistry:
         self.members = [remaining for remaining in self.members if remaining != member]
 
     def finish(self, member: Member) -> None:
-        """Record that a member has finished, and with it the run, which no process can join any more."""
+        """Record that a member, and so the run, has finished. No process can join it any more."""
         self.remove(member)
         self.finished.add(member)
         self.spares += [remaining for remaining in self.members if remaining not in self.have_state]
         self.members = [remaining for remaining in self.members if remaining in self.have_state]
 
     def request_generation(self, version: int) -> None:
-        """Request a new generation after the group of generation `version` broke without a death."""
+        """Request a new generation after the group of generation `version` has broken without a death."""
         self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:
-        """Return the next generation if one is due."""
+        """Return the next generation, if it is time for one."""
         if not self.running or not self.members:
             return None
-        if not self.finished:  # after that, a new member could only wait for the end
+        if not self.finished:  # once a member has finished, a new member could only wait for the end
             self.members, self.spares = self.members + self.spares, []
         if tuple(self.members) == self.generation.members and not self.is_requested:
             return None

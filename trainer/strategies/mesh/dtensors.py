@@ -24,7 +24,7 @@ def full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # axis by axis, since torch warns if asked for all at once
+        if not placement.is_replicate():  # axis by axis, since torch warns about gathering all at once
             placements = [*tensor.placements]
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
@@ -33,9 +33,9 @@ def full(tensor: Tensor) -> Tensor:
 
 def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
     """Return this rank's shard of the full `value`, with the placements of `like`; does not communicate."""
-    (chunk,) = like.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
+    (chunk,) = like.__create_chunk_list__()  # the protocol used by torch.distributed.checkpoint
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    shard = value[place].to(local_part(like).device, copy=True)  # a view would keep the full tensor alive
+    shard = value[place].to(local_part(like).device, copy=True)  # since a view would keep the full tensor alive
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -43,7 +43,7 @@ def local_shard(value: Tensor | StoredTensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill(target: Tensor, value: Tensor | StoredTensor) -> None:
-    """Copy the full `value` into `target`, of which this rank may hold a shard."""
+    """Copy the full `value` into `target`, or this rank's shard of it if `target` is sharded."""
     if isinstance(target, DTensor):
         local_part(target).copy_(local_part(local_shard(value, target)))
     else:
@@ -58,7 +58,7 @@ def tensor_slots(task: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def replace(task: nn.Module, change: TensorChange) -> None:
-    """Replace each parameter and buffer by `change(tensor)`; parameters stay parameters, and ties are kept."""
+    """Replace each parameter and buffer by `change(tensor)`. Parameters stay parameters, and tied weights stay tied."""
     values: dict[Tensor, Tensor] = {}  # keeps the tensors alive, so that no id is reused
     for module, name, tensor in list(tensor_slots(task)):
         if tensor not in values:
@@ -71,7 +71,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 def make_plain(task: nn.Module, keep: bool) -> None:
     """Replace the DTensors of a task by full tensors on the host; every rank calls it.
 
-    With keep=False, replace them by tensors on the meta device, without memory.
+    With keep=False, replace them by meta tensors, which need no memory.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def make_plain(task: nn.Module, keep: bool) -> None:
         if not keep:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         value = full(tensor).cpu()
-        # to_local() of a replicated DTensor, or on a mesh of one rank, returns the shard's memory
+        # for a replicated DTensor, or a mesh of one rank, to_local() returns the shard's memory
         is_shared = value.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
         return value.clone() if is_shared else value
 
@@ -94,10 +94,10 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return the 2-norm of all gradients on each of `ranks` ranks, by one all-reduce on `device`.
+    """Return the 2-norm of all gradients over `ranks` ranks, with one all-reduce on `device`.
 
-    A rank divides what it adds by the number of ranks that hold the same shard, so that every parameter counts once,
-    whatever its mesh, also if each rank has all of it. Gradients must not be partial sums.
+    A rank divides its contribution by the number of ranks that hold the same shard. So every parameter counts once, on
+    any mesh and also if it is replicated. Gradients must not be partial sums.
     """
     squares, kind = [], torch.float32
     for gradient in gradients:
@@ -105,10 +105,10 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
         kind = torch.promote_types(kind, local.dtype)
         # in float32, since the square of 256 overflows in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
-        # Squares are summed in float64: in float32 small parameters get lost beside large ones, and the result would
+        # Squares are summed in float64: in float32, small parameters would vanish next to large ones, and the sum would
         # depend on the number of ranks.
         squares.append(norm.to(widest_float(norm.device)).square().to(device) * (shard_count(gradient) / ranks))
-    # also without gradients on this rank, since others may have some
+    # even if this rank has no gradients, since other ranks may have some
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=widest_float(device), device=device)
     # on the default group, which contains every mesh: one collective for all parameters
     dist.all_reduce(total)
@@ -121,7 +121,7 @@ def shard_count(tensor: Tensor) -> int:
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        # not isinstance(placement, Shard), since _StridedShard (FSDP over tensor parallelism) is not a subclass
+        # not isinstance(placement, Shard), because _StridedShard (FSDP over tensor parallelism) is no subclass of it
         if not placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
@@ -129,15 +129,15 @@ def shard_count(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.device, one_order: bool = False) -> Tensor:
-    """Scale the gradients down if their norm is above `limit`; return the norm before.
+    """Scale the gradients down if their norm exceeds `limit`; return the norm before clipping.
 
-    `one_order`: compute the norm from full gradients, as one process does, so that its bits do not depend on the number
-    of ranks.
+    `one_order`: compute the norm from full gradients, as in a single process, so that its bits do not depend on the
+    number of ranks.
     """
     gradients = gradients_of(optimizer)
     norm: Tensor
     if one_order and gradients:
-        # gathered in turn, as a device may not have room for all; torch's function gives the bits of torch's clipping
+        # gathered one by one, to fit in memory; torch's function gives the same bits as torch's clipping
         norms = [nn.utils.get_total_norm([full(gradient)]) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
     else:
@@ -151,7 +151,7 @@ def clip_norm(optimizer: Optimizer, limit: float, ranks: int, device: torch.devi
 
 @torch.no_grad()
 def clip_value(optimizer: Optimizer, limit: float) -> None:
-    """Clamp every element of the gradients to [-limit, limit]."""
+    """Clamp each element of the gradients to [-limit, limit]."""
     for gradient in gradients_of(optimizer):
         local_part(gradient).clamp_(-limit, limit)
 
@@ -159,7 +159,7 @@ def clip_value(optimizer: Optimizer, limit: float) -> None:
 class MeshScaler(torch.amp.GradScaler):
     """Loss scaler for sharded gradients: an overflow in a shard skips the step on all ranks.
 
-    Overrides the public methods of torch's scaler, which reads one rank's gradients on one mesh.
+    Overrides the public methods of torch's scaler, which only handles one rank's gradients on one mesh.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,9 +167,9 @@ class MeshScaler(torch.amp.GradScaler):
         self.device = device
         self.factor = super().get_scale()
         self.good_steps = 0
-        """Number of consecutive steps with finite gradients."""
+        """Number of consecutive steps with finite gradients so far."""
         self.overflows: dict[int, Tensor] = {}
-        """Nonzero if a gradient was not finite, by the id of each optimizer whose gradients are unscaled."""
+        """Maps the id of each optimizer with unscaled gradients to a nonzero value if a gradient was not finite."""
 
     def scale(self, outputs: Any) -> Any:
         """Return the loss times the scale."""
@@ -177,7 +177,7 @@ class MeshScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale; raises RuntimeError on a second call since the last update."""
+        """Divide an optimizer's gradients by the scale. Raises RuntimeError if called twice before an update."""
         if id(optimizer) in self.overflows:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         gradients = [local_part(gradient) for gradient in gradients_of(optimizer)]
@@ -185,7 +185,7 @@ class MeshScaler(torch.amp.GradScaler):
         overflow = (~nn.utils.get_total_norm(filled, float("inf")).isfinite()).float().to(self.device)
         if gradients:
             multiply_each(gradients, 1.0 / self.factor)
-        # over all ranks, which must skip the same steps and keep the same scale
+        # over all ranks, since they must skip the same steps and keep the same scale
         dist.all_reduce(overflow, dist.ReduceOp.MAX)
         self.overflows[id(optimizer)] = overflow
 
@@ -196,7 +196,7 @@ class MeshScaler(torch.amp.GradScaler):
         return None if self.overflows[id(optimizer)].item() else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Lower the scale after an overflow, and raise it after many steps without one."""
+        """Lower the scale after an overflow; raise it after many steps without an overflow."""
         overflowed, self.overflows = any(overflow.item() for overflow in self.overflows.values()), {}
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if new_scale is not None:
@@ -217,16 +217,16 @@ class MeshScaler(torch.amp.GradScaler):
         return {**super().state_dict(), "_growth_tracker": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of torch's scaler or of this class."""
+        """Load a state from torch's scaler or from this class."""
         super().load_state_dict(state_dict)
         self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
 
 
 def disable_foreach(optimizers: Iterable[Optimizer], always: bool = False) -> None:
-    """Set foreach=False for parameter groups that span several meshes, or for all of them.
+    """Set foreach=False for parameter groups that span several meshes, or for all parameter groups.
 
-    torch's `foreach` and `fused` kernels need tensors of one mesh, but by default torch uses `foreach` for tensors on
-    an accelerator. Raises ConfigError if you set one of the two to True.
+    torch's `foreach` and `fused` kernels need tensors on a single mesh, but `foreach` is torch's default on an
+    accelerator. Raises ConfigError if you set `foreach` or `fused` to True.
     """
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in group["params"]}

@@ -45,7 +45,7 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
-    """Return the ranks that together process every batch once: those at this rank's place on the other axes.
+    """Return the ranks that together process every batch once. They share this rank's place on the other axes.
 
     Every rank calls it, since creating a group is a collective.
     """
@@ -55,12 +55,12 @@ def data_ranks(mesh: DeviceMesh, sizes: Sizes) -> Ranks:
         return Ranks(index, count)
     together = mesh.mesh.permute(0, 3, 1, 2).reshape(-1, count).tolist()
     with connections.noting(more=True):
-        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")  # small values on the host
+        group, _ = dist.new_subgroups_by_enumeration(together, backend="gloo")  # for small values on the host
     return Ranks(index, count, group)
 
 
 def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], is_pipeline: bool) -> None:
-    """Raise ConfigError for optimizers that do not work if parameters are gathered once per training_step."""
+    """Raise ConfigError for optimizers that don't work when parameters are gathered once per training_step."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: it gathers parameters once per training_step, so weights "
@@ -84,7 +84,7 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
 
 
 def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -> None:
-    """Raise ConfigError for compile options that do not work on a mesh."""
+    """Raise ConfigError for compile options that a mesh does not support."""
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
             f"trainer.compile: the hooks with which strategy {name!r} gathers parameters cannot be compiled, but the "
@@ -101,14 +101,14 @@ ELEMENTWISE = {
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam, optim.Adamax,
     optim.Adadelta, optim.ASGD, optim.Rprop,
 }  # fmt: skip
-"""Optimizers that update each element from its gradient and state alone, so that sharding does not change results."""
+"""Optimizers that update each element only from its own gradient and state, so sharding does not change results."""
 
 
 class MeshStrategy(GroupStrategy):
     """One process per device, on a mesh with the axes data, shard and tensor.
 
     Replicas are divided along `data` and `shard`; parameters, gradients and optimizer states are sharded along `shard`.
-    Processes along `tensor` work on the same batches, each on its shard of the layers.
+    Processes along `tensor` work on the same batches, each with its shard of the layers.
     """
 
     name = "mesh"
@@ -129,11 +129,12 @@ class MeshStrategy(GroupStrategy):
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
-        """`data`, `shard`, `tensor`: number of processes along each axis; "auto" for one axis uses the rest.
-        `tensor_shards`: number of shards per tensor-parallel layer, fixed for a run. Results are bit-identical for any
-        `tensor` that divides it. None: one per process.
-        `shard_blocks`: classes of modules to gather as one block, or the minimum number of parameters in a block.
-        `reshard_after_forward`: free a block's gathered parameters after its forward; None: except the outermost's.
+        """`data`, `shard`, `tensor`: number of processes along each axis; one axis may be "auto", to use the rest.
+        `tensor_shards`: number of shards per tensor-parallel layer, fixed for a run. Results are bitwise identical for
+        any `tensor` that divides it. None: one per process.
+        `shard_blocks`: classes of modules to gather as a block, or the minimum number of parameters in a block.
+        `reshard_after_forward`: free a block's gathered parameters after its forward pass; None: except for the
+        outermost block.
         `cpu_offload`: keep shards, gradients and optimizer states on the host. `meta_init`: build the modules of
         configure_model on rank 0 only, and broadcast the shards. `whole_at_end`: give every process the full task when
         a run ends; False: only the checkpoints have the weights. `timeout`: seconds, or a mapping with seconds per
@@ -148,15 +149,15 @@ class MeshStrategy(GroupStrategy):
         self.sizes = Sizes(1, 1, 1, 1)
         self.mesh: DeviceMesh | None = None
         self.group: dist.ProcessGroup | None = None
-        """The default process group when the mesh was made."""
+        """The default process group when the mesh was created."""
         self.among = SINGLE
         self.steps: MeshSteps | None = None
         """The outermost module, which calls the task's steps; None in one process."""
         self.root: FSDPModule | None = None
-        """The same module if it is sharded, otherwise None."""
+        """The outermost module if it is sharded, otherwise None."""
         self.wrapping: Wrapping | None = None
         self.sends: bool | None = None
-        """True if FSDP reduces gradients in the next backward; None: not set yet on this layout."""
+        """Whether FSDP reduces gradients in the next backward pass; None if not set yet on this layout."""
         self.shard_tree: ShardTree | None = None
         """Sums sharded gradients in a fixed order."""
         self.tensor_gradients: TensorGradients | None = None
@@ -166,7 +167,7 @@ class MeshStrategy(GroupStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Join the process group and make the mesh; raises ConfigError if the axes do not multiply to world size."""
+        """Join the process group and make the mesh. Raises ConfigError if the axes don't match the world size."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
         shards, processes = self.tensor_shards, self.sizes.tensor
         if shards is not None and (shards < processes or shards % processes):
@@ -187,15 +188,15 @@ class MeshStrategy(GroupStrategy):
             self.among = data_ranks(self.mesh, self.sizes)
             self.mesh_states.open_writers(place.rank, place.world_size)
         self.data_ranks, self.weight_ranks = self.among, self._ranks_along("data")
-        # on accelerators DTensor draws different numbers for each shard, from generators that are equal on all ranks
+        # on accelerators, DTensor draws different numbers for each shard from generators that are equal on all ranks
         shard = self.mesh.get_local_rank("shard") if self.device.type == "cpu" else 0
         self.shard = self.mesh.get_local_rank("pipeline") + self.sizes.pipeline * shard
-        # parameters that a forward gathers in inference mode could not be trained again
+        # parameters that are gathered in inference mode could no longer be trained
         self.allows_inference_mode, self.compiles_blocks = False, True
         self.has_all_weights = self.sizes.pipeline == 1
         # pipelines run their batches independently unless they share parameters
         self.lockstep = self.data_ranks.size > 1 and (self.has_all_weights or self.sizes.shard > 1)
-        # backward's `inputs` cannot confine a gradient: the gathered tensors are not the optimizer's parameters
+        # backward's `inputs` cannot select gradients, since the gathered tensors are not the optimizer's parameters
         self.takes_one_loss = self.data_ranks.size > 1
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device)
@@ -208,12 +209,12 @@ class MeshStrategy(GroupStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
-        """Build the task's modules; with `meta_init` only rank 0 allocates weights."""
+        """Build the task's modules. With `meta_init`, only rank 0 allocates weights."""
         if not self.meta_init:
             super().build_model(task)
             return
         # Draws on the meta device do not advance the generator, so all ranks take rank 0's state afterwards. Resetting
-        # parameters shard by shard would avoid the full model on rank 0, but draws other numbers than one process does.
+        # parameters shard by shard would avoid the full model on rank 0, but draw other numbers than a single process.
         with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
         torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
@@ -241,11 +242,11 @@ class MeshStrategy(GroupStrategy):
         self.precision.place(task)
         values = weight_broadcast.release_values(task) if self.meta_init else None
         if not self.meta_init:
-            # before sharding: fully_shard cuts a rank's shard from that rank's weights, without communication
+            # before sharding: fully_shard takes each rank's shard from that rank's weights, without communication
             self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
-        # records the wrappers between here and done(), which `teardown` removes
+        # records the wrappers added before done(), which `teardown` removes
         self.wrapping = Wrapping(task)
-        # inside FSDP's hooks: a block's forward is compiled, gathering its parameters is not
+        # inside FSDP's hooks, so that a block's forward is compiled but gathering its parameters is not
         if isinstance(options, Mapping):
             kernels.compile_forwards(task, options)
         # FSDP last: fully_shard accepts DTensors of another axis of the same mesh, parallelize_module does not
@@ -267,28 +268,28 @@ class MeshStrategy(GroupStrategy):
             TensorShards(self.tensor_shards, self._ranks_along("tensor")).attach(task, words)
 
     def _shard(self, task: "Task", mesh: DeviceMesh) -> None:
-        """Shard the task's parameters over a mesh of the axes data and shard."""
-        # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward, and if
-        # training_step calls self.body(x) but never self(x), each child would become a root.
+        """Shard the task's parameters over a mesh with the axes data and shard."""
+        # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward. If training_step
+        # called self.body(x) but never self(x), each child would become a root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
             try:
                 self.root = self.sharding.apply(self.steps, task, mesh)
-            except NotImplementedError as error:  # of a class of quantized weights
+            except NotImplementedError as error:  # raised by some classes of quantized weights
                 weights = ((name, type(weight).__name__) for name, weight in task.named_parameters())
                 kinds = [f"{name} ({kind})" for name, kind in weights if kind not in ("Parameter", "DTensor")]
                 raise ConfigError(
                     f"strategy={self.name} shards each weight, which the classes of these weights do not support: "
                     f"{first_names(kinds)}. Use strategy ddp or zero1, which do not shard weights. torch: {error}"
                 ) from error
-            # for hooks that call the task directly, past MeshSteps (sanity images, generation)
+            # for hooks that call the task directly, bypassing MeshSteps (sanity images, generation)
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
         elif not self.meta_init:
             task.to(self.device)
 
     def prepare(self, task: "Task", optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepare the placed task for training; raises ConfigError for optimizers that do not work on the mesh."""
+        """Prepare the placed task for training. Raises ConfigError for optimizers that don't work on the mesh."""
         if self.mesh is not None:
             if task.trainer.reproducible == "bitwise" and optimizers and task.automatic_optimization:
                 self._refuse_bitwise(task, optimizers)
@@ -296,10 +297,10 @@ class MeshStrategy(GroupStrategy):
             if self.data_ranks.size > 1 and self.sizes.tensor * self.sizes.pipeline == 1:
                 unknown = [optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE]
                 trials.refuse_unknown_arithmetic(self.name, unknown, self.collectives)
-        # with tensor_shards also in one process, since other kernels may round differently
+        # with tensor_shards even in a single process, since other kernels may round differently
         dtensors.disable_foreach(optimizers, always=self.tensor_shards is not None)
         prepared = super().prepare(task, optimizers)
-        self.flat_sum = None  # gradients meet in backward
+        self.flat_sum = None  # gradients are reduced in the backward pass
         return prepared
 
     def _share_weights(self, task: "Task") -> None:
@@ -316,7 +317,7 @@ class MeshStrategy(GroupStrategy):
             f"without tensor_shards (such as tensor_shards={self.sizes.tensor}) sums depend on the size of tensor": (
                 self.sizes.tensor > 1 and self.tensor_shards is None
             ),
-            "cpu_offload updates weights on the host, a single process on its device": (
+            "cpu_offload updates weights on the host, but a single process updates them on its device": (
                 self.sharding.cpu_offload and self.device.type != "cpu"
             ),
             f"{', '.join(mixing)} may combine several elements of a parameter": mixing,
@@ -333,7 +334,7 @@ class MeshStrategy(GroupStrategy):
             )
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach to the trainable parameters on this layout."""
+        """Attach the reductions to the trainable parameters on this layout."""
         self.sends, self.gradients_in_parts = None, self.mesh is not None
         super().regroup(layout, place)
         if self.sizes.tensor > 1 and self.mesh is not None and self.task is not None:
@@ -346,7 +347,7 @@ class MeshStrategy(GroupStrategy):
         return self.shard_tree
 
     def finish(self) -> None:
-        """Replace sharded weights by full ones on the host, or by empty ones; every rank calls it."""
+        """Replace sharded weights by full weights on the host, or by empty ones. Every rank calls it."""
         if self.steps is None or self.task is None:
             return
         # evaluations may have left blocks gathered, but make_plain reads the shards
@@ -363,9 +364,9 @@ class MeshStrategy(GroupStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], replica: int | None, last: bool) -> Any:
-        """Call training_step; the parameters of each block are gathered while the block runs.
+        """Call training_step. Each block's parameters are gathered while the block runs.
 
-        Raises TaskError if it skips its batch, since the other processes wait in backward for this process's shards.
+        Raises TaskError if training_step skips its batch, since other processes wait for this one in the backward pass.
         """
         if self.steps is None:
             return super().training_step(arguments, replica, last)
@@ -374,7 +375,7 @@ class MeshStrategy(GroupStrategy):
         if self.shard_tree is not None:
             self.shard_tree.open_batch(is_masked=replica is None)
         elif self.sends is not last and self.root is not None:
-            self.root.set_requires_gradient_sync(last)  # only on a change, as it visits every module of the task
+            self.root.set_requires_gradient_sync(last)  # only on a change, since it visits every module of the task
         self.sends = last
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
@@ -404,17 +405,17 @@ class MeshStrategy(GroupStrategy):
         with self.precision.forward_context():
             output = self.steps(name, *arguments)
         if self.root is not None:
-            self.root.reshard()  # no backward will free the parameters of the outermost block
+            self.root.reshard()  # no backward pass will free the parameters of the outermost block
         return output
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
-        """Clip the gradients of `optimizer`'s parameters by value, or by their norm over all shards."""
+        """Clip the gradients of `optimizer`'s parameters by value, or by the norm over all shards."""
         if self.mesh is None:
             return super().clip(optimizer, limit, algorithm)
         if algorithm == "value":
             dtensors.clip_value(optimizer, limit)
             return None
-        # the ranks of a pipeline have gradients of different parameters
+        # ranks of a pipeline have gradients for different parameters
         ranks = self.place.world_size // self.sizes.pipeline
         return dtensors.clip_norm(optimizer, limit, ranks, self.device, self.one_order)
 
@@ -435,7 +436,7 @@ class MeshSteps(nn.Module):
             self.inside = False
 
     def before_forward(self: Any, task: nn.Module, inputs: Any) -> None:
-        """Gather the outermost parameters if a hook calls the task outside a step."""
+        """Gather the outermost block's parameters if a hook calls the task outside a step."""
         if not self.inside:
             self.unshard()
 

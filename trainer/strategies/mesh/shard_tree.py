@@ -22,8 +22,8 @@ UNEVEN = (
 class ShardTree:
     """Gradients of a step's replicas, per FSDP block.
 
-    FSDP asks for a reduction in every backward. Only the last backward of a step communicates; earlier ones add to sums
-    in this process.
+    FSDP requests a reduction in every backward pass. Only the last backward pass of a step communicates; the earlier
+    ones add to local sums.
     """
 
     def __init__(self, root: FSDPModule, layout: Layout, rank: int) -> None:
@@ -31,14 +31,14 @@ class ShardTree:
         self.replica, self.batches = -1, 0
         """The current replica, and the number of batches so far in this step."""
         self.is_last = self.is_masked = False
-        """True if the current backward is this process's last one; true if its batch has weight 0."""
+        """Whether the current backward pass is this process's last; whether its batch has weight 0."""
         self.blocks: list[TreeReduceScatter] = []
         for module in sharded(root):
             self.blocks.append(TreeReduceScatter(self))
             module.set_custom_reduce_scatter(self.blocks[-1])
 
     def open_batch(self, is_masked: bool) -> None:
-        """Start a batch; a masked batch belongs to another process."""
+        """Start a batch. A masked batch belongs to another process."""
         self.is_masked = is_masked
         self.batches += not is_masked
 
@@ -47,7 +47,7 @@ class ShardTree:
         self.replica = replica
 
     def expect_last(self) -> None:
-        """Reduce the gradients of all batches of the step in the next backward."""
+        """Reduce the gradients of all batches of the step in the next backward pass."""
         self.is_last = True
 
     def finish(self) -> None:
@@ -63,11 +63,11 @@ class ShardTree:
             block.reset()
 
     def close(self) -> None:
-        """Do nothing: FSDP's wrappers own the reductions."""
+        """Do nothing, since the reductions belong to FSDP's wrappers."""
 
 
 class TreeReduceScatter:
-    """FSDP's reduce-scatter of one block's gradients, for `set_custom_reduce_scatter`."""
+    """Reduce-scatter of one block's gradients, for FSDP's `set_custom_reduce_scatter`."""
 
     def __init__(self, tree: ShardTree) -> None:
         self.tree = tree
@@ -85,7 +85,7 @@ class TreeReduceScatter:
         """Sum over the batches of `replica` so far."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor for FSDP's input or output."""
+        """Return an empty tensor for FSDP to use as input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -101,7 +101,7 @@ class TreeReduceScatter:
         if tree.is_last:
             self._exchange(output_tensor, input_tensor.numel(), group)
         else:
-            output_tensor.fill_(-0.0)  # neutral in a sum, also for -0.0
+            output_tensor.fill_(-0.0)  # -0.0 leaves any sum unchanged, including -0.0
 
     def _take(self, gradient: Tensor, replica: int, last: bool) -> None:
         self.batches += 1
@@ -117,7 +117,7 @@ class TreeReduceScatter:
             self.gradient = None
 
     def _exchange(self, output: Tensor, numbers: int, group: dist.ProcessGroup) -> None:
-        """Send each rank its shard of this rank's partial sums, and add all ranks' sums of this rank's shard."""
+        """Send each rank its shard of this rank's partial sums, and sum all ranks' values for this rank's shard."""
         self._push_replica()
         rows = [output.new_full((numbers,), -0.0) if row is None else row for (row,) in self.replicas.close()]
         output.copy_(add_up_shares(rows, self.nodes_of, group))

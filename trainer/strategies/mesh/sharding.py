@@ -1,7 +1,8 @@
 """Sharding with torch's FSDP2: the choice of blocks, and the options of fully_shard.
 
-A block's parameters are gathered together before its forward and its backward, and freed after each. See Zhao et
-al. 2023, "PyTorch FSDP" (https://arxiv.org/abs/2304.11277) and https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+A block's parameters are gathered together before its forward and backward passes, and freed after each.
+See Zhao et al. 2023, "PyTorch FSDP" (https://arxiv.org/abs/2304.11277), and
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from .dtensors import tensor_slots
 
 Blocks = Sequence[str] | int
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward, in which a block's parameters would be gathered."""
+"""Modules without a forward method, so they cannot gather parameters as a block."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,19 @@ class Sharding:
     reshard_after_forward: bool | int | None
 
     def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard the blocks of `task`, and its other parameters with `root`, whose forward calls it; return `root`."""
-        # no dtypes: mixed precision is autocast's, on weights of full precision, as in one process
+        """Shard the blocks of `task`, and its other parameters with `root`, whose forward calls it. Return `root`."""
+        # no dtypes: autocast handles mixed precision on full-precision weights, as in a single process
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         pinned = mesh.device_type != "cpu" and pins_memory()
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
         for block in find_sharded_blocks(task, self.blocks):
-            # registered before fully_shard's hooks, which must see the copy
+            # registered before fully_shard adds its hooks, which must see the copy
             block.register_forward_hook(without_views)
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         root.register_forward_hook(without_views)
         outermost = fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
         for module in sharded(root):
-            # Sums, not means: losses are already weighted by samples. Forced, since for a factor torch would use
+            # Sums, not means, because losses are already weighted by samples. Forced, since with a factor torch uses
             # ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -54,9 +55,10 @@ class Sharding:
 
 
 def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return a block's output with views replaced by copies; a Linear may return views.
+    """Return a block's output with views replaced by copies. A Linear may return views.
 
-    Backward gathers a block's parameters through hooks on its output, which an in-place operation on a view would lose.
+    In the backward pass, hooks on a block's output gather its parameters. An in-place operation on a view would lose
+    these hooks.
     """
     return map_tensors(output, lambda tensor: tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor)
 
@@ -67,9 +69,9 @@ def sharded(root: Any) -> Iterator[Any]:
 
 
 def drop_unsent_gradients(root: Any) -> None:
-    """Drop gradients that have not been reduced, between a backward and the next forward."""
+    """Drop gradients that have not been reduced, between a backward pass and the next forward pass."""
     for block in sharded(root):
-        # FSDP keeps them on a block's gathered parameters, which are visible only while gathered
+        # FSDP keeps them on a block's gathered parameters, which are only accessible while gathered
         shards = set(block.parameters())
         block.unshard()
         for gathered in set(block.parameters()) - shards:
@@ -78,10 +80,11 @@ def drop_unsent_gradients(root: Any) -> None:
 
 
 def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """Return the modules to shard as blocks, inner ones first, in the order that `fully_shard` needs.
+    """Return the modules to shard as blocks, inner modules first, as `fully_shard` requires.
 
-    `blocks`: class names; or a number of parameters: working outwards, a module becomes a block if it has at least so
-    many parameters outside of inner blocks. Single layers belong to their parent's block, for fewer, larger messages.
+    `blocks`: class names, or a number of parameters. With a number, working outward, a module becomes a block if it has
+    at least that many parameters outside inner blocks. Single layers belong to their parent's block, for fewer and
+    larger messages.
     """
     uses = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):
@@ -101,7 +104,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
             visit(child)
         sizes = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
         inner = module is not task and any(True for _ in module.children()) and not isinstance(module, CONTAINERS)
-        # a tied weight gathered by two blocks would be freed by the first while the second still needs it
+        # if two blocks gathered a tied weight, the first would free it while the second still needs it
         if inner and sum(sizes.values()) >= blocks and not shares_tensors(module, uses):
             chosen.append(module)
             taken.update(sizes)
@@ -111,6 +114,6 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def shares_tensors(module: nn.Module, uses: Counter[int]) -> bool:
-    """Return whether the module shares a tensor with a module outside; `uses` counts the uses of a task's tensors."""
+    """Return whether the module shares a tensor with a module outside it; `uses` counts the uses of each tensor."""
     inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(uses[tensor] > count for tensor, count in inside.items())

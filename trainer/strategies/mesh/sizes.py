@@ -1,7 +1,7 @@
 """Sizes of a mesh's axes; does not import torch.
 
-Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest, so that the
-processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
+Processes are ordered in the mesh as (pipeline, data, shard, tensor), with the last axis varying fastest. So the
+processes of a tensor-parallel group, which communicate most, are neighbors on one machine.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:
-    """Raise ConfigError for an axis size that is neither positive nor "auto", or for two that are "auto"."""
+    """Raise ConfigError if a size is neither positive nor "auto", or if two sizes are "auto"."""
     for axis, size in asked.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f"strategy mesh: expected a positive number of processes or 'auto', got {axis}={size!r}.")
@@ -33,7 +33,7 @@ def read_sizes(asked: Mapping[str, Size]) -> None:
 
 
 def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:
-    """Return the size of each axis for a number of processes; raises ConfigError, with the product, on a mismatch."""
+    """Return the size of each axis for a number of processes. Raises ConfigError if the product does not match."""
     fixed = {axis: size for axis, size in asked.items() if size != "auto"}
     product = prod(fixed.values())
     axes = " x ".join(f"{axis} {size}" for axis, size in asked.items())

@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 
 class MeshStateDicts(ShardedStateDicts):
-    """State dicts of DTensors, with this rank's shard of each."""
+    """State dicts of DTensors that contain this rank's shard of each tensor."""
 
     read_in_parts = ("state_dict", "optimizer_states")
 
     def __init__(self, asked: Mapping[str, Size]) -> None:
-        """`asked`: the sizes of the mesh's axes in the config."""
+        """`asked`: the sizes of the mesh axes in the config."""
         super().__init__()
         self.asked = asked
 
     def parts(self, world_size: int) -> StateParts:
-        """Return the sizes of the axes; raises ConfigError if they do not multiply to `world_size`."""
+        """Return the sizes of the axes. Raises ConfigError if their product is not `world_size`."""
         sizes = fit_sizes(self.asked, world_size)
         cut = world_size // sizes.data
         return StateParts(sizes.data * sizes.shard, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
 
     @torch.no_grad()
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's shards of full weights; torch loads other values, such as a module's extra state."""
-        # keep_vars, since the DTensors themselves are filled: without it state_dict returns detached ones
+        """Load this rank's shards of full weights. torch loads other values, such as a module's extra state."""
+        # keep_vars, to fill the DTensors themselves: without it, state_dict returns detached tensors
         targets, plain = task.state_dict(keep_vars=True), {}
         for name, value in weights.items():
             target = targets.get(name)
             if isinstance(target, DTensor) and value is not target:
                 dtensors.fill(target, value)
-            # already filled in place, but `strict` checks every name
+            # they are already filled in place, but `strict` checks every name
             plain[name] = target if isinstance(target, DTensor) else load_stored(value)
         task.load_state_dict(plain, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's shards of an optimizer's full state dict."""
+        """Load this rank's shards of a full optimizer state dict."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         shards = {}
         for index, values in state["state"].items():

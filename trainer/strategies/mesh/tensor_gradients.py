@@ -1,7 +1,8 @@
 """Gradients of parameters that are replicated along the axis tensor.
 
-Between a "column" and its "row" each process computes with its shard of the activations, so a parameter there gets a
-partial gradient: "replicated" in a plan sums these. The first steps detect a plan that lacks the entry.
+Between a "column" and its "row", each process computes with its shard of the activations, so a parameter there gets a
+partial gradient. Partial gradients are summed if the plan says "replicated". A missing entry is detected in the first
+steps.
 """
 
 import re
@@ -17,15 +18,15 @@ from ....base.tensors import local_part
 from .tensor_plan import AXIS, REPLICATED, read_plan
 
 COMPARED_STEPS = 3
-"""Number of steps with a comparison, at most; not just one, since the gradients of adapters are zero in the first."""
+"""Maximum number of steps with a comparison; more than one, since adapters' gradients are zero in the first step."""
 ROUNDING = 0.01
-"""Relative difference allowed between gradients: kernels may sum in different orders."""
+"""Relative difference allowed between gradients, because kernels may sum in different orders."""
 
 
 class TensorGradients:
-    """Sums gradients along the axis tensor where the plan says so, and compares the others in the first steps.
+    """Sums gradients along the axis tensor as the plan says, and compares the others in the first steps.
 
-    Every process of the axis calls the methods, after a step's last backward.
+    Every process on the axis calls the methods after a step's last backward pass.
     """
 
     def __init__(self, task: nn.Module, plan: Mapping[str, str], group: dist.ProcessGroup) -> None:
@@ -33,17 +34,17 @@ class TensorGradients:
         words = read_plan(task, plan, dist.get_world_size(group))
         modules = [task.get_submodule(name) for name, word in words.items() if word == REPLICATED]
         summed = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-        self.summed = dict.fromkeys(summed)  # in the order of the plan, the same on all processes
+        self.summed = dict.fromkeys(summed)  # in plan order, which is the same on all processes
         self.uncompared = {
             name: parameter
             for name, parameter in task.named_parameters()
             if parameter.requires_grad and not is_cut(parameter)
         }
-        # not in every step: a comparison communicates every replicated gradient again
+        # not in every step, since a comparison communicates every replicated gradient again
         self.steps = COMPARED_STEPS
 
     def complete(self) -> None:
-        """Sum partial gradients; raises TaskError if other gradients differ between the processes."""
+        """Sum partial gradients. Raises TaskError if other gradients differ between the processes."""
         if self.uncompared and self.steps:
             self._compare()
             self.steps -= 1
@@ -64,7 +65,7 @@ class TensorGradients:
         for name, parameter in self.uncompared.items():
             if parameter.grad is not None:
                 local = local_part(parameter.grad)
-                # compared with one rank's gradient, which needs just two numbers per gradient
+                # compared with one rank's gradient, which takes just two numbers per gradient
                 reference = local.clone()
                 dist.broadcast(reference, group=self.group, group_src=0)
                 names.append(name)
@@ -95,7 +96,7 @@ def is_cut(parameter: nn.Parameter) -> bool:
 
 
 def refuse_partial(names: list[str]) -> None:
-    """Raise TaskError for parameters whose gradients are partial, but not summed."""
+    """Raise TaskError for parameters whose gradients are partial but not summed."""
     if names:
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0]) for name in names)
         entries = ", ".join(f'"{pattern}": "{REPLICATED}"' for pattern in patterns)

@@ -1,14 +1,14 @@
-"""Tensor parallelism: layers are sharded along the axis tensor by a plan of the task, or of its models.
+"""Tensor parallelism: a plan from the task or its models shards layers along the axis tensor.
 
 After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053), with torch.distributed.tensor.parallel.
 
     "column"     a Linear whose outputs are sharded and whose input is full
     "row"        a Linear whose inputs are sharded and whose output is full: the sum over the processes
-    "replicated" a module between a column and its row, such as a norm of heads: each process has all of it and computes
-                 with its shard of the activations, and the gradients are summed over the processes
+    "replicated" a module between a column and its row, such as a norm over heads: each process has the full module and
+                 computes with its shard of the activations; the gradients are summed over the processes
 
-LoRA adapters that peft puts around a Linear are sharded with it. A task without a plan uses those of its models: the
-property `tp_plan` of transformers, whose styles HUB_WORDS translates.
+LoRA adapters that peft adds to a Linear are sharded with it. A task without a plan uses the plans of its models: the
+property `tp_plan` in Hugging Face Transformers, whose styles HUB_WORDS translates.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,21 +47,21 @@ HUB_WORDS = {
     "replicated_with_grad_allreduce": REPLICATED,
     "replicate": WHOLE,
 }
-"""The words of this module for the styles of transformers."""
+"""Maps the styles in Hugging Face Transformers to the words in this module."""
 
 
 def plan_of(task: "Task") -> dict[str, str]:
-    """Return the task's plan, or without one the plans of its models, in the words of this module.
+    """Return the task's plan, or else the plans of its models, in the words of this module.
 
     Raises ConfigError for a style that Legato does not support.
     """
     plan = dict(task.tensor_plan() or {})
     modules = dict(task.named_modules())
-    # on the class, since an adapter forwards attributes of its base, whose plan has other names
+    # on the class, since an adapter forwards attributes from its base model, whose plan has other names
     models = [name for name, module in modules.items() if not plan and hasattr(type(module), "tp_plan")]
     for model in models:
         if any(outer != model and f"{model}.".startswith(f"{outer}.") for outer in models):
-            continue  # covered by the plan of the outer model
+            continue  # the outer model's plan covers it
         for pattern, word in (modules[model].tp_plan or {}).items():
             names = f"{model}.{pattern}"
             # plans of model families have entries for layers that some models lack
@@ -79,9 +79,9 @@ def plan_of(task: "Task") -> dict[str, str]:
 
 
 def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
-    """Return the plan's word for each layer. Raises ConfigError for a plan that does not fit the task.
+    """Return the plan's word for each layer. Raises ConfigError if the plan does not fit the task.
 
-    `in_shards`: for tensor_shards; heads and embeddings are not sharded then, since their sums have no fixed order.
+    `in_shards`: True for tensor_shards, which leaves heads and embeddings unsharded: their sums have no fixed order.
     """
     words = read_plan(task, plan_of(task), parts)
     refuse_other_cuts(task, words)
@@ -96,14 +96,14 @@ def words_of(task: "Task", parts: int, in_shards: bool) -> dict[str, str]:
 
 def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None:
     """Shard the task's layers over a one-axis mesh; `words` is the result of `words_of`."""
-    # the uses of each parameter, to tie them again below
+    # every use of each parameter, to tie them again below
     ties: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in task.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             ties.setdefault(parameter, []).append((module, name))
     frozen = [name for name, parameter in task.named_parameters() if not parameter.requires_grad]
     parallelize_module(task, mesh, {name: STYLES[word]() for name, word in words.items() if word in STYLES})
-    for name in frozen:  # the parameters that torch 2.10 makes all require gradients
+    for name in frozen:  # in torch 2.10, all the new parameters require gradients
         task.get_parameter(name).requires_grad_(False)
     for (first, first_name), *duplicates in ties.values():
         for module, name in duplicates:  # parallelize_module unties parameters
@@ -113,8 +113,8 @@ def apply_plan(task: "Task", mesh: DeviceMesh, words: Mapping[str, str]) -> None
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
     """Return the word for each module that matches a pattern of the plan; `*` matches any characters.
 
-    Raises ConfigError for a pattern without a match (with the nearest names), an unknown word, and a layer that cannot
-    be split into `parts` shards.
+    Raises ConfigError if a pattern has no match (and suggests the nearest names), if a word is unknown, or if a layer
+    cannot be split into `parts` shards.
     """
     kind = type(task).__name__
     if not plan:
@@ -136,7 +136,7 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
             )
         for name in names:
             for layer in with_adapters(name, modules, word):
-                # an attention layer has the width of its heads
+                # an attention layer stores the width of its heads
                 head = getattr(modules.get(name.removesuffix(".base_layer").rpartition(".")[0]), "head_dim", None)
                 require_cuttable(f"{kind}.{layer}", modules[layer], word, parts, head)
                 words[layer] = word
@@ -144,7 +144,7 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
 
 
 def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> list[str]:
-    """Return the Linears to shard for a module of the plan: the module itself, or a Linear and its LoRA adapters.
+    """Return the Linears to shard for a module in the plan: the module itself, or a Linear and its LoRA adapters.
 
     In LoRA's product B A, "column" shards the outputs of B, and "row" the inputs of A. Raises ConfigError for other
     kinds of adapters.
@@ -171,13 +171,13 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     """Raise ConfigError if the plan's word does not fit a module; `head`: width of an attention head."""
     if word == REPLICATED:
         if not any(True for _ in module.parameters()):
-            raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters whose gradients to sum.")
+            raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters.")
         return
     if not isinstance(module, nn.Linear) and not (isinstance(module, nn.Embedding) and word == SPLIT):
         raise ConfigError(f"tensor_plan: {word!r} needs a Linear, but {name} is a {type(module).__name__}.")
     kind = "outputs" if is_column(word) else "inputs" if isinstance(module, nn.Linear) else "embeddings"
     size: Any = getattr(module, {"outputs": "out_features", "inputs": "in_features"}.get(kind, "num_embeddings"))
-    if size % parts:  # torch allows uneven shards, but heads and gates within a layer are equal in size
+    if size % parts:  # torch allows uneven shards, but heads and gates in a layer have equal sizes
         raise ConfigError(
             f"tensor_plan: {name} has {size} {kind}, not a multiple of tensor={parts}. Choose another width, or fewer "
             f"processes on the axis tensor."
@@ -195,7 +195,7 @@ def is_column(word: str) -> bool:
 
 
 def refuse_other_cuts(task: nn.Module, words: Mapping[str, str]) -> None:
-    """Raise ConfigError for modules that share a weight but would shard it in different ways."""
+    """Raise ConfigError for modules that share a weight but shard it differently."""
     cuts: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in task.named_modules():
         word = words.get(name)

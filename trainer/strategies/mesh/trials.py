@@ -1,4 +1,4 @@
-"""Trials of optimizers on small sharded parameters, since DTensor does not support the operations of all of them."""
+"""Tries optimizers on small sharded parameters, because DTensor lacks operations that some optimizers need."""
 
 import sys
 import textwrap
@@ -17,11 +17,11 @@ from ...optimization.optimizers import copy_with, has_modes, optimizer_parameter
 from ...processes.ranks import Ranks
 
 STEPS = 12
-"""Number of steps in a trial; Lookahead reaches all of its code after 5, SOAP after 11."""
+"""Number of steps in a trial. Lookahead has run all of its code after 5 steps, SOAP after 11."""
 
 
 def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ranks: Ranks) -> None:
-    """Raise ConfigError for an optimizer that fails on sharded parameters; every rank calls it."""
+    """Raise ConfigError if the optimizer fails on sharded parameters; every rank calls it."""
     for optimizer in optimizers:
         states = generator_states()
         error = _error_of_steps(optimizer)
@@ -37,14 +37,14 @@ def refuse_unknown_arithmetic(strategy: str, optimizers: Sequence[Optimizer], ra
 
 
 def _error_of_steps(optimizer: Optimizer) -> str:
-    """Return the error that a copy of the optimizer raises in steps on small parameters; "" if none."""
+    """Return the error that a copy of the optimizer raises in steps on small parameters; "" if there is none."""
     small: dict[Any, nn.Parameter] = {}
 
     def change(parameter: Tensor) -> nn.Parameter:
         key = _small_shape(parameter), parameter.dtype, parameter.requires_grad
         return small.setdefault(key, nn.Parameter(_small(parameter), parameter.requires_grad))
 
-    # without compiling, which would take minutes and be repeated for the real shapes
+    # without compilation, which would take minutes and be repeated for the real shapes
     compiles = "torch._dynamo" in sys.modules
     try:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
@@ -57,7 +57,7 @@ def _error_of_steps(optimizer: Optimizer) -> str:
                 for parameter in optimizer_parameters(copy):
                     parameter.grad = torch.full_like(parameter, 0.1) if parameter.requires_grad else None
                 copy.step()
-    except Exception as error:  # DTensor and the optimizer's package raise various types
+    except Exception as error:  # DTensor and the optimizer's package may raise any type
         return f"{type(error).__name__}: {textwrap.shorten(str(error), 120, placeholder=' ...')}"
     return ""
 

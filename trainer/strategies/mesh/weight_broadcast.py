@@ -1,4 +1,4 @@
-"""Broadcast of rank 0's weights to a task that is already sharded; each rank keeps its shard of every tensor."""
+"""Broadcasts rank 0's weights to a task that is already sharded. Each rank keeps its shard of every tensor."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from . import dtensors
 
 
 def release_values(task: nn.Module) -> list[Tensor]:
-    """Replace all tensors of a task by meta tensors, without memory; return the original ones."""
+    """Replace all tensors of a task by meta tensors, which need no memory. Return the original tensors."""
     values = dict.fromkeys(tensor for *_, tensor in dtensors.tensor_slots(task))
     dtensors.replace(task, lambda tensor: torch.empty_like(tensor, device="meta"))
     return list(values)
@@ -21,7 +21,7 @@ def broadcast_values(
 ) -> None:
     """Allocate a task's tensors, and give each rank its shard of `values`, which only rank 0 has.
 
-    Tensors are broadcast in turn, so that a rank holds at most its shards and one full tensor, on the host.
+    Tensors are broadcast one by one, so a rank holds at most its shards and one full tensor on the host.
     """
     rank_0 = iter(values or ())
 
@@ -29,7 +29,7 @@ def broadcast_values(
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         if values is not None:
             value = next(rank_0).detach().cpu().contiguous()
-        # as bytes: gloo cannot broadcast some dtypes (int16, float8), and NaN payloads must not change
+        # as bytes, since gloo cannot broadcast some dtypes (int16, float8) and NaN payloads must not change
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         target = torch.empty_like(tensor, device=device_of_parts if isinstance(tensor, DTensor) else device)
