@@ -87,6 +87,21 @@ def test_an_option_that_a_strategy_does_not_have(trainer):
         trainer(strategy={"name": "single", "elastic": True})
     with pytest.raises(ConfigError, match=r"ddp has no option 'static_graph'. Remove it"):
         trainer(strategy={"name": "ddp", "static_graph": True})
+    with pytest.raises(ConfigError, match=r"ddp has no option 'tensor'. It is an option of mesh, fsdp"):
+        trainer(strategy={"name": "ddp", "tensor": 2})
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "mesh", "shard": 2, "pipeline": 1, "timeout": 60},
+        {"name": "fsdp", "cpu_offload": True},
+        {"name": "zero1", "bucket_cap_mb": 3},
+        {"name": "ddp_model_parallel", "find_unused_parameters": True},
+    ],
+)
+def test_an_option_that_a_strategy_inherits(trainer, strategy):
+    trainer(strategy=strategy)
 
 
 def test_an_unknown_argument():

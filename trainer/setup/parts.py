@@ -36,7 +36,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
             hint = " Pass options beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is unknown; expected one of {', '.join(names)}.{hint}")
     kind = getattr(strategies, STRATEGIES[name].split(":")[1])
-    for option in (option for option in options if option not in signature(kind).parameters):
+    for option in (option for option in options if option not in options_of(kind)):
         raise ConfigError(f"trainer.strategy: {name} has no option {option!r}.{alternative(option, kind)}")
     try:
         strategy: Strategy = kind(**options)
@@ -45,13 +45,27 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     return strategy
 
 
+def options_of(kind: type[Strategy]) -> list[str]:
+    """Return the names of a strategy's arguments, including those that `**options` passes to its base classes."""
+    names: list[str] = []
+    for base in (base for base in kind.__mro__ if "__init__" in vars(base)):
+        arguments = signature(vars(base)["__init__"]).parameters.values()
+        names += [argument.name for argument in arguments if argument.kind is not argument.VAR_KEYWORD][1:]
+        if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+            break
+    return names
+
+
 def alternative(option: str, kind: type[Strategy]) -> str:
     """Return advice for an option that a class of strategies does not have."""
     if option in TORCH_OPTIONS:
         return f" {TORCH_OPTIONS[option]}"
     classes = {name: getattr(strategies, home.split(":")[1]) for name, home in STRATEGIES.items()}
-    names = [name for name, each in classes.items() if option in signature(each).parameters]
-    return f" It is an option of {', '.join(names)}." if names else did_you_mean(option, signature(kind).parameters)
+    # a class that only inherits an option may refuse it, as zero1 refuses elastic
+    names = [name for name, each in classes.items() if option in signature(each).parameters] or [
+        name for name, each in classes.items() if option in options_of(each)
+    ]
+    return f" It is an option of {', '.join(names)}." if names else did_you_mean(option, options_of(kind))
 
 
 def choose_name(trainer: "Trainer") -> str:
