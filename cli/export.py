@@ -162,8 +162,7 @@ def require_forward(task: Task) -> None:
     if type(task).forward is Task.forward or task.example_input_array is None:
         raise TaskError(
             f"{type(task).__name__} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}"
-            f". The export needs both: forward, and in example_input_array a tensor, a tuple of arguments, or a dict "
-            f"of named arguments."
+            f". The export needs forward, and in example_input_array a tensor, or a tuple or dict of arguments."
         )
 
 

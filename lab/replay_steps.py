@@ -148,6 +148,7 @@ def relative_difference(one: float, other: float) -> float:
     """Return |one - other| / max(|one|, |other|); infinity if either is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
+    # 1e-8: below it, differences are rounding; and two zeros must not divide by zero
     return abs(one - other) / max(abs(one), abs(other), 1e-8)
 
 
@@ -242,6 +243,7 @@ def processes_of(trainer: Any) -> int:
 
 def without_recorders(callbacks: Any) -> list[Callback]:
     """Return the callbacks that may affect the result of a step."""
+    # configure_callbacks may return a single callback
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     return [callback for callback in callbacks if not isinstance(callback, NOT_REPLAYED)]
 

@@ -140,6 +140,7 @@ def steps_of(data: TrainingData, epoch: int) -> int | None:
     """Return the number of steps in an epoch; None for a stream without a length."""
     if isinstance(data, DealtData):
         return data.order_and_deal(epoch)[1].steps
+    # rounded up, since the last step of an epoch may have fewer batches
     return None if data.rounds is None else -(-data.rounds // data.dealing.accumulate)
 
 

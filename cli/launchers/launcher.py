@@ -64,8 +64,7 @@ def machines_of(config: "Config", name: str) -> Machines:
     if not count or accelerator == "auto":
         raise ConfigError(
             f"launcher={name} starts the run on other machines, so devices={devices!r} and accelerator={accelerator!r} "
-            f"are not enough. Set trainer.devices to the number of devices per node, and trainer.accelerator to gpu "
-            f"or cpu."
+            f"are not enough. Set trainer.devices to the number per node, and trainer.accelerator to gpu or cpu."
         )
     if isinstance(strategy, dict) and strategy.get("elastic"):
         raise ConfigError(

@@ -143,6 +143,7 @@ class TrainerAttributes(OwnParts, Trainer):
         inside = run is not None and run.loop.open and run.metrics.step == state.global_step
         more = max(0, run.metrics.batches_of_step - 1) if inside and run is not None else 0
         in_epoch = state.epoch_rounds + more
+        # between epochs, Lightning still shows the batches of the completed one
         if state.rounds and not in_epoch and not inside and self.num_training_batches != float("inf"):
             in_epoch = int(self.num_training_batches)
         return in_epoch, state.rounds + more, inside

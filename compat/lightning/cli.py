@@ -304,6 +304,7 @@ class LightningCLI:
         if not path or not Path(path).exists():
             return
         saved = read_checkpoint(path).get("hyper_parameters") or {}
+        # it names the function that creates the module, and is not an argument of the module
         values = {name: value for name, value in saved.items() if name != "_instantiator"}
         if "_class_path" in values:
             values = {"class_path": values.pop("_class_path"), "dict_kwargs": values}

@@ -173,6 +173,7 @@ class DummyLogger(Logger):
         return self
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle look up special methods, which must stay missing
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *args, **kwargs: None

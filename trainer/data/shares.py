@@ -26,8 +26,7 @@ WRITTEN = (str, bytes, int, float, complex, type(None))
 # The error of strategies whose processes run in lockstep
 LOCKSTEP = (
     "Each process reads its own share of the data, which may be uneven, but under this strategy all processes must run "
-    "the same number of batches. Let each process read all of the data, which Legato then distributes, or use "
-    "strategy ddp."
+    "the same number of batches. Let each process read all of the data, which Legato distributes, or use strategy ddp."
 )
 
 # A hash for each tensor, number and text of a sample; None for a value that differs at each reading
@@ -229,8 +228,7 @@ def require_same(content: Any, ranks: Ranks, where: str) -> None:
         raise DataError(
             f"The processes read different data in {where}, so samples would be lost: each process keeps only its "
             f"part. If each process reads its own share, set trainer.use_distributed_sampler=false. If all should read "
-            f"the same data, draw random numbers from the global generators of Python, NumPy or torch, which Legato "
-            f"seeds identically."
+            f"the same data, draw random numbers from the generators of Python, NumPy or torch, which Legato seeds."
         )
 
 
@@ -240,6 +238,5 @@ def require_different(content: Any, ranks: Ranks, where: str) -> None:
         raise DataError(
             f"All {ranks.size} processes read the same data in {where}, but each should read its own share: they would "
             f"train on each sample {ranks.size} times. A dataset created before its process starts does not know its "
-            f"rank: create it in train_dataloader. Or remove use_distributed_sampler=false: Legato then distributes "
-            f"the samples."
+            f"rank: create it in train_dataloader. Or remove use_distributed_sampler=false: Legato distributes samples."
         )

@@ -338,8 +338,7 @@ def _require_complete(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     ):
         if len(current) != len(states):
             raise CheckpointError(
-                f"The checkpoint has {len(states)} {kind}, but the task now has {len(current)}. Return as many from "
-                f"configure_optimizers as before."
+                f"The checkpoint has {len(states)} {kind}, but the task now has {len(current)}. Return the same number."
             )
 
 

@@ -249,6 +249,7 @@ class RunDirectory:
         # during the run, only log points are written
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
+        # min and max may return NaN, since comparisons with it are False
         values = [value for value in self.metrics.get(metric, ()) if math.isfinite(value)]
         return BestValue(str(metric), mode, float((min if mode == "min" else max)(values))) if values else None
 
@@ -288,6 +289,7 @@ def _walk(folder: str) -> Iterator[Path]:
             # a run directory is not searched: it may hold very many files, but no runs
             yield Path(current)
             continue
+        # a replay lies next to its run, but is not a run
         candidates = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
         pending += [entry.path for entry in candidates if entry.is_dir(follow_symlinks=False)]
 
@@ -309,6 +311,7 @@ def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROO
                 # a run that was passed by its own path gets the name name/version_N
                 return RunDirectory(runs[-1].path, base if base != runs[-1].path else runs[-1].path.parent.parent)
     if Path(word).exists():  # a file or a checkpoint of a run
+        # RUN/checkpoints/NAME/FILE is the deepest file of a run
         for folder in Path(word).absolute().parents[:3]:
             if is_run(folder):
                 return RunDirectory(folder)
@@ -353,6 +356,7 @@ def _as_float(value: Any) -> float:
 
 def _number_in(status: Mapping[str, Any], name: str) -> Any:
     number = status.get(name)
+    # a damaged file may hold any JSON value; a bool is an int in Python
     if not isinstance(number, int | float) or isinstance(number, bool):
         return None
     return number if math.isfinite(number) else None

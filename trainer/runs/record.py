@@ -188,6 +188,7 @@ def installed_packages() -> dict[str, str]:
 def loaded_sources(folder: Path) -> dict[str, str]:
     """Return path (relative to `folder`) -> SHA-256 of the source of each loaded module outside libraries."""
     legato, libraries = str(Path(__file__).parents[2]), (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    # a list, since another thread may import a module meanwhile
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     hashes: dict[str, str] = {}
     for file in sorted(file for file in files if isinstance(file, str) and file.endswith(".py")):

@@ -68,15 +68,8 @@ def join(call: Call, request: Request) -> tuple[Call, dict[str, Any] | None]:
     record_start(call, start.source, point)
     set_owners(call)
     hooks = Hooks(trainer, call.task, trainer.callbacks)
-    joined = replace(
-        call,
-        hooks=hooks,
-        membership=membership,
-        source=start.source,
-        resumes_same_run=start.same_run,
-        evaluated_point=point,
-    )
-    return joined, saved
+    joined = replace(call, hooks=hooks, membership=membership, source=start.source)
+    return replace(joined, resumes_same_run=start.same_run, evaluated_point=point), saved
 
 
 def make_membership(call: Call) -> Membership:

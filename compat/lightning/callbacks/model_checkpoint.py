@@ -397,6 +397,7 @@ class ModelCheckpoint(Checkpoint):
         if len(self.best_k_models) == count and count > 0:
             surplus = self.kth_best_model_path
             self.best_k_models.pop(surplus)
+        # NaN counts as the worst value, so that any later value replaces it
         if torch.isnan(current):
             current = torch.tensor(float("inf" if self.mode == "min" else "-inf"), device=current.device)
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, surplus)

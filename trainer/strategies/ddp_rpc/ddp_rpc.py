@@ -93,10 +93,7 @@ class DDPRPCStrategy(DDPStrategy):
                 "group in your script, or set trainer.cluster=off."
             )
         if place.nodes > 1:
-            raise ConfigError(
-                f"strategy ddp_rpc runs on one node, got {place.nodes}: remote calls between nodes are not supported. "
-                f"Set num_nodes to 1."
-            )
+            raise ConfigError(f"strategy ddp_rpc runs on one node, got {place.nodes}. Set num_nodes to 1.")
         if trainers < 1:
             raise ConfigError(
                 f"strategy ddp_rpc needs at least one trainer, got {place.world_size} processes - {self.servers} "

@@ -78,8 +78,7 @@ def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], 
     if compiled and empty:
         raise ConfigError(
             f"torchao's {type(compiled[0]).__name__} computes wrong updates if a process has an empty shard of a "
-            f"parameter: strategy {name!r} leaves one of {first_names(empty)}. Use an optimizer of torch.optim, or "
-            f"strategy ddp."
+            f"parameter: strategy {name!r} leaves one of {first_names(empty)}. Use torch.optim, or strategy ddp."
         )
 
 

@@ -158,8 +158,7 @@ class BlockInterceptor:
         if kwargs or len(args) != 1 or args[0] is not self.token:
             raise TaskError(
                 f"Under a pipeline, the only argument of a block is the output of the previous block. Move the "
-                f"computation between {self.blocks[index - 1].name!r} and {self.blocks[index].name!r} into one of the "
-                f"two."
+                f"computation between {self.blocks[index - 1].name!r} and {self.blocks[index].name!r} into either."
             )
 
     def _out_of_order(self, index: int) -> TaskError:
