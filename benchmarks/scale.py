@@ -4,7 +4,7 @@ Run: python -m benchmarks.scale [--processes 2 4 8 16 32 64] [--kill] [--plot do
      python -m benchmarks.scale --simulate 1024 [--parameters 124000000] [--values 20]
 
 The first form trains a tiny task under ddp on this machine. The start is the time from the call of fit to the end of
-the first step; a step, a log point, an agreement on stopping and a save are each timed on rank 0 between
+the first step; a step, a logging point, an agreement on stopping and a save are each timed on rank 0 between
 two barriers, medians. With --kill an elastic run follows, one of whose processes is killed.
 
 The second form runs the same code in one process, in a group whose other ranks answer as this one would (`Recorded`),
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
 
-PARTS = "start", "step", "log point", "agreement", "save"
+PARTS = "start", "step", "logging point", "agreement", "save"
 
 
 class Vectors(Dataset[Tensor]):
@@ -83,7 +83,7 @@ class Parts(lg.Callback):
             return
         self.seconds["step"].append(now - self.began)
         for name, call in (
-            ("log point", trainer.log_step),
+            ("logging point", trainer.log_step),
             ("agreement", trainer.current_run.agree_on_stop),
             ("save", lambda: trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}")),
         ):
@@ -211,7 +211,7 @@ class _Done(dist.Work):
 
 
 class Phases(lg.Callback):
-    """Sets the phase, and runs a log point, an agreement and a save after the third step."""
+    """Sets the phase, and runs a logging point, an agreement and a save after the third step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -223,7 +223,7 @@ class Phases(lg.Callback):
 
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3:
-            with during("log point"):
+            with during("logging point"):
                 trainer.log_step()
             with during("agreement"):
                 trainer.current_run.agree_on_stop()
@@ -324,13 +324,13 @@ def main() -> None:
         return
     print(
         f"{'processes':>9}"
-        + "".join(f"{name:>12}" for name in PARTS)
+        + "".join(f"{name:>14}" for name in PARTS)
         + ("   killed: next step" if options.kill else "")
     )
     rows = {}
     for count in options.processes:
         rows[count] = measure(count, options.rounds)
-        line = f"{count:9}" + "".join(f"{seconds:12.4f}" for seconds in rows[count])
+        line = f"{count:9}" + "".join(f"{seconds:14.4f}" for seconds in rows[count])
         if options.kill:
             with tempfile.TemporaryDirectory() as folder:
                 seconds, sizes = kill_one(count, Path(folder))

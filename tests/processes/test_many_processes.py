@@ -64,7 +64,7 @@ FRAME = 48
 
 
 class Written(lg.Callback):
-    """Writes the bytes that rank 0 sends in a log point and in an agreement to a file."""
+    """Writes the bytes that rank 0 sends in a logging point and in an agreement to a file."""
 
     def __init__(self, path):
         self.path = path
@@ -101,6 +101,6 @@ def test_the_counted_bytes_are_those_that_are_sent(tmp_path):
     options = {"devices": ranks, "strategy": "ddp", "logger": False, "callbacks": [Written(path)]}
     scale.make_trainer(tmp_path, 3, **options).fit(scale.Tiny(values), DataLoader(scale.Vectors(), 4))
     counted = scale.simulate(ranks, 96, values)
-    for event, sent in zip(("log point", "agreement"), json.loads(path.read_text()), strict=True):
+    for event, sent in zip(("logging point", "agreement"), json.loads(path.read_text()), strict=True):
         expected = sum(scale.messages(name, *counts, ranks)[1] for name, counts in counted[event].items())
         assert sent == pytest.approx(expected, abs=16), event  # a ring's pieces are whole numbers of 8 bytes
