@@ -122,8 +122,8 @@ class TrainerArguments:
         logger: Logger or list of loggers. True: TensorBoard and metrics.jsonl in the run directory; False or None: no
             logger.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
-        log_every_n_steps: Optimizer steps between logging steps. Values are read from the device only at logging steps.
-            The last step of a run is also a logging step.
+        log_every_n_steps: Optimizer steps between logging points. Values are read from the device only at logging
+            points. The last step of a run is also a logging point.
         callbacks: Callbacks of the run.
         enable_checkpointing: Add a Checkpoint callback if you pass none.
         checkpoint_format: Format of checkpoints, an instance of a CheckpointFormat subclass. None: Legato's

@@ -13,7 +13,7 @@ PREFIX = "DeviceStatsMonitor"
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs statistics of rank 0's device at logging steps, before and after a batch.
+    """Logs statistics of rank 0's device at logging points, before and after a batch.
 
     On an accelerator it logs all values of memory_stats (such as torch.cuda.memory_stats), on MPS allocated bytes, on
     the CPU (with psutil) load and memory in percent. Names are `DeviceStatsMonitor.on_train_batch_end/NAME`.

@@ -19,7 +19,7 @@ class LearningRateMonitor(Callback):
     the rate that the step's update used.
 
     Args:
-        logging_interval: "step" (every logging step) or "epoch" (the beginning of each epoch). None: the interval of
+        logging_interval: "step" (every logging point) or "epoch" (the beginning of each epoch). None: the interval of
             the optimizer's scheduler; without a scheduler, "step".
         log_momentum: Also log `lr-SGD-momentum` (for Adam, the first beta).
         log_weight_decay: Also log `lr-AdamW-weight_decay`.
@@ -44,7 +44,7 @@ class LearningRateMonitor(Callback):
         """Step and rates to log when that step completes: a hook may still skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Read the rates once per logging step, before a step scheduler changes them."""
+        """Read the rates once per logging point, before a step scheduler changes them."""
         step = trainer.state.global_step + 1
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step

@@ -19,7 +19,7 @@ SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_BETWEEN_LINES = 60.0
 """Seconds between two lines when output is neither a terminal nor a notebook."""
 SECONDS_BETWEEN_READINGS = 2.0
-"""Minimum seconds between two reads of metrics from the device, apart from logging steps."""
+"""Minimum seconds between two reads of metrics from the device, apart from logging points."""
 CALLBACK_PREFIXES = ("lr-", "throughput/", "straggler/", "epoch")
 """Metrics of Legato's callbacks, which the table leaves out unless the task logs them with prog_bar=True."""
 NARROW = {"epoch": 5, "lr": 8, "time": 7}
@@ -35,7 +35,7 @@ class ProgressBar(ProgressDisplay):
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`: training metrics as mean over the epoch so far (on several processes, up to the newest
-    logging step), others with their newest value. tqdm redraws it at most ten times a second. If stderr is not a
+    logging point), others with their newest value. tqdm redraws it at most ten times a second. If stderr is not a
     terminal and this is not a notebook, the bar becomes one line a minute. Metrics are read from the device at logging
     steps and every two seconds.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 LEAST_SECONDS = 5.0
-"""Minimum seconds between two logging steps for a warning about waiting for the loader."""
+"""Minimum seconds between logging points for a warning about waiting for the loader."""
 MOST_SHARE = 0.25
 """Fraction of the time that training may wait for the loader without a warning."""
 
@@ -22,7 +22,7 @@ MOST_SHARE = 0.25
 class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
-    Both rates are averages between two logging steps, without the time of validation. The callback warns once if
+    Both rates are averages between logging points, without the time of validation. The callback warns once if
     training waits for its loader for more than a quarter of that time. On an accelerator, a wait counts only while the
     device has no work.
     """
@@ -33,7 +33,7 @@ class ThroughputMonitor(Callback):
         self._step = 0
         self._validation_began = 0.0
         self._waited, self._ended = 0.0, 0.0
-        """Seconds of waiting since the last logging step, and the end time of the newest batch (0.0: do not measure
+        """Seconds of waiting since the last logging point, and the end time of the newest batch (0.0: do not measure
         the next wait)."""
         self._has_warned = False
         self._device: torch.device | None = None
@@ -50,7 +50,7 @@ class ThroughputMonitor(Callback):
             self._waited += time.perf_counter() - self._ended
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log once per logging step."""
+        """Log once per logging point."""
         step = trainer.state.global_step
         now = self._ended = time.perf_counter()
         # runs for each batch of a step; global_step advances after the last

@@ -18,7 +18,7 @@ log = logging.getLogger("legato")
 
 
 class StragglerMonitor(Callback):
-    """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging steps.
+    """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging points.
 
     A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward pass; then
     it waits for the other ranks. `wait_seconds` is how much longer the slowest rank works per step than the others on
@@ -82,7 +82,7 @@ class StragglerMonitor(Callback):
         self._began = self._began or self._loaded
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record the step's own work, and log at logging steps."""
+        """Record the step's own work, and log at logging points."""
         if trainer.world_size == 1 or self._loaded is None:  # a step without a batch on this rank
             return
         if self._began is not None:
