@@ -1,4 +1,4 @@
-"""Accelerators: questions about devices of any kind. No other module names a kind of device.
+"""Accelerators: properties of devices of any kind. No other module names a kind of device.
 
 The answers come from torch's generic functions (torch.accelerator, the device's module). Kinds appear by name only
 where torch has no such function.
@@ -20,9 +20,9 @@ from ..base.errors import ConfigError, did_you_mean
 
 OTHER_NAMES = {"gpu": "cuda"}
 ONE_RANK_A_DEVICE = ("nccl",)
-"""Backends that refuse two ranks on one device."""
+"""Backends that do not support two ranks on the same device."""
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""By kind: the environment variable that restricts a process to some of a machine's devices."""
+"""Maps each kind to the environment variable that restricts a process to some of a machine's devices."""
 _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -48,7 +48,7 @@ def find_kind(wanted: str) -> str:
 
 def has_streams(device: torch.device) -> bool:
     """Return whether the device has streams, which run asynchronously to the host and to each other."""
-    return device.type not in ("cpu", "mps", "meta")  # torch has no streams of MPS
+    return device.type not in ("cpu", "mps", "meta")  # torch has no streams for MPS
 
 
 def name_of(device: torch.device) -> str:
@@ -87,7 +87,7 @@ def _question(device: torch.device, name: str) -> Any:
 
 
 def make_current(device: torch.device) -> None:
-    """Make this the default device of its kind, so that "cuda" in a task's code means it too."""
+    """Make this the default device of its kind, so that "cuda" in a task's code refers to it, too."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -124,7 +124,7 @@ def backend_for(device: torch.device, chosen: str | None = None, shared: bool = 
 
 
 def has_bfloat16(kind: str) -> bool:
-    """Return whether devices of this kind compute in bfloat16 natively; torch's emulation on older ones is slow."""
+    """Return whether devices of this kind support bfloat16 natively; torch's emulation on older devices is slow."""
     ask = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
     if ask is None:
         return True
@@ -134,7 +134,7 @@ def has_bfloat16(kind: str) -> bool:
 @cache  # called in each step
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the dtype in which the device sums most exactly: float64, or float32 if it has no float64."""
-    # by kind, as a query would start the device; all kinds but these have float64
+    # by kind, since a query would initialize the device; all other kinds have float64
     if device.type == "xpu":
         return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else torch.float32
     return torch.float32 if device.type == "mps" else torch.float64
@@ -183,7 +183,7 @@ def device_module() -> Any:
 def _module_in_use() -> Any:
     """Return the module of this process's accelerator; None if nothing has used the device yet.
 
-    Reading a device's generators would start it, which fails in loader workers after a fork.
+    Reading a device's generators would initialize it, which fails in loader workers after a fork.
     """
     module = device_module()
     if module is None:
@@ -235,7 +235,7 @@ def assigned_device(device: torch.device) -> str:
 
     With SLURM's --gpus-per-task=1, each rank's device is cuda:0.
     """
-    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD's devices are of kind cuda, too
+    variables = [VISIBLE.get(device.type, ""), "ROCR_VISIBLE_DEVICES"]  # AMD devices are of kind cuda, too
     names = next(filter(None, map(get_variable, variables)), "")
     properties = _question(device, "get_device_properties")
     # the UUID: in containers, all ranks may have number 0

@@ -1,4 +1,4 @@
-"""Closure: the loss of a step as a function, which optimizers and tasks may call repeatedly within an update."""
+"""Closure: a function that returns the loss of a step. Optimizers and tasks may call it repeatedly within an update."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Closure:
-    """The loss of a step. At the first call its gradients are already computed.
+    """Returns the loss of a step. At the first call, the gradients are already computed.
 
-    Each further call clears the gradients, runs all batches of the step again without logging, and clips. So does a
-    first call after the gradients were cleared or the weights changed.
+    Each further call clears the gradients, reruns all batches of the step without logging, and clips. So does the first
+    call if the gradients have been cleared or the weights have changed.
     """
 
     def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:
         self.trainer, self.step, self.optimizer = trainer, step, optimizer
-        # gradients that a task cleared before this update don't require running the step again
+        # gradients that a task cleared before this update don't require rerunning the step
         self.is_called = trainer.current_run.optimization.are_cleared = False
         self.versions = self._find_versions()
 
     def __call__(self) -> Tensor | None:
         """Return the mean loss over the samples of this process's batches; None if training_step returned None.
 
-        Raises TaskError if the step cannot run again.
+        Raises TaskError if the step cannot be rerun.
         """
         optimization = self.trainer.current_run.optimization
         if self.is_called or optimization.are_cleared or self.versions != self._find_versions():
@@ -77,7 +77,7 @@ class Closure:
 
 
 def run_again(trainer: "Trainer", step: StepInput, batches: Iterable[Any]) -> None:
-    """Run forward and backward of a step again, opening its batches one after the other."""
+    """Rerun the forward and backward passes of a step, opening its batches one after the other."""
     run = trainer.current_run
     run.optimization.weights.begin_step()
     if step.masked:
@@ -95,9 +95,9 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     Raises ConfigError if an optimizer needs a closure that this run cannot provide.
     """
     trainer, strategy = call.trainer, call.strategy
-    # a process may execute several replicas, or gradients are summed in a fixed order
+    # a process may execute several replicas, or gradients may be summed in a fixed order
     several = call.local_replicas > 1 or call.bitwise or call.members_change or strategy.lockstep
-    # as in Lightning, whose hooks before and in zero_grad may read the previous step's gradients
+    # as in Lightning, where hooks before and in zero_grad may read the previous step's gradients
     optimization.clears_late = optimization.automatic and optimization.own_zero_grad and not several
     needed = [type(optimizer).__name__ for optimizer in optimization.optimizers if needs_closure(optimizer)]
     if not optimization.automatic or not (needed or optimization.own_optimizer_step):
@@ -114,4 +114,4 @@ def use_closures(call: Any, optimization: Optimization) -> None:
     optimization.losses, optimization.needs_closure = [], bool(needed)
     optimization.make_closure = lambda step, optimizer: Closure(trainer, step, optimizer)
     if needed:
-        call.data.keys_forward = call.keyed  # key every forward, so that repeats draw the same random numbers
+        call.data.keys_forward = call.keyed  # key every forward pass, so that repeats draw the same random numbers

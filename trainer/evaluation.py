@@ -1,4 +1,4 @@
-"""The calls of an evaluation for each batch, and the results of validate, test and predict."""
+"""The calls for each batch in an evaluation, and the results of validate, test and predict."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def no_gradients(run: "Run") -> AbstractContextManager[Any]:
     """Return the context manager that disables gradients in an evaluation."""
-    # inference mode is faster, but some strategies need its tensors in an autograd graph later, which it forbids
+    # inference mode is faster, but its tensors cannot join an autograd graph, as some strategies require later
     return (
         torch.inference_mode() if run.trainer.inference_mode and run.strategy.allows_inference_mode else torch.no_grad()
     )
@@ -34,7 +34,7 @@ def calls_of(run: "Run", stage: str) -> tuple[int, Calls, Calls]:
 
 
 def kept(run: "Run", output: Any) -> Any:
-    """Return a prediction in host memory, so that the predictions of a dataset don't fill the device."""
+    """Return a prediction in host memory, so that predictions for a dataset don't fill the device."""
     return output if run.strategy.device.type == "cpu" else to_host(output)
 
 
@@ -64,7 +64,7 @@ def _report(run: "Run", verbose: bool) -> list[dict[str, float]]:
         rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
         run.trainer.print("\n".join(rows), flush=True)
     owners: dict[str, set[int]] = {}
-    # gathered, as a rank without a batch of a loader does not know the names logged for it
+    # gathered, since a rank that had no batch from a loader does not know the names logged for it
     for rank in run.strategy.data_ranks.gather_objects(run.metrics.loaders_of):
         for name, loaders in rank.items():
             owners.setdefault(name, set()).update(loaders)

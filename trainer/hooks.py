@@ -34,7 +34,7 @@ RENAMED = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
 }
-"""Hooks of Lightning 1 that Lightning 2 renamed and gave different arguments."""
+"""Lightning 1 hooks that Lightning 2 renamed, with different arguments."""
 
 MISNOMERS = {
     "val_step": "validation_step",
@@ -44,7 +44,7 @@ MISNOMERS = {
     "prediction_step": "predict_step",
     "validation_dataloader": "val_dataloader",
 }
-"""Common wrong names of steps and loaders; an error unless the task also defines the right name."""
+"""Common wrong names for steps and loaders. They are an error unless the task also defines the right name."""
 
 STEP_SIMILARITY = 0.9
 """Minimum similarity at which a method's name counts as a misspelled step; `train_step` has 0.87."""
@@ -80,7 +80,7 @@ class Hooks(dict[str, Calls]):
             self.of_callbacks[name] = early + self.late[name]
             self[name] = early + self.of_task[name] + self.late[name]
         self.may_draw = frozenset(name for name, calls in self.items() if not all(map(is_of_this_package, calls)))
-        """Names of hooks whose code may draw random numbers; Legato's own hooks draw none."""
+        """Names of hooks whose code may draw random numbers. Legato's own hooks draw none."""
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call the hook `name` of every object that overrides it."""
@@ -102,7 +102,7 @@ def is_of_this_package(call: Callable[..., Any]) -> bool:
 def overrides(instance: object, base: type, name: str) -> bool:
     """Return whether `instance` overrides the method `name` of `base`.
 
-    As in Lightning, None is no override.
+    As in Lightning, None does not count as an override.
     """
     # the instance first: programs assign methods to a task (`task.validation_step = None`)
     method = vars(instance)[name] if name in vars(instance) else getattr(type(instance), name, None)
@@ -168,7 +168,7 @@ def describe_misnomers(owner: Task | DataModule | Callback) -> Iterator[str]:
 
 
 def signature_of(method: Callable[..., Any]) -> inspect.Signature:
-    """Return a method's signature. If it wraps a bound method, return that one's, without `self`."""
+    """Return a method's signature. If the method wraps a bound method, return the latter's, without `self`."""
     inner = inspect.unwrap(method)
     return signature(inner if inspect.ismethod(inner) else method)
 
@@ -218,7 +218,7 @@ TASK_METHODS = (
 
 
 def counter_of(task: Task) -> Callable[[Any], int] | None:
-    """Return the task's count_samples; None if a stream's batch is counted by its tensors, which must agree."""
+    """Return the task's count_samples. None: a stream's batches are counted by their tensors, which must agree."""
     return task.count_samples if overrides(task, Task, "count_samples") else None
 
 

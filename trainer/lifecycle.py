@@ -1,4 +1,4 @@
-"""Beginning and end of a run: every clean-up runs even after an error, and the caller gets the first error."""
+"""Beginning and end of a run: all clean-up runs even after an error, and the caller gets the first error."""
 
 import logging
 import traceback
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SECOND_BACKWARD = "Trying to backward through the graph a second time"
-"""Beginning of torch's message about a graph that an earlier backward has freed."""
+"""Beginning of torch's message about a graph that an earlier backward pass has freed."""
 
 DEVICES_DIFFER = ("Expected all tensors to be on the same device", "is not on the expected device")
 """Parts of torch's messages about tensors on several devices."""
@@ -34,14 +34,14 @@ DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 
 @contextmanager
 def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
-    """Build the requested run, and close it in any case. Raises the first error, with notes of later ones."""
+    """Build the requested run, and always close it. Raises the first error, with notes about later errors."""
     if trainer.running:
         raise TaskError(
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it after {trainer.stage} "
             f"returns. To validate during a fit, set val_check_interval and check_val_every_n_epoch."
         )
     check_task(trainer, request.task, request)
-    trainer.command["fit"] += request.stage == "fit"  # a replay of a script tells its fits apart by this count
+    trainer.command["fit"] += request.stage == "fit"  # a replay of a script uses this count to identify its fits
     call = trainer.run = make_call(trainer, request)
     # before set-up: a run that fails there must not show the previous run's values
     trainer.agreed_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
@@ -111,7 +111,7 @@ def describe_exit(run: Call, error: SystemExit) -> BaseException:
 def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, successful or failed, and revert its changes to the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
-    # first: an exception from a signal handler would skip the rest of this function
+    # first, since an exception from a signal handler would skip the rest of this function
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.writer.wait)  # a background save may still be writing the last checkpoint
     # collective, so only if all ranks succeeded; before the hooks, which need the complete task
@@ -124,7 +124,7 @@ def close(run: Call, errors: Errors) -> None:
         attempt(run.datamodule.teardown, run.stage)
     for hook in (*run.hooks.of_callbacks["teardown"], *run.hooks.of_task["teardown"]):
         attempt(hook, run.stage)
-    # from here on `trainer.running` is False, and loggers see stage None in finalize
+    # from here on, `trainer.running` is False and loggers see stage None in finalize
     run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:
@@ -135,7 +135,7 @@ def close(run: Call, errors: Errors) -> None:
             if score is not None and errors.first is None:
                 attempt(logger.log_best, str(callback.monitor), float(score))
             attempt(logger.finalize, "success" if errors.first is None else "failed")
-    # only an error of closing: `begin` has already named an error of the run, before its hooks saw it
+    # only for an error while closing: `begin` has already named the run's errors, before hooks saw them
     if errors.first is not None and not failed:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:

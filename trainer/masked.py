@@ -1,8 +1,8 @@
-"""Masked batches: another process's batches, run so that all processes make equally many forward and backward passes.
+"""Masked batches: batches of another process, which equalize the number of forward and backward passes.
 
-A forward that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It runs
-a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged values
-are dropped, buffers and metrics are restored, and no batch hook is called.
+A forward pass that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It
+runs a batch of the process with the most batches and discards the results: the loss is multiplied by zero, logged
+values are dropped, buffers and metrics are restored, and no batch hook is called.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +17,13 @@ from .data.steps import ReplicaBatch, StepInput
 from .optimization.outputs import losses_of
 
 MASKED = 0x6D61736B
-"""Key that separates their random numbers from those of unmasked batches."""
+"""Key that separates the random numbers of masked batches from those of unmasked batches."""
 
 
 def begin_step(run: Any, step: StepInput) -> None:
-    """Run a step's masked batches; without an unmasked batch after them, leave the last one to `stand_in`."""
+    """Run a step's masked batches. If no unmasked batch follows, leave the last masked batch to `stand_in`."""
     if run.optimization.automatic:
-        # after the gradients are cleared: these backwards may add other processes' gradients to this shard
+        # once gradients are cleared, since these backward passes may add other processes' gradients to this shard
         train(run, step.masked if step.batches else step.masked[:-1], last=False)
 
 
@@ -36,7 +36,7 @@ def stand_in(run: Any, step: StepInput) -> None:
 
 
 def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
-    """Run training_step and backward on masked batches; with `last`, the final backward reduces gradients."""
+    """Run training_step and backward on masked batches. With `last`, the final backward pass reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
         reduces = last and left == 0
@@ -58,7 +58,7 @@ def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
 
 
 def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
-    """Yield the unmasked batches of an evaluation until the run is preempted; run the masked ones in between."""
+    """Yield the unmasked batches of an evaluation, and run the masked ones in between, until the run is preempted."""
     for item in run.preemption.until_preempted(batches):
         if item.masked:
             evaluate(run, item, step, arity)
@@ -72,7 +72,7 @@ def discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     """Revert changes to metrics and buffers made in this context, and give it separate random numbers."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
-    # all buffers are copied for each masked batch: batch norm would count samples that another process counts
+    # buffers are copied for each masked batch, since another process counts these samples in batch norm
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
     metrics.muted = True  # the process that owns the batch logs its values
     # separate keys: unmasked batches must draw the same random numbers whichever process has masked ones

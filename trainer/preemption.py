@@ -1,4 +1,4 @@
-"""Preemption: when a signal asks a run to end, it saves a checkpoint to resume from and exits.
+"""Preemption: when a signal asks a run to end, the run saves a checkpoint to resume from, and exits.
 
 The handler only records the signal. The ranks agree on it (processes/agreement.py), so that all stop after the same
 step, or leave the same validation, which a resume repeats. Before the first step there is nothing to save, and a
@@ -33,7 +33,7 @@ class Preempted(BaseException):
 
 
 class Preemption:
-    """Signal handling of one call of fit; as a context manager it turns Preempted into a checkpoint and an exit."""
+    """Signal handling for one call to fit. As a context manager, it turns Preempted into a checkpoint and an exit."""
 
     def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
         self.trainer, self.stage, self.agreement = trainer, stage, agreement
@@ -60,7 +60,7 @@ class Preemption:
 
     def _record(self, number: int) -> None:
         # only recorded, as a handler cannot call collectives: the ranks agree at the next agreement
-        self.signal = max(self.signal, number)  # as in the agreement, whose maximum makes all ranks end by one signal
+        self.signal = max(self.signal, number)  # as the agreement does, so that all ranks end with one signal
         if not self.started and not self.leaving:
             self.leaving = True
             requeue_early(number, self.trainer.requeue)
@@ -138,7 +138,7 @@ class Preemption:
 
     @property
     def _replays(self) -> bool:
-        """Whether this run is a replay, which nobody resumes."""
+        """Return whether this run is a replay, since nobody resumes a replay."""
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
     def save(self) -> Location | None:
@@ -155,12 +155,12 @@ class Preemption:
         if folder is None or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
         path = folder / name.name
-        # a callback tracks only the checkpoints that it saves itself; a run cannot resume from weights alone
+        # a callback only tracks checkpoints that it saves itself, and a run cannot resume from weights alone
         callback = next((saver for saver in callbacks if saver.dirpath == folder and not saver.save_weights_only), None)
         if callback is not None:
             callback.save(trainer, always=True)
-            trainer.saver.writer.wait()  # until a background save is at its path
-        # the broadcast waits for rank 0: the launcher takes the first exit for the end of all processes
+            trainer.saver.writer.wait()  # until a background save has reached its path
+        # the broadcast waits for rank 0, because the launcher treats the first exit as the end of all processes
         if callback is None or not trainer.broadcast(_is_there(path)):
             trainer.save_checkpoint(path)
         return path

@@ -64,9 +64,9 @@ class RunResult:
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
-    """Return whether this process must start workers: the strategy wants several, and no launcher has started them.
+    """Return whether this process must start workers: the strategy needs several, and no launcher has started them.
 
-    Also true for a launcher's process that only serves others and takes no part in the loop.
+    Also true for a launcher's process that only serves other processes and does not run the loop.
     """
     place = find_place(trainer.cluster)
     if place is not None:
@@ -76,7 +76,7 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
 
 
 def _batch_holders(trainer: "Trainer") -> int:
-    """Return the number of processes, or process groups, that will have separate batches."""
+    """Return the number of processes, or groups of processes, that will work on separate batches."""
     strategy = trainer.strategy
     return strategy.state_dicts.parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
 
@@ -111,7 +111,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         Layout(trainer.replicas, _batch_holders(trainer))
     before, trainer.run = trainer.assigned_dir, None  # the workers make the run
     try:
-        if node > 0:  # node 0 chooses the run directory and reports for all nodes
+        if node > 0:  # node 0 selects the run directory and reports for all nodes
             trainer.strategy.place = Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         else:
             start = directory.with_directory(trainer, request, directory.find_source(trainer, request))
@@ -135,7 +135,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for name, value in outcome.trainer.items():
         setattr(trainer, name, value)
     trainer.saver.run_id = outcome.run_id
-    # the workers' run ended with them: properties such as trainer.task read this run, which is closed from the start
+    # the workers' run has ended: properties such as trainer.task read this new run, which is closed from the start
     trainer.run = make_call(trainer, request)
     trainer.run.loop.open = False
     if trainer.run_dir is not None:
@@ -202,7 +202,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Location | None) 
         leave_process_group()
     if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
         return None  # a server, or a worker whose result another worker returns
-    emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
+    emptied = any(parameter.is_meta for parameter in task.parameters())  # the weights are only in the checkpoints
     # on the host: the caller may lack the device, and device memory is freed when this process ends
     weights = {} if emptied else task.cpu().state_dict()
     buffers = {} if emptied else dict(task.cpu().named_buffers())

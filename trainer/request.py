@@ -1,4 +1,4 @@
-"""Request: the arguments of one call of fit, validate, test or predict, which another process can repeat."""
+"""Request: the arguments of one call to fit, validate, test or predict, which another process can repeat."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "pre
 
 @dataclass
 class Request:
-    """Arguments of one call of fit, validate, test or predict."""
+    """Arguments of one call to fit, validate, test or predict."""
 
     stage: str
     task: Task
@@ -24,7 +24,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders passed to the call, by "train", "validation", "test", "predict"."""
     source: Any = None
-    """The checkpoint for a fit to resume or an evaluation's weights: a keyword, a path, or a `StoredRun`."""
+    """The checkpoint to resume or to take an evaluation's weights from: a keyword, a path, or a `StoredRun`."""
     keep_outputs: bool = False
     """Whether to return predictions."""
     verbose: bool = False
@@ -32,7 +32,7 @@ class Request:
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
-        """Make a request. As in Lightning, a data module may take the place of a loader."""
+        """Make a request. As in Lightning, you may pass a data module in place of a loader."""
         request = cls(stage, task, datamodule, **where)
         request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
         return request
@@ -48,7 +48,7 @@ class Request:
         keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
-        """Make a request. Without a task, it uses the last run's task with its best weights, as in Lightning."""
+        """Make a request. As in Lightning, without a task it uses the last run's task with its best weights."""
         keep_outputs = keep_outputs is not False  # None, Lightning's default of return_predictions, keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)

@@ -1,4 +1,4 @@
-"""Run: the parts of one call of fit, validate, test or predict, and the methods that the loop calls between steps.
+"""Run: the parts of one call to fit, validate, test or predict, and the methods that the loop calls between steps.
 
 Set-up builds three objects in turn: a `Call` with the parts that exist from the start, a fuller `Call` once the
 processes have met (`setup.join`), and a complete `Run` before the first step (`setup.make_run`). All are immutable.
@@ -47,14 +47,14 @@ log = logging.getLogger("legato")
 
 @dataclass
 class LoopState:
-    """Mutable state of a run that no checkpoint stores."""
+    """Mutable state of a run that is not stored in checkpoints."""
 
     doing: str
     """The current stage: "train", "sanity_check", "validation", "test" or "predict"."""
     open: bool = True
     """Whether the run is in progress."""
     remaining: Literal["steps", "hooks", "nothing"] = "steps"
-    """The rest of a fit: steps, then only its final hooks, then nothing."""
+    """What remains of a fit: steps, then only its final hooks, then nothing."""
     epoch_skipped: bool = False
     """Whether to skip the rest of the epoch."""
     step: StepInput | None = None
@@ -64,11 +64,11 @@ class LoopState:
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
     """Loader, batch, replica and output of each batch that this process has predicted so far."""
     validated_after: float = 0.0
-    """Seconds of the run at the end of the newest validation, or at its start."""
+    """Elapsed seconds of the run at the end of the newest validation; before the first one, at the start."""
     point: tuple[int, dict[str, float]] | None = None
     """Step and values of the newest log point."""
     samples_of_epoch: dict[str, Any] | None = None
-    """The fingerprint's `samples` of the current epoch, if other settings assigned its batches."""
+    """The fingerprint's `samples` for the current epoch, if different settings assigned its batches."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     """Each module and its training mode before an evaluation."""
 
@@ -87,14 +87,14 @@ class RunData:
     samples: dict[str, Any] = field(default_factory=dict)
     """The fingerprint's section on which samples make up a step."""
     validation_rounds: int | None = None
-    """Batches per replica between validations; None: validation is due at the end of epochs, or by time."""
+    """Batches per replica between validations; None: validate at the end of epochs, or by time."""
     validation_seconds: float | None = None
-    """Seconds between validations; None: validation is not due by time."""
+    """Seconds between validations; None: do not validate by time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Call:
-    """The parts of one call of fit, validate, test or predict that exist from the start."""
+    """The parts of one call to fit, validate, test or predict that exist from the start."""
 
     is_complete: ClassVar[bool] = False
     trainer: "Trainer"
@@ -109,9 +109,9 @@ class Call:
     data: RunData
     errors: Errors
     undo: ExitStack
-    """Reverts the call's changes to the process when it is closed."""
+    """Reverts the call's changes to the process when the call is closed."""
     hooks: Hooks
-    """The task's hooks; once the processes have met, those of callbacks too, which may ask about ranks."""
+    """The task's hooks. Once the processes have met, also those of callbacks, which may query ranks."""
     agreement: Agreement
     metrics: Metrics
     preemption: Preemption
@@ -181,7 +181,7 @@ class Call:
         self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
 
     def agree(self) -> None:
-        """Agree with the other ranks between two steps. End the run if a signal asked any of them to."""
+        """Agree with the other ranks between steps. End the run if a signal has asked any rank to end."""
         self.strategy.timeouts.end_startup()
         self.agree_on_stop()
         self.preemption.stop_if_agreed()
@@ -206,12 +206,12 @@ class Run(Call):
     optimization: Optimization
     schedule: Schedule
     transfer: Callable[[Any, int], Any] | None
-    """Moves a batch to its device; None: no move is needed."""
+    """Moves a batch to its device; None if no move is needed."""
     keys_hooks: bool
     """Whether to key the generators before hooks after a step. With one replica there is no need: each step leaves the
     generators in a state that is a function of the step."""
     arity: int
-    """How many of (batch, batch_idx) training_step takes."""
+    """Number of arguments in (batch, batch_idx) that training_step takes."""
     gradient_scale: float
     """Factor by which the strategy multiplies gradients in addition to averaging them over the samples of a step."""
     fingerprint: dict[str, Any]
@@ -233,19 +233,19 @@ class Run(Call):
         again: the step repeats this batch, with the random numbers of its first pass.
         """
         (self.metrics.return_to_batch if again else self.metrics.open_batch)(item.replica, item.samples)
-        # Loading the batch may have left the generators keyed for its first forward. A repeat does not load it, so it
-        # seeds them.
+        # Loading the batch may have left the generators keyed for its first forward pass. A repeat does not load the
+        # batch, so it seeds them.
         if self.keyed if again else self.data.keys_forward:
             seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
         return item.batch if self.transfer is None else self.transfer(item.batch, 0)
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
-        """Call on_train_batch_start; return whether a hook returned -1, which skips the rest of the epoch."""
+        """Call on_train_batch_start. Return whether a hook returned -1, which skips the rest of the epoch."""
         self.loop.epoch_skipped = False
         for hook in self.hooks["on_train_batch_start"]:
             if hook(batch, batch_idx) == -1:
                 self.loop.epoch_skipped = True
-        # A rank that continued alone would wait for this one in backward. Only the leaving rank checks, through the
+        # A rank that continued alone would wait for this one in the backward pass. Only this rank checks, through the
         # store: a collective would cost time in every step of every run with this hook.
         if self.loop.epoch_skipped:
             self.watchdog.require_all_leave(batch_idx)
@@ -284,7 +284,7 @@ class Run(Call):
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
-        """Write a log point on rank 0, at the newest step or at the step of an evaluated checkpoint."""
+        """Write a log point on rank 0, at the newest step or at the step of the evaluated checkpoint."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
         # the run's epoch overrides a value that a task logs as "epoch", so that all points of a step agree
         self.loop.point = step, values = step, {**values, "epoch": epoch}
@@ -318,7 +318,7 @@ class Run(Call):
             agreement.apply(step, highest)
         else:
             self.agree_on_stop()
-        # after agreeing on the clock that makes the comparison due, so that either all ranks compare or none
+        # once ranks agree on the clock, so that either all of them compare or none
         self.drift.compare_if_due(step, agreement.elapsed)
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
@@ -329,7 +329,7 @@ class Run(Call):
         return bad_weights(self.trainer)
 
     def seed_hooks(self, hook: str) -> None:
-        """Seed the generators alike on all ranks for a hook; otherwise they would depend on a rank's last replica."""
+        """Seed the generators equally on all ranks for a hook, or they would depend on each rank's last replica."""
         state = self.state
         seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
 
@@ -353,7 +353,7 @@ class Run(Call):
         self.agree_on_stop()
 
     def end_training(self) -> None:
-        """Compare the ranks' weights a last time and call the hooks that end training."""
+        """Compare the ranks' weights one last time, and call the hooks that end training."""
         self.require_same_weights()
         self.optimization.begin_evaluation()  # without a matching end_evaluation
         # training is complete: an exit from here on is not reported as premature
@@ -391,7 +391,7 @@ class Run(Call):
         metrics, trainer = self.metrics, self.trainer
         if not self.optimization.optimizers or self.loop.epoch_skipped:
             return
-        # a run resumed at the end of an epoch has no batches, so none without a loss either
+        # a run that is resumed at the end of an epoch has no batches, and so none without a loss
         counts = torch.tensor([metrics.batches["train"], metrics.batches_left_out])
         trained, left_out = self.strategy.data_ranks.all_reduce(counts, "sum").tolist()
         if trained or not left_out:
@@ -418,7 +418,7 @@ class Run(Call):
             )  # fmt: skip
 
     def show_step(self) -> None:
-        """Publish the newest step's values if they are not published yet; collective."""
+        """Publish the newest step's values unless they are already published. Collective."""
         # a logged step is published already
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)
@@ -426,7 +426,7 @@ class Run(Call):
     def call_epoch_end(self, stage: str) -> None:
         """Publish the epoch's values and call the hooks that end it, except training's late hooks."""
         self.metrics.suffix, self.metrics.in_step = "", False
-        self.metrics.leave_batches(1)  # a value logged by such a hook weighs as one batch on any number of processes
+        self.metrics.leave_batches(1)  # values logged by such a hook weigh as one batch, for any number of processes
         name = f"on_{stage}_epoch_end"
         # only hooks need the values now; they are reduced again once the hooks have logged theirs
         if self.hooks[name]:
@@ -450,7 +450,7 @@ class Run(Call):
 
     def begin_validation(self) -> None:
         """Begin a validation in the middle of training."""
-        self.check_losses()  # a NaN ends the run now rather than after a useless validation
+        self.check_losses()  # a NaN ends the run now, not after a useless validation
         self.loop.doing = "validation"
         self.optimization.begin_evaluation()
 
@@ -462,7 +462,7 @@ class Run(Call):
         self.agree_on_stop()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
-        """Skip the rest of a resumed epoch whose batches were assigned by other settings, `samples`."""
+        """Skip the rest of a resumed epoch whose batches were assigned by different settings, `samples`."""
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:

@@ -1,7 +1,7 @@
 """Schedule: when to validate, step the learning rate schedulers, and end an epoch or the run.
 
-Each event happens exactly once, even after a resume from a checkpoint saved by any hook: `State` records the events
-that are done.
+Each event happens exactly once, even after resuming from a checkpoint that any hook has saved: `State` records which
+events have happened.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Counts the steps of a fit and decides what is due after each one."""
+    """Counts the steps of a fit and decides what to do after each step."""
 
     def __init__(self, call: Any, optimization: Optimization) -> None:
         # `call` is a Call; not annotated, as run.py imports this module
@@ -41,7 +41,7 @@ class Schedule:
         agrees: if an agreement with the other ranks is due, make it, and save if a signal asked one of them to end.
         """
         trainer, state, agreement = self.trainer, self.state, self.call.agreement
-        # a single process agrees with nobody, so it stops after the step in which should_stop was set
+        # a single process needs no agreement, so it stops after the step in which should_stop was set
         asked = trainer.should_stop and trainer.world_size == 1
         if agrees and (state.global_step >= agreement.next_step or asked):
             self.call.agree()
@@ -66,7 +66,7 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the newest step is a log point, as far as this is certain before the data end."""
+        """Return whether the newest step is known to be a log point, even if the end of the data is unknown."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 
@@ -89,7 +89,7 @@ class Schedule:
                 self.step_by_epoch()
 
     def step_by_epoch(self) -> None:
-        """Step the epoch-interval schedulers without a metric, once per epoch: with its last step if that is known.
+        """Step the epoch-interval schedulers without a metric, once per epoch: at its last step if that is known.
 
         This precedes the validation that ends the epoch, so that a checkpoint saved there has the next learning rates.
         """
@@ -122,7 +122,7 @@ class Schedule:
 
     # --- validation -------------------------------------------------------------------------------------------------
     def validation_is_due(self) -> bool:
-        """Return whether validation within the epoch is due after this step."""
+        """Return whether to validate within the epoch after this step."""
         every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
         if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False
@@ -155,7 +155,7 @@ class Schedule:
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def seconds(self) -> float:
-        """Return the seconds of the run so far, the same on every rank."""
+        """Return the elapsed time of the run in seconds, the same on every rank."""
         # the agreed clock: a millisecond between the ranks' own clocks could make them decide differently
         agreed: float = self.call.agreement.elapsed
         return float(self.call.agreement.now()) if self.call.metrics.processes == 1 else agreed

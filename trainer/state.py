@@ -12,7 +12,7 @@ class State:
     """Progress of a run. It is saved unchanged; no field depends on the number of processes."""
 
     replicas: int = 1
-    """Logical data-parallel workers, fixed when the run began."""
+    """Number of logical data-parallel workers, fixed when the run started."""
     seed: int = 0
     """Seed of the run's random numbers."""
     global_step: int = 0
@@ -22,13 +22,13 @@ class State:
     epoch_steps: int = 0
     """Optimizer steps done in this epoch: the position where a resume continues."""
     epoch_rounds: int = 0
-    """Batches that each replica has trained on in this epoch."""
+    """Batches on which each replica has trained in this epoch."""
     rounds: int = 0
-    """Batches that each replica has trained on in the run."""
+    """Batches on which each replica has trained in this run."""
     samples_seen: int = 0
-    """Samples trained on in the run, over all replicas."""
+    """Number of training samples so far in this run, over all replicas."""
     elapsed: float = 0.0
-    """Seconds of the run so far, over all its resumes, as agreed by the ranks."""
+    """Elapsed time of the run in seconds, including all resumes, as agreed by the ranks."""
     epoch_ended: bool = False
     """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1

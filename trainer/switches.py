@@ -1,4 +1,4 @@
-"""Everything outside a run that changes its bits: versions, CPU, variables, and torch's global switches.
+"""Everything outside a run that affects its bits: versions, CPU, environment variables, and torch's global switches.
 
 docs/reference/bits.md describes each name. A run records and compares the results of `versions` and `environment`. The
 table SWITCHES also carries the switches to workers.
@@ -23,7 +23,7 @@ CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni",
 
 
 class Switch(NamedTuple):
-    """A setting of the process: functions that read it, as a JSON value, and write it."""
+    """A process-wide setting, with a function that reads it as a JSON value and a function that writes it."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -86,7 +86,7 @@ def _read_nnpack() -> bool:
 
 
 def _flushes_denormals() -> bool:
-    # torch cannot read this switch: a product with a denormal result shows whether it is on
+    # torch cannot read this switch, but a product with a denormal result shows whether it is on
     return bool((torch.tensor([2.0**-1070], dtype=torch.float64) * 1.0 == 0.0).item())
 
 
@@ -97,7 +97,7 @@ SWITCHES: dict[str, Switch] = {
         lambda value: torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn"),
     ),
     "threads": Switch(torch.get_num_threads, torch.set_num_threads),
-    # older switches first: torch refuses to read them once a newer one has a different value
+    # older switches first: torch cannot read them once a newer switch has a different value
     "matmul_precision": Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "tf32_matmul": of_attribute("cuda.matmul.allow_tf32"),
     "tf32_cudnn": of_attribute("cudnn.allow_tf32"),
@@ -191,7 +191,7 @@ def settings(deterministic: bool | str, detect_anomaly: bool, threads: int | Non
 def _value(switch: Switch) -> Any:
     """Return the value of a switch; None if this torch has no such switch or cannot read it.
 
-    torch refuses to read a setting whose older and newer switches have different values.
+    torch cannot read a setting if its older and newer switches have different values.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some switches are deprecated

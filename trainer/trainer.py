@@ -143,7 +143,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         if step.masked:  # other processes' batches, run here only to take part in their collectives
             masked.begin_step(run, step)
         for item in step.batches:
-            batch = run.open_batch(item)  # selects its replica, seeds its random numbers, moves it to the device
+            batch = run.open_batch(item)  # selects the replica, seeds random numbers, moves the batch to the device
             if run.hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
             output = self.train_batch(step, item, batch)
@@ -216,7 +216,7 @@ class Trainer(TrainerView):  # noqa: D101 - arguments and docstring come from Tr
         self.publish(run.metrics.reduce_epoch(keep=not complete), write=complete)
         if complete:
             schedule.end_epoch()
-        for hook in run.hooks.late["on_train_epoch_end"]:  # they decide by the epoch's metrics
+        for hook in run.hooks.late["on_train_epoch_end"]:  # these hooks decide by the epoch's metrics
             hook()
         schedule.count_epoch()
         run.agree_on_stop()  # a callback may have set should_stop

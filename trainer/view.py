@@ -55,7 +55,7 @@ class TrainerView(TrainerArguments):
     logger: "Logger | None"
     loggers: "list[Logger]"
     agreed_metrics: "dict[str, Tensor]"
-    """The newest value of each name, equal on all ranks so that they decide alike."""
+    """The newest value of each name, equal on all ranks so that they make the same decisions."""
     logged_metrics: dict[str, float]
     progress_bar_metrics: dict[str, float]
 
@@ -67,12 +67,12 @@ class TrainerView(TrainerArguments):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.state.global_step
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the run so far, over all its resumes; the same on every rank."""
+        """Elapsed time of the run in seconds, including all resumes. The same on every rank."""
         # not this process's clock, which would let ranks with a time limit stop at different steps
         return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
 
@@ -236,10 +236,10 @@ class TrainerView(TrainerArguments):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the current batch is a replica's last of the training epoch; False if the loader has no length."""
+        """Whether the current batch is a replica's last in the training epoch; False if the loader has no length."""
         # `epoch_rounds` counts finished steps only; within a step, its batches are added
         total, done, metrics = self.num_training_batches, self.state.epoch_rounds, self.metrics
-        if total == float("inf") or metrics.step != self.state.global_step:  # the steps differ between two steps
+        if total == float("inf") or metrics.step != self.state.global_step:  # the two differ between steps
             return done >= total
         rounds = min(self.accumulate_grad_batches, int(total) - done)
         return done + rounds >= total and metrics.batches_of_step % rounds == 0

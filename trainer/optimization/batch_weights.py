@@ -1,4 +1,4 @@
-"""BatchWeights: weights of a step's batches in its gradient, if training_step returns them.
+"""BatchWeights: weights of the batches in a step's gradient, if training_step returns them.
 
 The gradient of a step is the mean over its batches, weighted by their samples or by training_step's weights:
 
@@ -30,7 +30,7 @@ FIRST_SCALE = 2.0**-10
 
 
 class BatchWeights:
-    """The weights of one step's batches, summed by replica, and whether this run uses weights."""
+    """The weights of the batches in a step, summed by replica, and whether this run uses weights."""
 
     def __init__(self, trainer: "Trainer") -> None:
         self.strategy, self.state, self.task = trainer.strategy, trainer.state, trainer.task
@@ -49,7 +49,7 @@ class BatchWeights:
         self.sums, self.counts = sums, [0, 0]
 
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
-        """Add the batch's weight to the step's, and return the factor of the batch's loss."""
+        """Add the batch's weight to the step's weights, and return the factor for the batch's loss."""
         weight = weight_of(output)
         self.newest = item.samples if weight is None else weight
         if output is not None:
@@ -62,7 +62,7 @@ class BatchWeights:
         return self.factor(weight, step)
 
     def factor(self, weight: Any, step: StepInput) -> Any:
-        """Return the factor of the loss of a batch with this weight."""
+        """Return the factor for the loss of a batch with this weight."""
         return weight * (self.strategy.loss_scale / step.samples * self._scale())
 
     def divide_gradients(self, step: StepInput) -> Tensor | float:

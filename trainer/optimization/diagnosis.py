@@ -21,13 +21,13 @@ log = logging.getLogger("legato")
 
 
 def bad_weights(trainer: "Trainer") -> list[str]:
-    """Return the names of non-finite trained parameters on this rank, or if it has none, on another. Collective.
+    """Return the names of non-finite trained parameters on this rank, or else on another rank. Collective.
 
     Frozen parameters and buffers, such as masks, may be infinite on purpose.
     """
     named, ranks = trainer.task.named_parameters(), trainer.strategy.collectives
     names = bad_names({name: parameter for name, parameter in named if parameter.requires_grad})
-    # names are gathered only if some rank has any: in each save, one number is cheaper
+    # names are gathered only if some rank has any, since every save runs this and one number is cheaper
     return next(filter(None, [names, *ranks.gather_objects(names)])) if ranks.any(bool(names)) else []
 
 
@@ -87,10 +87,10 @@ def diagnose_task(task: nn.Module) -> list[str]:
 
 
 def diagnose_forward(trainer: "Trainer") -> list[str]:
-    """Run the newest batch again, and describe the first module with a non-finite output."""
+    """Rerun the newest batch, and describe the first module with a non-finite output."""
     run, ranks = trainer.current_run, trainer.strategy.collectives
     batches = run.loop.step.batches if run.loop.step is not None else []
-    # a forward may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none
+    # a forward pass may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none
     if ranks.any(not batches or not run.optimization.automatic):
         return []
     item = batches[-1]
@@ -114,7 +114,7 @@ def diagnose_forward(trainer: "Trainer") -> list[str]:
 
 
 def first_bad_module(trainer: "Trainer", item: ReplicaBatch, batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Run training_step on a batch again; return the first module with a NaN output, else with an infinite one.
+    """Rerun training_step on a batch. Return the first module with a NaN output, or else with an infinite output.
 
     The bool is whether that module's input was finite.
     """

@@ -1,4 +1,4 @@
-"""DriftGuard: compare the weights of ranks that must hold equal ones, so that they don't drift apart unnoticed."""
+"""DriftGuard: compares weights between ranks that must hold equal weights, to notice when they drift apart."""
 
 import time
 from collections import Counter
@@ -12,11 +12,11 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Seconds between comparisons at log points, per second that a comparison takes: 0.4 % of the time."""
+"""Seconds between comparisons at log points per second that a comparison takes, which limits the cost to 0.4 %."""
 
 
 class DriftGuard:
-    """Compares every parameter, bit for bit, between ranks that must hold equal weights (`Strategy.weight_ranks`).
+    """Compares every parameter bitwise between ranks that must hold equal weights (`Strategy.weight_ranks`).
 
     Buffers are not compared: running statistics of batch norm differ between steps, and rank 0's count.
     """
@@ -26,12 +26,12 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Compare again at the next log point, also if the set of ranks has changed. Collective."""
+        """Compare again at the next log point, even if the set of ranks has changed. Collective."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
         """Step of the newest comparison, agreed time of the next one, and seconds that the newest one waited."""
 
     def compare_if_due(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step` if a comparison is due. `elapsed`: the agreed seconds of the run."""
+        """Compare the weights after `step` if it is time to. `elapsed`: the agreed elapsed time in seconds."""
         if elapsed >= self.next_time:
             self.compare(step, elapsed)
 
@@ -80,14 +80,15 @@ def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> st
 
 def on_host(parts: list[Tensor]) -> Tensor:
     """Return sums of bits in one tensor on the host."""
-    # first to one device, then to the host in a single copy, as each copy to the host waits
+    # first to one device, then to the host in a single copy, since each copy to the host synchronizes
     return torch.stack([part.to(parts[0].device) for part in parts]).cpu() if parts else torch.zeros(0).long()
 
 
 def sums_of_bits(tensor: Tensor) -> list[Tensor]:
-    """Return sums of a tensor's memory, read as integers, one per plain tensor in it. They are exact in any order.
+    """Return the sum of the bits of each plain tensor in a tensor, read as integers. It is exact in any order.
 
-    torch.hash_tensor reads 5 GB/s on a CPU, this 27; and two changes of the same bit cancel in its exclusive or.
+    On a CPU, torch.hash_tensor reads 5 GB/s, this function 27 GB/s. torch.hash_tensor also uses exclusive or, in which
+    two changes of the same bit cancel out.
     """
     if tensor.is_meta:
         return []

@@ -1,4 +1,4 @@
-"""Numeric settings that bitwise runs compare, compilation, and activation checkpointing."""
+"""Numeric settings that bitwise runs compare; compilation; activation checkpointing."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
 def give_forwards(
     modules: Iterable[nn.Module], forward_of: Callable[[type[nn.Module]], Callable[..., Any]]
 ) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Change modules to a subclass whose forward is `forward_of(class)`; return the modules with their classes.
+    """Change each module to a subclass whose forward is `forward_of(class)`. Return the modules and their classes.
 
     A subclass rather than a wrapper keeps the names in the state dict, hooks, copies and `isinstance`.
     """
@@ -168,10 +168,10 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
 
 
 def recompute(task: nn.Module, names: str | Sequence[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Checkpoint the activations of blocks: backward recomputes everything except their inputs.
+    """Checkpoint the activations of blocks: the backward pass recomputes everything except their inputs.
 
     After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), with
-    torch.utils.checkpoint. Random numbers are replayed and buffers (batch norm) are updated only by the first forward,
+    torch.utils.checkpoint. Random numbers are replayed, and only the first forward pass updates buffers (batch norm),
     so the result is bitwise identical. Returns the argument with which `restore_classes` undoes it.
 
     Raises ConfigError for a class without a module.
@@ -183,7 +183,7 @@ def _recomputing(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
-        # for the first forward and the recomputation, which must not update running statistics again
+        # the recomputation must not update running statistics again
         contexts = (nullcontext(), _on_copies_of_buffers(self))
         # use_reentrant=True would need an input that requires a gradient, and add shared weights' gradients twice
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)

@@ -1,4 +1,4 @@
-"""SkipGuard: skip steps with NaN or infinite gradients (`trainer.nan=skip`)."""
+"""SkipGuard: skips steps with NaN or infinite gradients (`trainer.nan=skip`)."""
 
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class SkipGuard:
         # reduced gradients: all ranks see the same values, and skip the same steps without a collective
         parameters = (parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer))
         finite = are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
-        if self.strategy.gradients_in_parts:  # only one rank's part may contain an inf
+        if self.strategy.gradients_in_parts:  # an inf may be in only one rank's part
             finite = not ranks.any(not finite)
         if finite or not self._loss_is_bad():
             state.skipped_in_a_row = 0

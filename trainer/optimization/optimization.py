@@ -80,7 +80,7 @@ class Optimization:
         self.guard = SkipGuard(trainer, task, metrics, self.optimizers) if fits and skips else None
         # Whether to check losses and gradients before the next update: the first one of this set of processes
         self.checks_first = True
-        self.recheck: Any = None  # computes steps twice, if trainer.recheck_every is set
+        self.recheck: Any = None  # computes some steps twice if trainer.recheck_every is set
         # Finds weights that training_step changes, in the first steps
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         # Weights of batches in a step's gradient, if training_step returns them
@@ -113,7 +113,7 @@ class Optimization:
         return clips or bool(self.hooks["on_before_optimizer_step"])
 
     def _repeats_steps(self) -> bool:
-        """Return whether training_step runs several times in a step: for several replicas, or for parts of a batch."""
+        """Return whether training_step runs several times in a step, for several replicas or parts of a batch."""
         return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -138,7 +138,7 @@ class Optimization:
             )
 
     def warn_if_nothing_compiled(self) -> None:
-        """Warn if `trainer.compile` has made no graph so far."""
+        """Warn if `trainer.compile` has not compiled any graph so far."""
         if self.trainer.compile and count_graphs() == self.graphs and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
 
@@ -167,7 +167,7 @@ class Optimization:
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def begin_step(self, step: StepInput) -> None:
-        """Prepare a step before its first forward, and regroup parameters that hooks have frozen or unfrozen."""
+        """Prepare a step before its first forward pass, and regroup parameters that hooks have frozen or unfrozen."""
         if self.guard is not None:
             self.guard.begin_step()
         # callbacks unfreeze between epochs; comparing all parameters in every step would slow down every run
@@ -212,7 +212,7 @@ class Optimization:
             self.metrics.return_to_batch(replica, samples)
 
     def step(self, step: StepInput) -> None:
-        """Update the weights by the complete gradients of a step."""
+        """Update the weights with the complete gradients of a step."""
         if not step.samples:  # all samples are left out: the weights stay, as in a step skipped by nan=skip
             for optimizer in self.optimizers:
                 mark_stepped(optimizer)  # otherwise a scheduler warns that it ran before the first optimizer step
@@ -239,7 +239,7 @@ class Optimization:
             self.strategy.optimizer_step(optimizer, closure)
 
     def _check_first_update(self) -> None:
-        self.checks_first = False  # later losses are checked at log points, as a check waits for the device
+        self.checks_first = False  # later losses are checked at log points, since a check waits for the device
         require_told_sparse(self.task)
         if self.trainer.nan == "raise":
             self.trainer.current_run.check_losses()

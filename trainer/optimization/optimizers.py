@@ -17,7 +17,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 TRAINED = "trained_weights"
-"""Key in an optimizer's state of the trained weights, while the parameters hold the weights for evaluation."""
+"""Key of the trained weights in an optimizer's state, used while the parameters hold the weights for evaluation."""
 
 
 def has_modes(optimizer: Optimizer) -> bool:

@@ -64,7 +64,7 @@ class Precision:
             self.forward_context = partial(_cast_anew, self.forward_context)
 
     def place(self, module: nn.Module) -> None:
-        """Convert floating point parameters and buffers of `module` in place, for a true precision other than 32.
+        """Convert floating-point parameters and buffers of `module` in place, for a true precision other than 32-true.
 
         Parameters stay the same objects, so optimizers that hold them stay valid.
         """
@@ -73,7 +73,7 @@ class Precision:
             _CAST[self.weights_dtype](module)
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return `batch` with floating point tensors in the weights' dtype; the same object for 32 and mixed."""
+        """Return `batch` with floating-point tensors in the weights' dtype; the same object for 32-true and mixed."""
         dtype = self.weights_dtype
         return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 

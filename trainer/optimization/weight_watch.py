@@ -1,4 +1,4 @@
-"""WeightWatch: find weights that change between two updates, in the first steps of a run."""
+"""WeightWatch: finds weights that change between updates, in the first steps of a run."""
 
 from torch import Tensor, nn
 
@@ -9,12 +9,12 @@ WATCHED_STEPS = 3
 
 
 class WeightWatch:
-    """Compares weights before the first forward of a step with those before its update.
+    """Compares weights before the first forward pass of a step with weights before its update.
 
     training_step and the hooks around it run once per replica, so weights that they change would depend on the
     assignment of replicas to processes. Version counters reveal a write that changes no value yet, as when a teacher
-    starts as a copy; values reveal a write through `.data`, which has no version. Values are read in the first step
-    only, as that waits for the device.
+    starts as a copy; values reveal a write through `.data`, which has no version. Values are only read in the first
+    step, because reading them synchronizes with the device.
     """
 
     def __init__(self, task: nn.Module) -> None:
@@ -43,7 +43,7 @@ class WeightWatch:
             for name, parameter in self.task.named_parameters()
         }
         for path, module in self.task.named_modules():
-            # buffers of torch's modules and running statistics change in each forward: the first replica's count
+            # buffers of torch's modules and running statistics change in each forward pass; the first replica's count
             if not (type(module).__module__.startswith("torch.") or hasattr(module, "running_mean")):
                 for name, buffer in module.named_buffers(path, recurse=False):
                     if buffer.is_floating_point():
