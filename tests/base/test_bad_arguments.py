@@ -87,6 +87,8 @@ def test_an_option_that_a_strategy_does_not_have(trainer):
         trainer(strategy={"name": "single", "elastic": True})
     with pytest.raises(ConfigError, match=r"ddp has no option 'static_graph'. Remove it"):
         trainer(strategy={"name": "ddp", "static_graph": True})
+    with pytest.raises(ConfigError, match=r"trainer.strategy.fsdp: .*multiple values for keyword argument 'shard'"):
+        trainer(strategy={"name": "fsdp", "shard": 2})
     with pytest.raises(ConfigError, match=r"ddp has no option 'tensor'. It is an option of mesh, fsdp"):
         trainer(strategy={"name": "ddp", "tensor": 2})
 

@@ -40,6 +40,8 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         raise ConfigError(f"trainer.strategy: {name} has no option {option!r}.{alternative(option, kind)}")
     try:
         strategy: Strategy = kind(**options)
+    except TypeError as error:  # an option that the class sets itself, such as the axis of fsdp
+        raise ConfigError(f"trainer.strategy.{name}: {error}.") from error
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return strategy
