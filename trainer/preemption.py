@@ -138,7 +138,7 @@ class Preemption:
 
     @property
     def _replays(self) -> bool:
-        """Return whether this run is a replay, since nobody resumes a replay."""
+        """Return whether this run is a replay. Nobody resumes a replay."""
         return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
 
     def save(self) -> Location | None:

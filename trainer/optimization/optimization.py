@@ -508,7 +508,7 @@ class ManualOptimizer:
         self._optimization.task.untoggle_optimizer(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a wrapper of the optimizer, as the object's class has no name in a module."""
+        """Copy and pickle as a wrapper of the optimizer, because the object's class is not importable by name."""
         return type(self).__mro__[1], (self.optimizer, self._optimization)
 
     def __getattr__(self, name: str) -> Any:

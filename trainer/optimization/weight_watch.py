@@ -34,7 +34,7 @@ class WeightWatch:
         return [name for name in changed if name in parameters], [name for name in changed if name not in parameters]
 
     def _marks(self) -> dict[str, list[int]]:
-        """Return marks of parameters, and of floating point buffers outside torch's modules."""
+        """Return marks for parameters, and for floating-point buffers outside torch's modules."""
         # cuDNN's recurrent layers move their weights into one block of memory in forward
         recurrent = [module for module in self.task.modules() if isinstance(module, nn.RNNBase)]
         moved = {id(parameter) for module in recurrent for parameter in module.parameters()}

@@ -206,7 +206,7 @@ class Strategy:
         return list(optimizers)
 
     def regroup(self, layout: Layout | None, place: Place | None = None) -> None:
-        """Attach to the trainable parameters on this layout. Every rank calls it, between steps.
+        """Attach gradient reductions to the trainable parameters on this layout. Every rank calls it, between steps.
 
         `place`: this rank's place in a new process group. With layout=None, only release the group. An unfinished
         step is rolled back.

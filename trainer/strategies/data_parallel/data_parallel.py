@@ -1,4 +1,4 @@
-"""Data parallelism in one process: each batch is scattered over several devices, as by nn.DataParallel."""
+"""Data parallelism in one process: each batch is scattered over several devices, as in nn.DataParallel."""
 
 import warnings
 from collections.abc import Sequence

@@ -230,7 +230,7 @@ class RpcSession:
     """Store for RPC's rendezvous."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
-        """Open the session; waits until all processes have arrived."""
+        """Open the session, once all processes have arrived."""
         from torch.distributed.rpc import TensorPipeRpcBackendOptions, backend_registry
 
         self.store, self.stage, self.whole = store, 0, True

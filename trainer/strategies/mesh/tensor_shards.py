@@ -51,7 +51,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each value, which is that of the sum."""
+        """Return the gradient of each value, which equals the gradient of the sum."""
         return None, *[gradient] * context.count
 
 

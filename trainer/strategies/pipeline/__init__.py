@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the axis `pipeline` of a mesh."""
+"""Pipeline parallelism along the mesh axis `pipeline`."""
