@@ -1,4 +1,4 @@
-"""Lightning's public module tree on Legato: in the imports of a program, put `legato.compat.` before `lightning`.
+"""Lightning's public module tree, built on Legato: in a program's imports, put `legato.compat.` before `lightning`.
 
 `pytorch_lightning` is `legato.compat.lightning.pytorch`. The packages `pytorch` and `fabric` re-export the
 implementations in the modules beside them. `install()`, or the command `legato lightning train.py`, makes

@@ -13,7 +13,7 @@ from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
-    """A device type. It is also the string that names it, so `trainer.accelerator` can be used as either."""
+    """A device type. It is also a string, its name, so `trainer.accelerator` can be used as either."""
 
     kind = ""
     """The device type, as passed to `Trainer(accelerator=)`."""
@@ -27,7 +27,7 @@ class Accelerator(str):
         return type(self), ()
 
     def setup_device(self, device: torch.device) -> None:
-        """Make a device the current device. Raises ConfigError for a device of another type."""
+        """Make a device the current device. Raises ConfigError if the device has another type."""
         if device.type != self.kind:
             raise ConfigError(f"{type(self).__name__}: expected a {self.kind} device, got {device}.")
         if device.type == "cuda":
@@ -42,7 +42,7 @@ class Accelerator(str):
             torch.cuda.empty_cache()
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Return torch's memory statistics of a CUDA device; empty for other types."""
+        """Return torch's memory statistics for a CUDA device; empty for other types."""
         return torch.cuda.memory_stats(device) if self.kind == "cuda" else {}
 
     @classmethod
@@ -53,7 +53,7 @@ class Accelerator(str):
 
     @classmethod
     def get_parallel_devices(cls, devices: Any) -> list[torch.device]:
-        """Return the devices for a number or a list of indices."""
+        """Return the devices for a device count or a list of indices."""
         return find_devices(cls.kind, read_devices(devices))
 
     @classmethod
@@ -63,7 +63,7 @@ class Accelerator(str):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether this machine has such a device."""
+        """Return whether this machine has a device of this type."""
         return True
 
     @classmethod
@@ -90,7 +90,7 @@ class CUDAAccelerator(Accelerator):
 
 
 class MPSAccelerator(Accelerator):
-    """The GPU of an Apple machine."""
+    """The GPU in an Apple machine."""
 
     kind = "mps"
 
@@ -104,7 +104,7 @@ KINDS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 
 
 class Registry(dict[str, Any]):
-    """A registry of classes, or of functions that create objects, by name."""
+    """A registry that maps names to classes or to functions that create objects."""
 
     def register(
         self, name: str, factory: Any = None, description: str = "", override: bool = False, **init_params: Any
@@ -140,12 +140,12 @@ def read_devices(devices: Any) -> Any:
 
 
 class AcceleratorConnector:
-    """The devices that a Trainer's arguments select, under the private names that packages read. Nothing else of it."""
+    """The devices that a Trainer's arguments select, under the private names that packages read. Has nothing else."""
 
     strategy: Any = None
     """The trainer's strategy, if the connector belongs to a trainer."""
     cluster_environment: Any = None
-    """The place of this process, if the connector belongs to a trainer."""
+    """This process's rank and node, if the connector belongs to a trainer."""
     use_distributed_sampler = True
     """Whether Legato shards samples across processes."""
 
@@ -168,7 +168,7 @@ class AcceleratorConnector:
 
 
 def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
-    """Call `method` on each subclass of `parent` in a module that overrides it, to let the subclass register itself."""
+    """Let each subclass of `parent` in a module register itself, if it overrides `method`."""
     for _, kind in getmembers(module, isclass):
         if issubclass(kind, parent) and getattr(kind, method, None) is not getattr(parent, method, None):
             getattr(kind, method)(registry)

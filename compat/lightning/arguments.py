@@ -30,9 +30,9 @@ AnyStrategy = str | Strategy | StrategyOfLegato
 """Unions in the order in which jsonargparse resolves a bare name, such as `class_path: EarlyStopping`."""
 
 NEVER_LOG = sys.maxsize
-"""Number of steps between two logging points that disables logging."""
+"""Number of steps between logging points that disables logging."""
 COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
-"""Arguments that are counts and accept floats such as 1e5."""
+"""Arguments that are counts, and also accept floats such as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
 """Arguments that Legato's Trainer does not have."""
 LIMITS = tuple(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict"))
@@ -68,7 +68,7 @@ def read_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings["barebones"]:
         _check_barebones(settings)
         converted |= BAREBONES
-    # first, because a strategy object may come with an accelerator, devices and plugins
+    # first, because a strategy object may specify an accelerator, devices and plugins
     converted["strategy"] = read_strategy(settings["strategy"])
     converted |= getattr(converted["strategy"], "trainer_arguments", {})
     converted |= {"requeue": is_requeued_by_default(), **read_plugins(settings["plugins"])}
@@ -168,7 +168,7 @@ def _accelerator(wanted: Any) -> Any:
 
 
 def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
-    """Return Lightning's name of a precision. `argument` is the value of `precision=`, if `wanted` is a plugin's."""
+    """Return Lightning's name for a precision. `argument`: the value of `precision=`, if `wanted` is from a plugin."""
     if str(argument) in ("16", "16-mixed") and find_devices(accelerator, "auto")[0].type == "cpu":
         # most float16 kernels for the CPU are much slower than float32 kernels
         rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU uses 'bf16-mixed', as in Lightning.")

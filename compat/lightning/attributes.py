@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Values(dict[str, Any]):
-    """A dict of values by name. Copies and other processes get a plain dict."""
+    """A dict of values by name. A copy, or the dict sent to another process, is a plain dict."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -41,7 +41,7 @@ class Values(dict[str, Any]):
 class LoggedMetrics(Values):
     """The values passed to loggers, as tensors.
 
-    Values that only rank 0 logs, on which the ranks do not agree, are shown in `callback_metrics` on this rank.
+    Values that only rank 0 logs are not shared between ranks. They appear in `callback_metrics` on rank 0.
     """
 
     def __init__(self, trainer: "TrainerAttributes", values: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class LoggedMetrics(Values):
 
 
 class MetricsOfProcess(Values):
-    """The agreed values, some replaced by newer ones of this process. Values that a program sets count as agreed."""
+    """Values that all ranks share, some replaced by this process's newer ones. Values set by a program are shared."""
 
     def __init__(self, agreed: dict[str, Any], local: Mapping[str, Any]) -> None:
         super().__init__({**agreed, **local})
@@ -86,11 +86,11 @@ class TrainerAttributes(OwnParts, Trainer):
     logged_ahead = 0
     """Number of steps by which the x-axis of loggers is ahead of the completed steps."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
-    """Values of callback_metrics that only this process has, by name, each with the agreed value that it replaces."""
+    """Values in callback_metrics that only this process has, by name, each with the shared value that it replaces."""
     fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
     """Optimizers and schedulers of the latest fit."""
     _handles: "tuple[Any, list[LightningOptimizer]]" = (None, [])
-    """The optimization of the latest run, and the optimizers that its module gets."""
+    """The latest run's optimization, and the optimizers that its module gets."""
     predictions: list[Any]
     """The result of the latest predict."""
 
@@ -121,7 +121,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run was asked to end."""
+        """Whether the run has been asked to end."""
         return self.run is not None and bool(self.run.preemption.signal)
 
     @property
@@ -132,8 +132,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def global_step(self) -> int:
-        """Number of optimizer steps; in manual optimization, the number of calls of `step`."""
-        # in manual optimization, Legato counts batches and Lightning counts calls of `step`
+        """Number of optimizer steps; in manual optimization, the number of calls to `step`."""
+        # in manual optimization, Legato counts batches and Lightning counts calls to `step`
         manual = self.run is not None and not self.run.task.automatic_optimization
         return self.state.optimizer_steps if manual else self.state.global_step
 
@@ -150,7 +150,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def step_is_ending(self) -> bool:
-        """Whether a step is counted while its last batch is not: in on_train_batch_end, and in validations of a fit."""
+        """Whether a step is counted before its last batch: in on_train_batch_end, and in validation during fit."""
         run, state = self.run, self.state
         if run is None or not self.in_epoch or not state.epoch_steps:
             return False
@@ -159,7 +159,7 @@ class TrainerAttributes(OwnParts, Trainer):
         return in_hooks or run.loop.doing == "validation"
 
     def evaluation_batches_done(self, doing: str) -> int:
-        """Return the number of completed batches of an evaluation."""
+        """Return the number of batches that an evaluation has completed."""
         return 0 if self.run is None else self.run.metrics.batches.get(doing, 0)
 
     @property
@@ -180,7 +180,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def datamodule(self) -> Any:
-        """The data module of the run, or the one that was set; None without one."""
+        """The data module of the run, or the one that was set; None if there is none."""
         datamodule = None if self.run is None else self.run.datamodule
         return self.__dict__.get("_datamodule") if datamodule is None else datamodule
 
@@ -207,12 +207,12 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers of the run as the module gets them, or of the latest fit."""
+        """The optimizers as the run, or the latest fit, passes them to the module."""
         optimizers = [] if self.run is None else super().optimizers
         if not optimizers:
             return [LightningOptimizer(optimizer) for optimizer in self.fitted[0]]
         optimization = self.current_run.optimization
-        # the same objects at each call, because programs set functions on them
+        # returns the same objects on each call, because programs set functions on them
         if self._handles[0] is not optimization or [handle.optimizer for handle in self._handles[1]] != optimizers:
             self._handles = optimization, [LightningOptimizer(optimizer, optimization) for optimizer in optimizers]
         return list(self._handles[1])
@@ -243,7 +243,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or its save_dir if it writes no files; the root folder without a logger."""
+        """The folder of the first logger, or its save_dir if it writes no files; the root folder if there is none."""
         if not self.loggers:
             return str(self.default_root_dir)
         first = self.loggers[0]
@@ -254,7 +254,7 @@ class TrainerAttributes(OwnParts, Trainer):
     def ckpt_path(self) -> str | Path | None:
         """The checkpoint from which the run started, or the one that was set for the next run."""
         path: str | Path | None = self.__dict__.get("_ckpt_path")
-        source = getattr(self.run, "source", None)  # a call knows its checkpoint after its processes have met
+        source = getattr(self.run, "source", None)  # a call knows its checkpoint only after its processes have joined
         return str(source) if path is None and source is not None else path
 
     @ckpt_path.setter
@@ -264,14 +264,14 @@ class TrainerAttributes(OwnParts, Trainer):
     # --- values -----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The latest value of each name, of this process alone until the next logging point."""
+        """The latest value of each name. Until the next logging point, values are this process's own."""
         agreed = self.newest_agreed()
-        # each publication creates new tensors: while the agreed tensor is the same, the local value is newer
+        # each publication creates new tensors: while the shared tensor is the same, the local value is newer
         local = {name: value for name, (value, before) in self._own_values.items() if agreed.get(name) is before}
         return MetricsOfProcess(agreed, local) if local else agreed
 
     def newest_agreed(self) -> "dict[str, Tensor]":
-        """Return the values that all ranks have, for joint decisions. With one process, they are up to date."""
+        """Return the values that all ranks share, for joint decisions. With one process, they are up to date."""
         self._read_newest()
         return self.agreed_metrics
 
@@ -298,7 +298,7 @@ class TrainerAttributes(OwnParts, Trainer):
         self.__dict__["_progress_bar_metrics"] = value
 
     def show_local(self, values: "dict[str, float]") -> None:
-        """Show values in `callback_metrics` that other processes, if any, do not have."""
+        """Show values in `callback_metrics` that other processes do not have."""
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         if self.world_size == 1:
             self.agreed_metrics.update(tensors)
@@ -316,7 +316,7 @@ class TrainerAttributes(OwnParts, Trainer):
         metrics.flush()
         values, of_step = [], metrics.in_step
         for series in (metrics.series or {}).values():
-            # a value from before the latest logging point is already published, over all ranks
+            # a value from before the latest logging point is already published, reduced over all ranks
             sums = (series.step if series.step_at >= self.state.logged_at else {}) if of_step else series.sums
             if sums and series.in_step is of_step and not (series.synced and metrics.processes > 1):
                 values.append((series, total(series.kind, sums)))
@@ -331,11 +331,11 @@ class TrainerAttributes(OwnParts, Trainer):
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:
-        """Return the loaders of a kind as the program passed them; those in a CombinedLoader without it."""
+        """Return the loaders of a kind as the program passed them; a CombinedLoader is unwrapped."""
         loaders = None if self.run is None else self.run.data.loaders.get(word)
         if loaders is None and self.run is not None and word in self.lengths and not self.run.loop.open:
-            source = self.run.datamodule or self.run.task  # the loaders ended with their worker processes
-            loader = self.run.request_loaders.get(word)  # `is not None`, because loaders of streams have no truth value
+            source = self.run.datamodule or self.run.task  # the loaders are gone with their worker processes
+            loader = self.run.request_loaders.get(word)  # `is not None`, because stream loaders have no truth value
             loaders = self.run.data.loaders[word] = getattr(source, LOADERS[word])() if loader is None else loader
         return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
 
@@ -366,7 +366,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Number of batches of each validation loader in the sanity check."""
+        """Number of sanity-check batches for each validation loader."""
         # Legato's limit counts the batches of all replicas, Lightning's those of each replica
         most = self.num_sanity_val_steps
         rounds = most if most == float("inf") else -(-most // self.state.replicas)
@@ -374,7 +374,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """Number of batches between validations; None before a run, and if validation runs by time."""
+        """Number of batches between validations; None before a run, or if validation is scheduled by time."""
         if self.run is None or self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
@@ -395,7 +395,7 @@ class TrainerAttributes(OwnParts, Trainer):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Number of steps in the whole run. Requests the training loader if it does not exist yet, as in `setup`."""
-        # in configure_optimizers, before a run without an end has a number of steps
+        # in configure_optimizers, the step count of a run without an end is not known yet
         if self.max_epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
         run = self.run
@@ -410,8 +410,8 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def world_size(self) -> int:
-        """The number of processes, also before they start."""
-        # before the processes start, the strategy's place is that of a single process
+        """The number of processes, even before they start."""
+        # before the processes start, the strategy describes a single process
         size = self.strategy.place.world_size
         if size > 1 or self.running:
             return size
@@ -437,7 +437,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision, with the gradient scaler of the run."""
+        """The precision, with the run's gradient scaler."""
         precision = Precision()
         precision.precision, precision.scaler = str(self.precision), self.strategy.precision.scaler
         return precision
@@ -447,7 +447,7 @@ class TrainerAttributes(OwnParts, Trainer):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """The arguments of a DistributedSampler; None with one process."""
+        """The arguments for a DistributedSampler; None with one process."""
         # a DistributedSampler with one replica would still reshuffle a loader
         if self.world_size == 1:
             return None

@@ -35,19 +35,19 @@ log = logging.getLogger("legato")
 
 KEY = "legato"
 LEFT_OUT, BUILT = "hyper_parameters_left_out", "hyper_parameters_built"
-"""Keys of a checkpoint's contents: names of hyperparameters that are code, and of those built from a config."""
+"""Keys in a checkpoint's contents that list hyperparameters that are code, and hyperparameters built from a config."""
 OF_LEGATO = {
     *("state", "run_id", "fingerprint", "optimizer_names", "metrics", "callback_metrics", "data", "versions", "config"),
 }
-"""Keys of a checkpoint's contents stored under KEY; all others belong to Lightning or the program."""
+"""Keys of a checkpoint's contents that are stored under KEY; all others belong to Lightning or the program."""
 written: set[str] = set()
-"""SHA-256 sums of the pickles that this process has written."""
+"""SHA-256 hashes of the pickles that this process has written."""
 load_pickle: Any = torch.UntypedStorage(0).__reduce__()[0]
-"""The function by which torch's pickles read a nested pickle."""
+"""The function that torch's pickles call to read a nested pickle."""
 
 
 class Code:
-    """A value that `torch.load` would refuse, as a pickle that is not read."""
+    """A value that `torch.load` would reject, stored as a nested pickle that is not read."""
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
@@ -59,7 +59,7 @@ class Code:
 
 # --- what a file may hold ---------------------------------------------------------------------------------------------
 def _plain_classes() -> list[Any]:
-    """Return the classes, besides those that torch allows, whose objects hold values and run no code when read."""
+    """Return classes, beyond those torch allows, whose objects hold values and run no code when they are read."""
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OVM"}
     classes: list[Any] = [timedelta, PosixPath, np.ndarray, np.dtype, *kinds]
     # a nested pickle is not read
@@ -75,8 +75,8 @@ def _plain_classes() -> list[Any]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    """Return a value, or Code if `torch.load` would refuse it. Raises any error that pickling raises."""
-    # only torch knows which values its reader refuses, and it checks only files
+    """Return a value, or Code if `torch.load` would reject it. Raises any error that pickling raises."""
+    # only torch knows which values its reader rejects, and it checks only files
     buffer = BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -87,12 +87,12 @@ def _wrapped(name: str, value: Any) -> Any:
 
 
 def _is_nested(key: str, value: Any) -> bool:
-    """Return whether the value of a key of a file is a dict of the program's values."""
+    """Return whether a key in a file holds a dict of the program's own values."""
     return isinstance(value, dict) and (key.endswith("hyper_parameters") or key in ("callbacks", KEY))
 
 
 def _wrap_code(values: Mapping[str, Any], is_outer: bool = True) -> dict[str, Any]:
-    """Return the contents of a file, with Code in place of values that `torch.load` would refuse."""
+    """Return a file's contents with Code in place of values that `torch.load` would reject."""
     wrapped = {}
     for key, value in values.items():
         try:
@@ -138,7 +138,7 @@ def to_file(contents: Mapping[str, Any], data_module: Any = None) -> dict[str, A
 
 
 def from_file(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a file of Legato or Lightning to the contents of a run's checkpoint."""
+    """Convert a file from Legato or Lightning to the contents of a run's checkpoint."""
     if KEY in saved:
         contents = {key: value for key, value in saved.items() if key != KEY} | dict(saved[KEY])
         if "state" in contents:
@@ -167,7 +167,7 @@ def _with_averages(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_hyperparameters(contents: Mapping[str, Any], owners: Mapping[str, Any]) -> dict[str, Any]:
-    """Return contents with hyperparameters in the program's form: code, and containers of OmegaConf.
+    """Return contents with hyperparameters in the program's form: code, and OmegaConf containers.
 
     Values that a hook has changed are kept. `owners`: the module and data module, by the prefix of their keys.
     """
@@ -225,7 +225,7 @@ def read(source: Any, map_location: Any = "cpu", weights_only: bool | None = Non
     try:
         with torch.serialization.safe_globals(_plain_classes()):
             saved = torch.load(source, map_location=map_location, weights_only=True)
-    except Exception:  # a file of Lightning or another library that contains code
+    except Exception:  # a file from Lightning or another library that contains code
         if not is_trusted:
             raise
         if hasattr(source, "seek"):
@@ -256,12 +256,12 @@ def _read_code(saved: dict[str, Any], is_trusted: bool) -> dict[str, Any]:
 
 
 def _require_undamaged(path: Path) -> None:
-    """Raise CheckpointError for a damaged file, whose checksums torch does not verify."""
+    """Raise CheckpointError if a file is damaged: torch does not verify its checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, FileNotFoundError, IsADirectoryError):
-        return  # a file of an old torch version, or of another program: torch reports it
+        return  # a file from an old torch version or another program: torch reports it
     if damaged:
         raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match.")
 
@@ -297,7 +297,7 @@ class LightningFile:
         self.states: tuple[Any, Mapping[str, Any]] | None = None
         """States of the data module and callbacks in the evaluated checkpoint, until they are loaded."""
         self.weights_only: bool | None = None
-        """The value of weights_only that the program passed for the checkpoint to read."""
+        """The weights_only value that the program passed for reading the checkpoint."""
 
     def name(self, step: int) -> str:
         """Return the path of the checkpoint that a run saves when it is asked to end, as in Lightning."""
@@ -316,7 +316,7 @@ class LightningFile:
         ranks.from_first(write_all)
 
     def read(self, path: Path, ranks: Any, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
-        """Read a checkpoint of Legato or Lightning, or the weights in a file of another program.
+        """Read a checkpoint from Legato or Lightning, or the weights in another program's file.
 
         The weights are the averages, if there are any, unless a callback of this run continues with them.
         """

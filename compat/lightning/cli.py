@@ -36,7 +36,7 @@ CLASS_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """ReduceLROnPlateau with the name of its monitored metric."""
+    """ReduceLROnPlateau that knows the name of its monitored metric."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -107,7 +107,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """Return a config as text, in which public classes of this package have Lightning's paths."""
+        """Return a config as text in which this package's public classes have Lightning's paths."""
         text: str = super().dump(*args, **kwargs)
         stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
         return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
@@ -131,7 +131,7 @@ def lightnings_path(path: str) -> str:
 
 
 class SaveConfigCallback(Callback):
-    """Writes the config of a LightningCLI to the log directory when a run begins.
+    """Writes a LightningCLI's config to the log directory when a run starts.
 
     Raises RuntimeError if the file exists, unless `overwrite` is set.
     """
@@ -175,7 +175,7 @@ class SaveConfigCallback(Callback):
 
 
 class LightningCLI:
-    """Parses the command line, creates module, data module and trainer, and runs the named method of the trainer."""
+    """Parses the command line, creates the module, data module and trainer, and calls the named trainer method."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -231,7 +231,7 @@ class LightningCLI:
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        """Create the parser; with subcommands, one for each."""
+        """Create the parser, or one parser for each subcommand."""
         self.parser = self._parsers[None] = self.init_parser(**main_kwargs)
         if not add_subcommands:
             self._add_arguments(self.parser)
@@ -269,7 +269,7 @@ class LightningCLI:
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=about)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of trainer, module and data module."""
+        """Add the arguments of the trainer, module and data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         defaults = {name: value for name, value in self.trainer_defaults.items() if name != "callbacks"}
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
@@ -298,7 +298,7 @@ class LightningCLI:
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
     def _take_hyperparameters(self) -> None:
-        """Use the hyperparameters of the checkpoint on the command line as defaults of the module."""
+        """Use the hyperparameters in the checkpoint on the command line as defaults for the module."""
         path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
         # "last" and "best" are names that the trainer resolves later
         if not path or not Path(path).exists():
@@ -312,7 +312,7 @@ class LightningCLI:
             self.config = self.parser.parse_object({self.subcommand: {"model": values}}, self.config)
 
     def config_of(self, key: str) -> dict[str, Any]:
-        """Return the values of the command line for the module or the data module, in YAML form."""
+        """Return the command-line values for the module or the data module, in YAML form."""
         text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False, format="yaml")
         values = self._get(yaml.safe_load(text), key) or {}
         if "class_path" not in values:
@@ -321,7 +321,7 @@ class LightningCLI:
         return {"_class_path": values["class_path"], **arguments}
 
     def _instantiators(self) -> list[tuple[Callable[..., Any], type, bool]]:
-        """Return the functions that create module and data module with the hyperparameters of the command line."""
+        """Return the functions that create the module and data module with hyperparameters from the command line."""
         if not self.load_from_checkpoint_support:
             return []
         wanted = (
@@ -342,7 +342,7 @@ class LightningCLI:
         """Run before objects are created. Subclasses override it."""
 
     def instantiate_classes(self) -> None:
-        """Create module, data module and trainer."""
+        """Create the module, data module and trainer."""
         self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators())
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._give_model_optimizers()
@@ -352,7 +352,7 @@ class LightningCLI:
         """Run after objects are created. Subclasses override it."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Return the trainer, with the callbacks of the command line and the callback that saves the config."""
+        """Return the trainer, with the callbacks from the command line and the callback that saves the config."""
         config = {**self._get(self.config_init, "trainer", {}), **kwargs}
         parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
         defaults = self.trainer_defaults.get("callbacks", [])
@@ -440,7 +440,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def class_of(function: Callable[..., Any]) -> type:
-    """Return a class with the arguments of a function, which creates the function's result."""
+    """Return a class that takes a function's arguments and creates the function's result."""
     created_class: type = class_from_function(function)
     return created_class
 
@@ -448,7 +448,7 @@ def class_of(function: Callable[..., Any]) -> type:
 def _make(
     cli: LightningCLI, key: str, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
 ) -> Any:
-    """Create a module or data module whose `save_hyperparameters` saves the values of the command line."""
+    """Create a module or data module whose `save_hyperparameters` saves the command-line values."""
     values = cli.config_of(key)
     for target, value in applied_instantiation_links.items():
         first, *path = target.replace("init_args.", "").split(".")
@@ -467,7 +467,7 @@ def _spec_of(kind: type, values: Any) -> dict[str, Any]:
 
 
 def instantiate_class(args: Any, init: Any) -> Any:
-    """Create an object of `init["class_path"]` from `args` and `init["init_args"]`."""
+    """Create an instance of `init["class_path"]` from `args` and `init["init_args"]`."""
     module, _, name = init["class_path"].rpartition(".")
     options = init.get("init_args") or {}
     options = options.as_dict() if hasattr(options, "as_dict") else options

@@ -24,7 +24,7 @@ class Connector:
 
 
 class DataLoaderSource(Connector):
-    """The source of the loaders of a kind: a module, or a data module."""
+    """The source of one kind of loader: a module or a data module."""
 
     def __init__(self, trainer: TrainerAttributes, word: str, name: str) -> None:
         super().__init__(trainer)
@@ -32,17 +32,17 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
-        """The loaders that were passed; otherwise the data module or the module."""
+        """The loaders that the program passed, or else the data module or the module."""
         loader = None if self.trainer.run is None else self.trainer.run.request_loaders.get(self.word)
         return self.owner if loader is None else loader
 
     @property
     def owner(self) -> Any:
-        """The data module; otherwise the module."""
+        """The data module, or else the module."""
         return self.trainer.datamodule or self.trainer.lightning_module
 
     def is_module(self) -> bool:
-        """Return whether a method creates the loaders, or the program has passed them."""
+        """Return whether a method creates the loaders, rather than the program passing them."""
         return self.trainer.run is None or self.trainer.run.request_loaders.get(self.word) is None
 
     def is_defined(self) -> bool:
@@ -50,10 +50,10 @@ class DataLoaderSource(Connector):
         return not self.is_module() or overrides(self.owner, DataHooks, self.name)
 
     def dataloader(self) -> Any:
-        """Return the loaders: those of the run, those that were passed, or the result of the method."""
+        """Return the run's loaders, the loaders that were passed, or the result of the method."""
         run = self.trainer.run
         candidates = () if run is None else (run.data.loaders.get(self.word), run.request_loaders.get(self.word))
-        # compared with None, because a loader of a stream has no length and no truth value
+        # compared with None, because a stream loader has no length and no truth value
         loaders = next((loader for loader in candidates if loader is not None), None)
         return getattr(self.owner, self.name)() if loaders is None else loaders
 
@@ -62,11 +62,11 @@ class CheckpointConnector(Connector):
     """The contents of a checkpoint."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a Lightning checkpoint of the current state on rank 0. Every rank calls it."""
+        """Return the contents of a Lightning checkpoint of the current state, on rank 0. Every rank calls it."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "contents.ckpt")
             self.trainer.saver.save(path, bool(weights_only), False)
-            # this process has just written any code in the file
+            # safe: this process has just written any code in the file
             saved: dict[str, Any] = read(path, weights_only=False) if path.exists() else {}
         return saved
 
@@ -81,7 +81,7 @@ class LoggerConnector(Connector):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The three collections of metrics, by the name of the reader."""
+        """The three collections of metrics, by who reads them."""
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
     def reset_metrics(self) -> None:
@@ -97,7 +97,7 @@ class LoggerConnector(Connector):
 
 
 class CallbackConnector(Connector):
-    """Order of callbacks, and callbacks that a module adds."""
+    """The order of callbacks, and the callbacks that a module adds."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
         return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))

@@ -1,4 +1,4 @@
-"""`legato convert`: write a checkpoint as a file from which Lightning can resume."""
+"""`legato convert`: writes a checkpoint as a file from which Lightning can resume."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -24,7 +24,7 @@ def run_convert(arguments: Namespace) -> None:
 
 
 def convert_checkpoint(source: Path, target: Path) -> tuple[int, int]:
-    """Convert a checkpoint, or the newest complete one in a folder, to Lightning's format; return epoch and step.
+    """Convert a checkpoint, or the newest complete one in a folder, to Lightning's format. Return its epoch and step.
 
     Raises CheckpointError if there is no checkpoint, or if `target` exists or has a wrong suffix.
     """

@@ -15,9 +15,9 @@ class EvaluationPoints:
     def __init__(self, trainer: Any, run: Any) -> None:
         self.trainer, self.run = trainer, run
         self.newest: dict[str, tuple[Any, bool, bool]] = {}
-        """The value of the batch, whether the progress bar shows it, and whether loggers get it, by name."""
+        """For each name: the batch's value, whether the progress bar shows it, and whether loggers get it."""
         self.batches: dict[tuple[str, int], int] = {}
-        """Completed batches of each loader and stage: the x-axis of the points."""
+        """Number of completed batches for each loader and stage: the x-axis of the points."""
 
     def follow(self, word: str) -> None:
         """Write a point after each batch of a stage."""
@@ -32,7 +32,7 @@ class EvaluationPoints:
             self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
 
     def write(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Publish the values of a batch; those of a sanity check reach only the progress bar."""
+        """Publish a batch's values. Values from a sanity check reach only the progress bar."""
         newest, self.newest, doing = self.newest, {}, self.run.loop.doing
         values = dict(zip(newest, to_floats([value for value, *_ in newest.values()]), strict=True))
         self.trainer.progress_bar_metrics.update({name: values[name] for name in newest if newest[name][1]})
@@ -41,7 +41,7 @@ class EvaluationPoints:
         index = self.batches[doing, dataloader_idx] = self.batches.get((doing, dataloader_idx), -1) + 1
         logged = {name: values[name] for name in newest if newest[name][2]}
         if logged:
-            # by the method of dict, so that callback_metrics does not show values of a batch
+            # calls dict's method, so that callback_metrics does not show per-batch values
             dict.update(self.trainer.logged_metrics, {name: torch.tensor(value) for name, value in logged.items()})
             self.run.write(index, logged)
             for logger in self.trainer.loggers if self.trainer.is_global_zero else ():

@@ -1,4 +1,4 @@
-"""Helpers for the modules of Lightning's tree: their paths, names of internals, and placeholders."""
+"""Helpers for the modules in Lightning's tree: their paths, names of internals, and placeholders."""
 
 import operator
 import platform
@@ -82,7 +82,7 @@ def placeholders(package: str, names: str, way_out: str) -> list[Any]:
 
 
 def _compare(package: str, relation: str, number: str) -> bool:
-    """Return whether the version of a package, or of Python, compares as stated to a number such as "2_1_0"."""
+    """Compare the version of a package, or of Python, with a version such as "2_1_0"."""
     try:
         installed = platform.python_version() if package == "PYTHON" else version(package.lower())
     except PackageNotFoundError:

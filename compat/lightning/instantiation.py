@@ -1,4 +1,4 @@
-"""Objects from the configs of a LightningCLI, created by jsonargparse."""
+"""Creates objects from a LightningCLI's configs with jsonargparse."""
 
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ def require_jsonargparse() -> None:
 
 
 def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
-    """Create an object of a class, or of the subclass in `config["_class_path"]`, from a config."""
+    """Create an instance of a class, or of the subclass in `config["_class_path"]`, from a config."""
     require_jsonargparse()
     from jsonargparse import ArgumentParser
 

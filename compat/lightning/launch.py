@@ -1,6 +1,6 @@
-"""Ranks of a script: as in Lightning, this process is rank 0, and starts the script again for each other rank.
+"""Starts a script's ranks: as in Lightning, this process is rank 0 and reruns the script for every other rank.
 
-The attributes that `fit` leaves on the module, callbacks and trainer remain, as in a run on one process.
+Attributes that `fit` sets on the module, callbacks and trainer remain, as in a single-process run.
 """
 
 import atexit
@@ -16,35 +16,35 @@ from typing import Any
 from ...base.environment import get_variable, read_int, set_variable, unset_variable
 
 RANKS = "LEGATO_SCRIPT_RANKS"
-"""Variable with the number of ranks, set in processes that this module started and in those that started others."""
+"""Environment variable with the number of ranks. This module sets it in all ranks of a script."""
 SEED = "LEGATO_SCRIPT_SEED"
 RANK_0 = "LEGATO_SCRIPT_RANK_0"
-"""Variable with the process id of rank 0. Each rank removes it at its start, so its children do not inherit it."""
+"""Environment variable with rank 0's process id. Each rank removes it at startup, so its children do not inherit it."""
 SECONDS_TO_END = 30.0
-"""Seconds that the other ranks have to end after one has failed, so that they can print their reports."""
+"""Seconds that the other ranks get to end after a rank has failed, so that they can print their reports."""
 IN_WORKERS = ("spawn", "fork", "notebook")
-"""Parts of the names of strategies and start methods that use Legato's workers and do not start the script again."""
+"""Parts of the names of strategies and start methods that use Legato's workers instead of rerunning the script."""
 
 
 def starts_script(strategy: Any) -> bool:
-    """Return whether a strategy, a name or an object of Lightning, starts the script again instead of workers."""
+    """Return whether a strategy (a name or a Lightning object) reruns the script instead of starting workers."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "start_method", "")
     is_script = hasattr(sys.modules["__main__"], "__file__") or "-c" in sys.orig_argv
     return is_script and not hasattr(sys, "ps1") and not any(word in name for word in IN_WORKERS)
 
 
 def is_started() -> bool:
-    """Return whether the ranks of this script are running, so that launcher variables come from this module."""
+    """Return whether this script's ranks are running, in which case this module has set the launcher variables."""
     return get_variable(RANKS) is not None
 
 
 def shared_seed() -> int:
-    """Return a seed that all ranks of the script share, for scripts that set no seed."""
+    """Return a seed that all of the script's ranks share, for scripts that set no seed."""
     return int(get_variable(SEED) or 0)
 
 
 def start_ranks(count: int, seed: int) -> None:
-    """Start ranks 1 to `count` - 1 with the command of this process, and make this process rank 0."""
+    """Start ranks 1 to `count` - 1 with this process's command, and make this process rank 0."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -57,7 +57,7 @@ def start_ranks(count: int, seed: int) -> None:
         if rank:
             children.insert(0, subprocess.Popen(sys.orig_argv))
     unset_variable(RANK_0)
-    # the ranks may write files after fit; a script that ends first would interrupt them
+    # the ranks may write files after fit, and would be interrupted if this script ended first
     atexit.register(_wait_for, children)
     threading.Thread(target=_watch, args=(children,), daemon=True).start()
 
@@ -66,7 +66,7 @@ _failed = threading.Event()
 
 
 def note_failure() -> None:
-    """Record that a run of this process has failed, so that its exit waits only briefly for the other ranks."""
+    """Record that a run in this process has failed, so that its exit waits only briefly for the other ranks."""
     _failed.set()
 
 
@@ -75,7 +75,7 @@ def _watch(children: "list[subprocess.Popen[bytes]]") -> None:
     while any(child.poll() is None for child in children):
         failed = [rank for rank, child in enumerate(children, 1) if child.poll()]
         if failed:
-            # the run's report names the rank that failed first, and is better than this message
+            # the run's report is more useful than this message, since it names the rank that failed first
             time.sleep(SECONDS_TO_END)
             code = children[failed[0] - 1].returncode
             print(f"legato: rank {failed[0]} of the script ended with exit code {code}.", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ def _end(children: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def _follow(rank_0: int) -> None:
-    """End this rank some time after rank 0 was killed, because rank 0 holds the store of the rendezvous."""
+    """End this rank some time after rank 0 is killed, because rank 0 hosts the rendezvous store."""
     while os.getppid() == rank_0:  # the parent of an orphaned process changes
         time.sleep(0.5)
     time.sleep(SECONDS_TO_END)

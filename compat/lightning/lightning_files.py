@@ -22,9 +22,9 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Lightning file to the contents of a Legato checkpoint, and log what is missing.
+    """Convert a Lightning file to the contents of a Legato checkpoint, and log what the file lacks.
 
-    The contents keep Lightning's keys, which hooks of the program may read.
+    The contents keep Lightning's keys, which the program's hooks may read.
     """
     contents = {**saved, "state_dict": saved.get(TRAINED, saved["state_dict"]), "callback_metrics": {}}
     contents["precision"] = saved.get(SCALER) or saved.get("native_amp_scaling_state") or {}
@@ -32,7 +32,7 @@ def contents_of(trainer: Any, path: Path, saved: Mapping[str, Any]) -> dict[str,
     if run.stage != "fit":
         return contents
     progress = progress_of(saved, run.task.automatic_optimization, trainer.accumulate_grad_batches)
-    # Lightning's files do not store the number of replicas: use that of this start, as for a new run
+    # Lightning's files do not store the number of replicas: use the current setting, as for a new run
     replicas = trainer.replicas if trainer.replicas is not None else trainer.strategy.data_ranks.size
     contents["state"] = State(**{**progress, "replicas": replicas, "seed": trainer.seed}).to_dict()
     if trainer.is_global_zero:

@@ -44,12 +44,12 @@ class WithoutFiles:
 
 
 def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
-    """Return metrics renamed to `prefix-name`; unchanged for an empty prefix."""
+    """Return metrics renamed to `prefix-name`; unchanged if the prefix is empty."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 def refuse_uploads(logger: str, log_model: object) -> None:
-    """Raise UnsupportedError for an upload of checkpoints."""
+    """Raise UnsupportedError if a logger is asked to upload checkpoints."""
     if log_model:
         raise UnsupportedError(
             f"{logger}(log_model={log_model!r}): upload checkpoints with logger.experiment in Callback.on_fit_end or "
@@ -61,13 +61,13 @@ class PlacesPoints:
     """A logger that receives points from Lightning's Trainer."""
 
     trainer_of_points: Any = None
-    """The trainer that is running; None for another trainer."""
+    """The running trainer; None if it is not Lightning's Trainer."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
         """Write a point at the latest step; after `fit`, at the number of steps; or at a logged "step"."""
         this: Any = self
         trainer, values = self.trainer_of_points, dict(values)
-        # in Lightning, a logged "step" becomes the x-axis, and the epoch is left out
+        # in Lightning, a logged "step" becomes the x-axis, and the epoch is omitted
         if "step" in values:
             step = int(values.pop("step"))
             values.pop("epoch")
@@ -113,14 +113,14 @@ class FabricLogger(PlacesPoints, WithoutFiles, logger.Logger, ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Write metrics of a step."""
+        """Write a step's metrics."""
 
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Record hyperparameters."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write a point, and save."""
+        """Write a point, and save the logger."""
         super().log_point(values, step)
         self.save()
 

@@ -39,7 +39,7 @@ class Tracker(Counts):
 
 
 class Progress(Counts):
-    """Counts over the run, and since the start of the epoch or the call."""
+    """Counts for the entire run, and since the start of the epoch or call."""
 
     total: Tracker
     current: Tracker
@@ -52,7 +52,7 @@ class BatchProgress(Progress):
 
 
 class OptimizerProgress(Counts):
-    """Steps of optimizers."""
+    """Optimizer steps."""
 
     step: Progress
 
@@ -86,7 +86,7 @@ class Loop(OwnParts):
 
 
 class FitLoop(Loop):
-    """Epochs of training."""
+    """The training epochs."""
 
     restarted_mid_epoch = restarted_on_epoch_start = restarted_on_epoch_end = resumed_on_epoch_end = False
 
@@ -139,7 +139,7 @@ class FitLoop(Loop):
 
 
 class TrainingEpochLoop(Loop):
-    """Batches of an epoch of training."""
+    """The batches in a training epoch."""
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
@@ -202,7 +202,7 @@ class TrainingEpochLoop(Loop):
 
 
 class Optimizing(Loop):
-    """Steps of optimizers."""
+    """Optimizer steps."""
 
     @property
     def optim_progress(self) -> OptimizerProgress:
@@ -217,7 +217,7 @@ class Optimizing(Loop):
 
 
 class EvaluationLoop(Loop):
-    """Batches of a validation or a test; a subclass may override how results are printed."""
+    """The batches in a validation or test; a subclass may override how results are printed."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class EvaluationLoop(Loop):
 
 
 class PredictionLoop(Loop):
-    """Batches of a prediction."""
+    """The batches in a prediction."""
 
     return_predictions = False
 
@@ -329,7 +329,7 @@ class PredictionLoop(Loop):
 
     @property
     def epoch_batch_indices(self) -> list[list[Any]]:
-        """The dataset indices of each batch so far, as a list for each loader, if a callback writes predictions."""
+        """The dataset indices of each batch so far, with one list per loader, if a callback writes predictions."""
         return [[] for _ in range(self.num_dataloaders)] if self._writer is None else self._writer.kept_for_epoch()[1]
 
     @property
@@ -349,7 +349,7 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """The predictions of this process so far, or the final result. With several loaders, a list for each."""
+        """The predictions of this process so far, or the final result. With several loaders, one list per loader."""
         if self._loop_state is None:
             return self.trainer.predictions
         lists = self._predictions

@@ -165,7 +165,7 @@ class ModelSummary:
 
     @property
     def total_flops(self) -> int:
-        """The number of floating-point operations of a call with the example; 0 without an example."""
+        """The number of floating-point operations in a call with the example input; 0 without an example."""
         return int(self._counter.get_total_flops())
 
     @property
@@ -207,7 +207,7 @@ def _count(parameter: Tensor) -> int:
 
 
 def parse_batch_shape(batch: Any) -> str | list[Any]:
-    """Return the shape of a tensor, or of each in a list or tuple; "?" for anything else."""
+    """Return the shape of a tensor, or of each tensor in a list or tuple; "?" for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     return [parse_batch_shape(item) for item in batch] if isinstance(batch, (list, tuple)) else UNKNOWN_SIZE

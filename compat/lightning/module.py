@@ -38,7 +38,7 @@ DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
 class OfClass(classmethod):  # type: ignore[type-arg]
-    """A class method that raises an error if it is called on an instance, which it would not change."""
+    """A class method that raises an error if it is called on an instance, since it would not change the instance."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
         method = super().__get__(instance, kind)
@@ -53,13 +53,13 @@ class OfClass(classmethod):  # type: ignore[type-arg]
 
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
-"""Function that creates an object, as the hyperparameters from a LightningCLI name it."""
+"""Name of the function that creates an object, in the hyperparameters from a LightningCLI."""
 _cli_hparams: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("LightningCLI hyperparameters", default=None)
 
 
 @contextmanager
 def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
-    """Let an object of this class created in the context save these hyperparameters."""
+    """Within this context, let new objects of this class save these hyperparameters."""
     token = _cli_hparams.set((kind, values))
     try:
         yield
@@ -302,7 +302,7 @@ class LightningModule(InitialHyperparameters, Task):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and schedulers of a fit; warn about those that Legato refuses in a task."""
+        """Return the optimizers and schedulers for a fit; warn about those that Legato rejects in a task."""
         return make_optimizers(self)
 
     def clip_gradients(
@@ -548,7 +548,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
 
 
 def _sizes(make_loaders: Any) -> str:
-    """Return the sizes of the datasets behind a loader method; "None" if there are none yet."""
+    """Return the sizes of the datasets behind a loader method; "None" if there are no loaders yet."""
 
     def size(loader: Any) -> str:
         return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"

@@ -1,4 +1,4 @@
-"""LightningOptimizer: what `LightningModule.optimizers()` returns."""
+"""LightningOptimizer: the class of the optimizers that `LightningModule.optimizers()` returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ def do_nothing_closure() -> None:
 
 
 class LightningOptimizer(ManualOptimizer):
-    """An optimizer of a run, whose class is named LightningNAME and derives from the torch class NAME.
+    """An optimizer in a run. Its class is named LightningNAME and derives from the torch class NAME.
 
     Programs replace `_on_before_step` and `_on_after_step`. With a replaced `_on_after_step`, a step is not counted, so
     that with two optimizers only one counts.
@@ -70,7 +70,7 @@ class LRSchedulerConfig(SchedulerConfig):
 
 
 def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers of a module; warn about those that Legato refuses in a task."""
+    """Return a module's optimizers and schedulers; warn about those that Legato rejects in a task."""
     returned = module.configure_optimizers()
     if returned is None:
         rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
@@ -81,7 +81,7 @@ def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]
 
 
 def without_unknown_keys(returned: Any) -> Any:
-    """Return optimizers and schedulers in the same form, without unknown keys in their dicts; warn about those."""
+    """Return optimizers and schedulers in the same form. Remove unknown keys from their dicts, with a warning."""
     if type(returned) in (list, tuple):
         return type(returned)(map(without_unknown_keys, returned))
     if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:

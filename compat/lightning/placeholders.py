@@ -58,7 +58,7 @@ def refuse_overrides(instance: object, names: Iterable[str], way_out: str) -> No
 
 
 class OwnParts:
-    """An object whose private attributes in Lightning have no equivalent; reading one raises an error with advice."""
+    """An object whose private Lightning attributes have no equivalent here; reading one raises an error with advice."""
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

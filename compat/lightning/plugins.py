@@ -20,7 +20,7 @@ SHORT_WORDS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def word_of(precision: str | int) -> str:
-    """Return Lightning's long name of a precision."""
+    """Return Lightning's long name for a precision."""
     return SHORT_WORDS.get(str(precision), str(precision))
 
 
@@ -33,7 +33,7 @@ class Precision:
         self.scaler: Any = None
 
     def forward_context(self, device: str | torch.device = "cpu") -> AbstractContextManager[Any]:
-        """Return the context in which a forward runs on a device."""
+        """Return the context in which a forward pass runs on a device."""
         # a strategy creates the precision of its run; here, a run on this process alone is enough
         strategy = SingleStrategy()
         strategy.join(Place(), [torch.device(device)], self.precision)
@@ -111,14 +111,14 @@ OWN_PRECISION = (
 
 # --- environments -----------------------------------------------------------------------------------------------------
 class ClusterEnvironment:
-    """The place of this process as a launcher set it. Legato reads the variables of the launcher itself."""
+    """This process's rank and node, as a launcher set them. Legato itself reads the launcher's variables."""
 
     cluster = "auto"
     """The value of Trainer's `cluster`."""
 
     @property
     def place(self) -> Place:
-        """The place of this process, from the variables of a launcher."""
+        """This process's rank and node, from a launcher's environment variables."""
         return find_place(self.cluster) or Place()
 
     @property
@@ -152,7 +152,7 @@ class ClusterEnvironment:
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Processes that the trainer starts, or that the variables of this environment describe."""
+    """Processes that the trainer starts, or that environment variables describe."""
 
 
 class SLURMEnvironment(ClusterEnvironment):
@@ -197,7 +197,7 @@ class LayerSync:
 
 
 class TorchSyncBatchNorm(LayerSync):
-    """Batch norm across all processes: the same as Trainer(sync_batchnorm=True)."""
+    """Batch norm across all processes, equivalent to Trainer(sync_batchnorm=True)."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the model with torch's SyncBatchNorm."""
@@ -205,7 +205,7 @@ class TorchSyncBatchNorm(LayerSync):
         return synchronized
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Return the model unchanged: a run restores the layers that it has replaced."""
+        """Return the model unchanged: a run restores the layers that it replaced."""
         return model
 
 

@@ -72,11 +72,11 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Run when a run begins."""
+        """Called when a run starts."""
         self.stage, self.rank, self.dirpath = stage, local_rank, self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:  # noqa: B027 (a hook, not an abstract method)
-        """Run when a run has ended, after `describe`."""
+        """Called when a run has ended, after `describe`."""
 
     def describe(self) -> None:
         """Write the report to the file, or log it on local rank 0."""
@@ -115,9 +115,9 @@ class PassThroughProfiler(Profiler):
 
 
 class SimpleProfiler(Profiler):
-    """Measures the seconds of each action: mean, number of calls, total, and share of the time since its creation.
+    """Measures the duration of each action in seconds: mean, calls, total, and share of the profiler's lifetime.
 
-    `extended=False` leaves out calls and share. Raises ValueError for an action that is started twice, or stopped
+    `extended=False` leaves out calls and share. Raises ValueError if an action is started twice, or stopped
     without a start.
     """
 
@@ -313,7 +313,7 @@ PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "pytorch": PyT
 
 
 def make_profiler(wanted: str | Profiler | None) -> Profiler:
-    """Return the profiler with a name, the passed profiler, or for None a profiler that measures nothing.
+    """Return the profiler with a name, a passed profiler unchanged, or, for None, a profiler that measures nothing.
 
     Raises ConfigError for an unknown name.
     """
@@ -325,7 +325,7 @@ def make_profiler(wanted: str | Profiler | None) -> Profiler:
 
 
 class Profiling(Callback):
-    """Measures runs with a profiler: loading, steps, backward, optimizers, and all hooks.
+    """Measures runs with a profiler: loading, steps, backward passes, optimizers, and all hooks.
 
     It writes the report of a stage when the stage ends.
     """
@@ -381,7 +381,7 @@ class Profiling(Callback):
             run.hooks[name] = tuple(self._timed(f"{owner_of(call)}.{name}", call) for call in calls)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        # on the object, where it hides the method of the class until it is deleted
+        # set on the object, where it shadows the class's method until it is deleted
         setattr(owner, name, value)
         self._undo.callback(delattr, owner, name)
 

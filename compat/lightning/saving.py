@@ -68,7 +68,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Build a module or a data module like `load_from_checkpoint` of its class, which reads with weights_only=True."""
+    """Build a module or data module as its class's `load_from_checkpoint` does, with weights_only=True."""
     from .module import LightningDataModule, LightningModule
 
     options = {} if strict is None else {"strict": strict}

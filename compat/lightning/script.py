@@ -1,4 +1,4 @@
-"""`legato lightning train.py [arguments]`: run a script that was written for Lightning, unchanged, on Legato."""
+"""`legato lightning train.py [arguments]`: runs an unchanged Lightning script on Legato."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ differences from Lightning, see docs/from-lightning.md."""
 
 
 def run_lightning(arguments: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, in which `lightning` and `pytorch_lightning` are Legato.
+    """Run a script, or a module with `-m`, in which `lightning` and `pytorch_lightning` import Legato.
 
     Raises ConfigError if the script does not exist.
     """

@@ -68,14 +68,14 @@ class TrainerState(State):
 
     @classmethod
     def of(cls, state: State, trainer: Any) -> "TrainerState":
-        """Return a state with the values of another one."""
+        """Return a state with the values of another state."""
         loop_state = state if isinstance(state, cls) else cls(**state.to_dict())
         loop_state.trainer = trainer
         return loop_state
 
     @property
     def stage(self) -> RunningStage | None:
-        """Current stage; None between two calls."""
+        """Current stage; None between calls."""
         run = None if self.trainer is None else self.trainer.run
         if run is None or not run.loop.open:
             return None

@@ -37,9 +37,9 @@ class Strategy(strategy.Strategy):
     """Base class with Lightning's attributes. Pass one of the subclasses to a Trainer."""
 
     strategy_name = ""
-    """Lightning's name of the strategy."""
+    """Lightning's name for the strategy."""
     trainer_arguments: dict[str, Any]
-    """Arguments of Trainer that were passed to the strategy."""
+    """Trainer arguments that were passed to the strategy."""
     _lightning_module: Any = None
     """The module that a program set before a run. Private in Lightning; programs set it."""
 
@@ -68,7 +68,7 @@ class Strategy(strategy.Strategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment:
-        """The place of this process."""
+        """This process's rank and node."""
         return ClusterEnvironment()
 
     @property
