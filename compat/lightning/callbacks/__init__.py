@@ -1,1 +1,1 @@
-"""Lightning's callbacks with arguments or effects that differ from Legato's callbacks."""
+"""Lightning's callbacks whose arguments or effects differ from those of Legato's callbacks."""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
-"""Methods with which a training_step trains the module in manual optimization."""
+"""Methods that a training_step calls to train the module in manual optimization."""
 
 
 class TrainingSteps(torch.nn.Module):
-    """A module whose forward is the training_step of a task."""
+    """A module whose forward method is a task's training_step."""
 
     def __init__(self, task: "Task") -> None:
         super().__init__()
@@ -38,7 +38,7 @@ OWN_AVERAGES = "Legato computes the averages: pass avg_fn, or override average(a
 
 
 class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
-    """Averages the weights at the beginning of each of the last epochs. After `fit`, the module holds the mean.
+    """Averages the weights at the start of each of the last epochs. After `fit`, the module holds the mean.
 
     From the first of these epochs, the learning rate anneals to `swa_lrs` and stays there, whatever the module's
     scheduler does. An extra pass over the training data computes the batch norm statistics of the averaged weights.
@@ -81,7 +81,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self._last_epoch = -1
         """The latest epoch whose initial weights are in the averages."""
         self._rates_before: list[float] = []
-        """Learning rates at the beginning of the first averaged epoch."""
+        """Learning rates at the start of the first averaged epoch."""
 
     @staticmethod
     def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
@@ -112,7 +112,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         self.swa_start = max(start - 1, 0)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise ConfigError unless there is one optimizer, with as many groups as learning rates."""
+        """Raise ConfigError unless there is one optimizer with as many parameter groups as learning rates."""
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         if len(groups) != 1 or len(self.swa_lrs) not in (1, groups[0]):
             raise ConfigError(
@@ -121,7 +121,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             )
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Add the initial weights of the epoch to the averages."""
+        """Add the epoch's initial weights to the averages."""
         epoch = trainer.current_epoch
         if epoch < self.swa_start:
             return
@@ -130,7 +130,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         # The rate is a function of the epoch, without a scheduler of this callback. A checkpoint then holds the
         # scheduler that configure_optimizers creates, and a resume needs only the state of this callback.
         self._set_rates(trainer)
-        # a resume starts its epoch again, whose initial weights are already in the averages
+        # a resume restarts its epoch, whose initial weights are already in the averages
         if epoch > self._last_epoch:
             self._last_epoch = epoch
             self.update(task)
@@ -141,7 +141,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             self._set_rates(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the learning rates of the next epoch, for callbacks that read them before it begins."""
+        """Set the next epoch's learning rates, for callbacks that read them before it starts."""
         if self._rates_before:
             self._set_rates(trainer, trainer.current_epoch + 1)
 
@@ -156,7 +156,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
             group["lr"] = after * share + before * (1 - share)
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the averages in the task if the run has reached its last epoch, or has none."""
+        """Leave the averages in the task if the run has reached its last epoch or has no last epoch."""
         if trainer.max_epochs in (None, -1) or trainer.current_epoch >= (trainer.max_epochs or 0):
             super().on_fit_end(trainer, task)
             if self.updates:
@@ -172,7 +172,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         # a module with manual optimization must not train here
         task.__dict__ |= dict.fromkeys(MANUAL, NoExperiment())
         try:
-            # torch takes the first item of a tuple as the input of the model
+            # torch uses the first item of a tuple as the model's input
             update_bn((((batch, item.batch_idx)[: run.arity],) for item, batch in moved), steps)
         finally:
             run.metrics.muted = False
@@ -181,9 +181,9 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         # each process has measured its own shard of the data
         trainer.strategy.align_buffers()
 
-    # --- evaluation, which is of the trained weights ----------------------------------------------------------------
+    # --- evaluation, which uses the trained weights -----------------------------------------------------------------
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Do nothing: the beginning of the next epoch updates the averages."""
+        """Do nothing: the averages are updated at the start of the next epoch."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
         """Keep the training weights."""
@@ -191,7 +191,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Store the training weights as those of the model, also in a weights-only checkpoint."""
+        """Store the training weights as the model's weights, also in a weights-only checkpoint."""
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class StochasticWeightAveraging(weight_averaging.WeightAveraging, Callback):
         return state and {**state, "last_epoch": self._last_epoch, "rates_before": self._rates_before}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the averages, which are sharded when training begins."""
+        """Restore the averages, which are sharded when training starts."""
         super().load_state_dict(state_dict)
         self._last_epoch, self._rates_before = state_dict["last_epoch"], list(state_dict["rates_before"])
 

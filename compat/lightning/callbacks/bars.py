@@ -1,4 +1,4 @@
-"""ProgressBar: the base class of custom bars, with their totals, descriptions and values."""
+"""ProgressBar: the base class for custom bars, which provides totals, descriptions and values."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Number = int | float
 
 
 class ProgressBar(ProgressDisplay, Callback):
-    """Base class of progress bars with totals and descriptions of stages; subclasses display them."""
+    """Base class for progress bars. It provides each stage's total and description; subclasses display them."""
 
     _trainer: "Trainer | None" = None
     _current_eval_dataloader_idx: int | None = None
@@ -49,23 +49,23 @@ class ProgressBar(ProgressDisplay, Callback):
 
     @property
     def total_val_batches_current_dataloader(self) -> Number:
-        """Number of batches of the current validation loader."""
+        """Number of batches in the current validation loader."""
         trainer: Any = self.trainer
         return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> Number:
-        """Number of batches of the current test loader."""
+        """Number of batches in the current test loader."""
         return self._current(self.trainer.num_test_batches)
 
     @property
     def total_predict_batches_current_dataloader(self) -> Number:
-        """Number of batches of the current prediction loader."""
+        """Number of batches in the current prediction loader."""
         return self._current(self.trainer.num_predict_batches)
 
     @property
     def total_val_batches(self) -> Number:
-        """Number of batches of all validation loaders; 0 in an epoch without validation."""
+        """Number of batches in all validation loaders; 0 in an epoch without validation."""
         every = self.trainer.check_val_every_n_epoch
         due = every is None or (self.trainer.current_epoch + 1) % every == 0
         return sum(self.trainer.num_val_batches) if due else 0
@@ -101,7 +101,7 @@ class ProgressBar(ProgressDisplay, Callback):
             self.disable()
 
     def get_metrics(self, trainer: "Trainer", pl_module: "Task") -> dict[str, Any]:
-        """Return the values to show in the bar; override to show others."""
+        """Return the values to show in the bar; override it to show other values."""
         return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class ProgressBar(ProgressDisplay, Callback):
 
 
 def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
-    """Raise ConfigError for several progress bars, or for a progress bar despite enable_progress_bar=False."""
+    """Raise ConfigError if there are several progress bars, or if there is one despite enable_progress_bar=False."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
     if len(bars) > 1 or (bars and not wanted):
         way_out = "keep one of them" if wanted else "remove it, or enable_progress_bar=False"

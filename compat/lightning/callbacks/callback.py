@@ -1,4 +1,4 @@
-"""Callback, the base class of callbacks in programs for Lightning."""
+"""Callback, the base class for callbacks in programs written for Lightning."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -34,7 +34,7 @@ def with_lightnings_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_empty(calls: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the calls of a hook that have an effect; those of callbacks are partials."""
+    """Return a hook's calls that have an effect. Calls to callbacks are partials."""
     return tuple(call for call in calls if getattr(getattr(call, "func", None), "__func__", None) not in EMPTY_HOOKS)
 
 
@@ -42,7 +42,7 @@ class Callback(callback.Callback):
     """A Legato callback with Lightning's attributes: `log` and `log_dict` work during a run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give the parameters of this package's classes Lightning's names, also in inherited methods."""
+        """Rename the parameters of this package's classes to Lightning's names, also in inherited methods."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
             name_parameters(cls)
@@ -60,7 +60,7 @@ class Callback(callback.Callback):
 
 
 def name_parameters(cls: type) -> None:
-    """Give the parameters of a class's public methods Lightning's names, also in inherited methods."""
+    """Rename the parameters of a class's public methods to Lightning's names, also in inherited methods."""
     for name, method in getmembers(cls, isfunction):
         if not name.startswith("_") and OUR_NAME in signature(method).parameters:
             setattr(cls, name, with_lightnings_names(method))

@@ -21,7 +21,7 @@ log = logging.getLogger("legato")
 
 
 class EarlyStoppingReason(Enum):
-    """Reason why a run stopped."""
+    """The reason a run stopped."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -68,7 +68,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The comparison that holds for an improvement."""
+        """The comparison that is true for an improvement."""
         return self.mode_dict[self.mode]
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Do nothing: a resumed run checks at its next check time."""
+        """Do nothing: a resumed run checks when the next check is scheduled."""
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
         """Do nothing: the previous value is not needed."""

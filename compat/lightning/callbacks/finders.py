@@ -1,4 +1,4 @@
-"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or in a hook of a subclass."""
+"""LearningRateFinder and BatchSizeFinder: Tuner searches before a run, or in a subclass's hook."""
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ def data_of_run(trainer: Any) -> dict[str, Any]:
 
 
 class Finder(Callback):
-    """Base class of callbacks that search for a setting before a run begins.
+    """Base class for callbacks that search for a setting before a run starts.
 
     If a subclass overrides the hook in which Lightning searches, the subclass decides when to search. A callback that
     overrides the search method, or that `configure_callbacks` returns, searches in that hook.
@@ -59,7 +59,7 @@ class Finder(Callback):
 
 
 class LearningRateFinder(Finder):
-    """Sweeps learning rates before a fit, and sets the suggested rate."""
+    """Sweeps learning rates before fit, and sets the suggested rate."""
 
     SUPPORTED_MODES = ("linear", "exponential")
     SEARCH = "lr_find"
@@ -145,7 +145,7 @@ class BatchSizeFinder(Finder):
         make_loaders(trainer.run)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Search, if the validation is not part of a fit."""
+        """Search, unless the validation is part of fit."""
         if trainer.stage == "validate":
             self.search_once(trainer, task)
 

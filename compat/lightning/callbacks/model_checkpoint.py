@@ -29,7 +29,7 @@ log = logging.getLogger("legato")
 
 
 class Checkpoint(CheckpointCallback, Callback):
-    """Base class of callbacks that save checkpoints."""
+    """Base class for callbacks that save checkpoints."""
 
 
 class ModelCheckpoint(Checkpoint):
@@ -157,7 +157,7 @@ class ModelCheckpoint(Checkpoint):
     # --- state ------------------------------------------------------------------------------------------------------
     @property
     def state_key(self) -> str:
-        """A key for each monitor, mode and interval."""
+        """A key that depends on the monitor, mode and interval."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -181,7 +181,7 @@ class ModelCheckpoint(Checkpoint):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the paths and scores; if the folder has changed, only the path of the best checkpoint."""
+        """Restore the paths and scores. If the folder has changed, restore only the best checkpoint's path."""
         saved = state_dict.get("dirpath", self.dirpath)
         if self.dirpath is None:  # the run was in other processes, so this process has not resolved the folder
             self.dirpath = saved
@@ -240,7 +240,7 @@ class ModelCheckpoint(Checkpoint):
         # not `or`: the clock must be read after each batch, because the first reading starts it
         if not (by_steps | self._is_due_by_time(trainer)):
             return
-        # read values of this step from the device only if a decision depends on them
+        # read this step's values from the device only if a decision depends on them
         if self.monitor is not None:
             trainer.current_run.show_step()
         candidates = self._monitor_candidates(trainer)
@@ -251,13 +251,13 @@ class ModelCheckpoint(Checkpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def _is_accumulating(self, trainer: "Trainer") -> bool:
-        """Return whether gradients of an unfinished step are accumulated, from which a run could not resume."""
+        """Return whether an unfinished step has accumulated gradients, from which a run could not resume."""
         return trainer.training and trainer.metrics.step == trainer.global_step
 
     def _is_due_by_time(self, trainer: "Trainer") -> bool:
         if self._train_time_interval is None:
             return False
-        # ranks agree on the time at logging points only, so the decision costs no extra message
+        # ranks agree on the time only at logging points, so the decision needs no extra communication
         now = time.monotonic() if trainer.world_size == 1 else trainer.elapsed
         then = self._last_time_checked if trainer.world_size == 1 else self.__dict__.setdefault("_agreed_time", now)
         if then is None or now - then < self._train_time_interval.total_seconds():
@@ -461,14 +461,14 @@ class ModelCheckpoint(Checkpoint):
         trainer.strategy.collectives.barrier()
 
     def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
-        """Return whether a checkpoint may be removed: not if it was just written or the run resumed from it."""
+        """Return whether a checkpoint may be removed. False if it was just written or if the run resumed from it."""
         source = trainer.current_run.source
         if previous == current or (source is not None and Path(previous).absolute() == Path(source).absolute()):
             return False
         return Path(str(self.dirpath)).absolute() in Path(previous).absolute().parents
 
     def _remove_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
-        """Remove a checkpoint of this run, or a link to one."""
+        """Remove one of this run's checkpoints, or a link to one."""
         if not os.path.islink(filepath):
             trainer.saver.discard(Path(filepath))
         elif trainer.is_global_zero:
@@ -529,7 +529,7 @@ class ModelCheckpoint(Checkpoint):
         return {str(path) for path in paths if path.suffix == self.FILE_EXTENSION and pattern.match(path.stem)}
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
-        """Write the paths and scores of the best checkpoints to a file, `best_k_models.yaml` by default."""
+        """Write the best checkpoints' paths and scores to a file, `best_k_models.yaml` by default."""
         import yaml
 
         best = {path: float(value) for path, value in self.best_k_models.items()}

@@ -17,7 +17,7 @@ log = logging.getLogger("legato")
 
 
 class ModelSummary(model_summary.ModelSummary, Callback):
-    """Logs a table of the module's layers when a fit begins."""
+    """Logs a table of the module's layers when fit starts."""
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         super().__init__(max_depth)

@@ -47,7 +47,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
 
     def on_train_batch_start(self, trainer: "Trainer", *args: Any, **kwargs: Any) -> None:
-        """Log the learning rates before a logging point, at the number of completed steps."""
+        """Log the learning rates before a logging point, with the number of completed steps as the x-axis."""
         step = trainer.state.global_step
         if (step + 1) % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
@@ -67,7 +67,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         for name, optimizer, own_interval in self._optimizers(trainer):
             names = self._names(name, optimizer)
             for full in names:
-                # once there are several groups, the list of the first one continues under its new name
+                # once there are several groups, the first group's list continues under its new name
                 alone = full.removesuffix("/pg1")
                 self.lrs.setdefault(full, self.lrs.pop(alone, []) if alone != full else [])
             # an optimizer without a scheduler is logged in both intervals
@@ -78,7 +78,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         return values
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
-        """Yield name, optimizer and interval of each scheduler, then of each optimizer without one, as in Lightning.
+        """Yield the name, optimizer and interval of each scheduler, then of each optimizer without a scheduler.
 
         An optimizer with two schedulers has two names, numbered by class: lr-SGD and lr-SGD-1.
         """
@@ -112,7 +112,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
 
     @staticmethod
     def _names(name: str, optimizer: "Optimizer") -> list[str]:
-        """Return the names of an optimizer's groups."""
+        """Return the names of an optimizer's parameter groups."""
         groups = optimizer.param_groups
         words = [group.get("name", f"pg{number}" if len(groups) > 1 else "") for number, group in enumerate(groups, 1)]
         return [f"{name}/{suffix}" if suffix else name for suffix in words]
@@ -123,14 +123,14 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
 
 
 class Interval(LightningEnum):
-    """Moments at which a Timer looks at the clock."""
+    """When a Timer checks the clock."""
 
     step = "step"
     epoch = "epoch"
 
 
 class Timer(timer.Timer, Callback):
-    """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
+    """Sets `trainer.should_stop` when training has taken `duration`, and measures how long each stage takes."""
 
     def __init__(self, duration: Any = None, interval: Any = "step", verbose: bool = True) -> None:
         super().__init__(duration, interval, verbose)
@@ -152,17 +152,17 @@ class Timer(timer.Timer, Callback):
         return self._ends.get(RunningStage(stage).value)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that a stage has taken, including time before a resume."""
+        """Return how long a stage has taken in seconds, including time before a resume."""
         start = self.start_time(stage)
         now = 0.0 if start is None else self._ends.get(stage, time.monotonic()) - start
         return now + self._earlier.get(stage, 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining seconds; None without a duration."""
+        """Return the remaining time in seconds; None if no duration is set."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds that each stage has taken."""
+        """Return how long each stage has taken, in seconds."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validate", "test")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Timer(timer.Timer, Callback):
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start the clock, and stop at once if no time is left."""
+        """Start the clock, and stop immediately if no time is left."""
         self._start("train")
         super().on_train_start(trainer, task)
 

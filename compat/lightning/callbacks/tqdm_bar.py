@@ -22,7 +22,7 @@ SECONDS_WITHOUT_TERMINAL = 10.0
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar with numbers of constant width."""
+    """A tqdm bar whose numbers have constant width."""
 
     monitor_interval = 0
     """0 disables tqdm's monitor thread, which would outlive the run."""
@@ -84,7 +84,7 @@ class TQDMProgressBar(ProgressBar):
 
     @staticmethod
     def _resolve_refresh_rate(refresh_rate: int) -> int:
-        """Return the batches between two updates: at least TQDM_MINITERS, and twenty in Colab."""
+        """Return the number of batches between updates: at least TQDM_MINITERS; in Colab, 20 by default."""
         if get_variable("COLAB_GPU") and refresh_rate == 1:
             return 20
         return max(int(get_variable("TQDM_MINITERS") or refresh_rate), refresh_rate)
@@ -96,12 +96,12 @@ class TQDMProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Batches between two updates; 0 disables the bar."""
+        """Number of batches between updates; 0 disables the bar."""
         return self._refresh_rate
 
     @property
     def process_position(self) -> int:
-        """Lines left free above the bars."""
+        """Number of empty lines above the bars."""
         return self._process_position
 
     @property
@@ -136,7 +136,7 @@ class TQDMProgressBar(ProgressBar):
         )
 
     def init_sanity_tqdm(self) -> Any:
-        """Return the bar of the sanity check."""
+        """Return the bar for the sanity check."""
         return self._make(self.sanity_check_description, leave=False)
 
     def init_train_tqdm(self) -> Any:
@@ -158,7 +158,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- training; the second argument is optional where Lightning's bars ignore it ---------------------------------
     def on_sanity_check_start(self, trainer: "Trainer", pl_module: Any = None) -> None:
-        """Open the bar of the sanity check as the validation bar."""
+        """Open the sanity check's bar as the validation bar."""
         self.val_progress_bar, self.train_progress_bar = self.init_sanity_tqdm(), Tqdm(disable=True)
 
     def on_sanity_check_end(self, trainer: "Trainer", pl_module: Any = None) -> None:
@@ -183,7 +183,7 @@ class TQDMProgressBar(ProgressBar):
             self.train_progress_bar.refresh()
 
     def on_train_epoch_end(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Show the values of the epoch."""
+        """Show the epoch's values."""
         self._show(trainer, pl_module)
         if self._leave:
             self.train_progress_bar.close()
@@ -194,7 +194,7 @@ class TQDMProgressBar(ProgressBar):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", pl_module: Any) -> None:
-        """Open a bar, unless the bar of the sanity check is open."""
+        """Open a bar, unless the sanity check's bar is open."""
         if not trainer.sanity_checking:
             self.val_progress_bar = self.init_validation_tqdm()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
-    """Freezes layers before training, and unfreezes them at the beginning of epochs."""
+    """Freezes layers before training, and unfreezes them at the start of epochs."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Freeze the layers, also for an evaluation."""
@@ -64,7 +64,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
     # private in Lightning; programs replace it
     def _get_and_log_device_stats(self, trainer: Any, key: str) -> None:
-        """Log the statistics of rank 0 under the name of a hook."""
+        """Log rank 0's statistics under the name of a hook."""
         if not trainer._logger_connector.should_update_logs or not trainer.is_global_zero:
             return
         prefix, step = f"{type(self).__qualname__}.{key}", trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -75,7 +75,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
 
 
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
-    """Accumulates the number of batches per step that `scheduling` sets for the epoch."""
+    """Accumulates gradients over the number of batches that `scheduling` sets for the epoch."""
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not scheduling:
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccu
         super().__init__(scheduling)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Warn about a module whose optimizer_step would not be called for every batch."""
+        """Warn if a module overrides optimizer_step, which would not be called for every batch."""
         if self.going_to_accumulate_grad_batches() and overrides(task, Task, "optimizer_step"):
             rank_zero_warn(f"{type(task).__name__}.optimizer_step is called once per step, not once per batch.")
 
@@ -131,7 +131,7 @@ class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
     def kept_for_epoch(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Return the predictions so far and their dataset indices, as a list for each loader."""
+        """Return the predictions so far and their dataset indices, with one list per loader."""
         return self._predictions, self._indices
 
 
