@@ -1,8 +1,8 @@
-"""Callback: the hooks, under one drawing of the loop.
+"""Callback: the hooks, and a diagram of the training loop.
 
-The drawing lists every hook in call order: `C` marks hooks of callbacks, `T` hooks of tasks. Callbacks run before the
-task, except a MonitoringCallback, which judges metrics and runs after it, and a CheckpointCallback, which saves and
-runs last. A test checks this drawing against the code.
+The diagram lists every hook in call order: `C` marks hooks of callbacks, `T` hooks of tasks. Callbacks run before the
+task, with two exceptions: a MonitoringCallback, which acts on metrics, runs after the task, and a CheckpointCallback,
+which saves, runs last. A test checks this diagram against the code.
 
     prepare_data                                   T   one process of each machine; the data module's first
     setup                                        C T   (stage); the data module's first
@@ -76,7 +76,7 @@ Outputs = Any
 class Callback:
     """Base class of callbacks. A hook that you do not override costs nothing.
 
-    A callback watches the run. It changes the run only through public methods of the trainer and `trainer.should_stop`.
+    A callback observes the run. It changes the run only through the trainer's public methods and `trainer.should_stop`.
     """
 
     @property
@@ -116,7 +116,7 @@ class Callback:
         """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when an epoch begins or a resume continues it."""
+        """Called when an epoch starts or when a resume continues it."""
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after an epoch; its metrics are in `trainer.callback_metrics`."""
@@ -124,7 +124,7 @@ class Callback:
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Called for each batch of a local replica, once it is on the device. Return -1 to skip the rest of the epoch.
 
-        All processes must return the same value, so never return -1 in a round in which a process has no batch.
+        All processes must return the same value, so do not return -1 in a step in which a process may have no batch.
         """
 
     def on_train_batch_end(
@@ -132,8 +132,8 @@ class Callback:
     ) -> None:
         """Called after each batch; for the last batch of a step, after the weight update.
 
-        In the last step of an epoch a process may have no batch, and this hook is not called there. Put what every
-        process must do, such as averaging weights, into `on_step_end` or into a MonitoringCallback.
+        In the last step of an epoch, a process without a batch does not call this hook. For work that every process
+        must do, such as averaging weights, use `on_step_end` or a MonitoringCallback.
         """
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -158,7 +158,7 @@ class Callback:
         """Called before the task returns to its previous mode, even after an exception."""
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Called when an evaluation begins."""
+        """Called when an evaluation starts."""
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
         """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
@@ -179,7 +179,7 @@ class Callback:
     ) -> None:
         """Called after each evaluation batch."""
 
-    # aliases of these functions alone: an override of on_validation_start is not called in test and predict
+    # aliases only of the functions above: an override of on_validation_start is not called in test and predict
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
@@ -205,6 +205,6 @@ class Callback:
 class MonitoringCallback(Callback):
     """Base class of callbacks that act on results: their hooks run after those of the task and of other callbacks.
 
-    `on_train_batch_end` runs on every process after every step, with `outputs` and `batch` None on a process without a
-    batch. It may therefore save, or make a decision for all processes.
+    `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or decide for all
+    processes. On a process without a batch, `outputs` and `batch` are None.
     """

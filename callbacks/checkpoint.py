@@ -1,4 +1,4 @@
-"""Checkpoint: saves the run periodically, and keeps the best and the newest checkpoints."""
+"""Checkpoint: saves the run periodically and keeps the best and newest checkpoints."""
 
 import itertools
 import logging
@@ -31,14 +31,14 @@ class Template(string.Formatter):
     """Formats fields whose names may contain any character except braces, colons and exclamation marks."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the value of a field, taking dots and brackets as a part of its name."""
+        """Return the value of a field, treating dots and brackets as part of its name."""
         return kwargs[field_name], field_name
 
 
 def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
-    """Return `template` with its fields (`epoch`, `step` or names of metrics) filled in from `values`.
+    """Return `template` with its fields (`epoch`, `step` or metric names) filled in from `values`.
 
-    Raises ConfigError for a field without a value, and for a result that is not a valid folder name.
+    Raises ConfigError if a field has no value, or if the result is not a valid folder name.
     """
     try:
         name = Template().vformat(template, (), values)
@@ -52,7 +52,7 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
     if not is_name(name):
         raise ConfigError(
             f"Checkpoint: filename={template!r} gives {name!r}, which is not a valid folder name. It names a folder "
-            f"in dirpath: it must not contain '/' or begin with a dot."
+            f"in dirpath and must not contain '/' or begin with a dot."
         )
     return name
 
@@ -60,35 +60,34 @@ def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
 class Checkpoint(CheckpointCallback):
     """Saves checkpoints to `checkpoints/step-00001200` in the run directory.
 
-    Keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest. Without arguments for steps,
-    epochs or time, it saves every epoch: after validation if validation logs the monitored metric, otherwise at the end
-    of the training epoch. It deletes only checkpoints that this run wrote, and only after their replacement is
-    complete.
+    Keeps the `save_top_k` best checkpoints by `monitor` and, with `save_last`, the newest one. By default, it saves
+    once per epoch: after validation if validation logs the monitored metric, otherwise at the end of the training
+    epoch. It deletes only checkpoints that this run wrote, and only after their replacement is complete.
 
     Args:
-        monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. Non-finite values do not count,
-            nor do values of an earlier step (an earlier validation, or the previous epoch's mean).
-        mode: "min" if smaller values are better, "max" if larger values are.
-        save_top_k: Number of best checkpoints to keep; without `monitor`, of newest checkpoints. -1 keeps all.
+        monitor: Metric to rank checkpoints by, a name in `trainer.callback_metrics`. Ignores non-finite values and
+            values from an earlier step (an earlier validation, or the previous epoch's mean).
+        mode: "min" if smaller values are better, "max" if larger values are better.
+        save_top_k: Number of best checkpoints to keep or, without `monitor`, of newest checkpoints. -1 keeps all.
         save_last: Also keep the newest checkpoint.
         every_n_train_steps: Save every n optimizer steps. You can combine it with `every_n_epochs` and
             `train_time_interval`. 0 disables it.
         every_n_epochs: Save every n epochs; 0 disables it.
         train_time_interval: Time between saves, a timedelta or a number of minutes.
-        dirpath: Folder to save to in place of the run directory's, local or in an object store such as s3://bucket/run.
+        dirpath: Folder to save to instead of the run directory; a local path or an address such as s3://bucket/run.
             `resume="auto"` finds this run's checkpoints there.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after validation (False).
-        save_weights_only: Save weights without the state that only a resume needs.
+        save_weights_only: Save only the weights, without the other state that a resume needs.
         asynchronous: Write in the background. The previous checkpoint is deleted when the next save begins.
-        share_frozen: Store frozen weights once, in `base/` beside the checkpoints, which then hold the trained weights
-            only. A frozen weight whose content changes is stored again. None (default): True if more than half of the
-            weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
+        share_frozen: Store frozen weights once, in `base/` beside the checkpoints, so that checkpoints hold only
+            trained weights. A frozen weight that changes is stored again. None (default): True if more than half of
+            the weights are frozen. `legato export RUN DIR/` turns such a checkpoint into a self-contained one.
         filename: Template for names, such as "epoch={epoch}-{val/acc:.3f}". Fields are `step`, `epoch` and names in
-            `trainer.callback_metrics`. A new checkpoint replaces one of the same name that would not be kept;
-            otherwise its name gets a number, such as "best-v1".
+            `trainer.callback_metrics`. If a checkpoint with the same name exists, the new one replaces it, unless the
+            existing one would be kept. In that case the new name gets a version number, such as "best-v1".
 
-    Raises ConfigError for a negative count, for two Checkpoint callbacks with the same folder, and for a monitored
-    metric that nothing has logged by the end of an epoch.
+    Raises ConfigError if a count is negative, if two Checkpoint callbacks share a folder, or if nothing has logged the
+    monitored metric by the end of an epoch.
     """
 
     dirpath: Location | None
@@ -110,7 +109,7 @@ class Checkpoint(CheckpointCallback):
         share_frozen: bool | None = None,
     ) -> None:
         if save_top_k < -1:
-            raise ConfigError(f"Checkpoint: save_top_k must be a count, 0 (none) or -1 (all), got {save_top_k}.")
+            raise ConfigError(f"Checkpoint: save_top_k must be 0 (none), positive or -1 (all), got {save_top_k}.")
         for name, count in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             if count is not None and count < 0:
                 raise ConfigError(f"Checkpoint: {name} must be 0 (never) or more, got {count}.")
@@ -129,13 +128,13 @@ class Checkpoint(CheckpointCallback):
         self.save_weights_only, self.filename, self.share_frozen = save_weights_only, filename, share_frozen
         self._metric = None if monitor is None else Monitor(monitor, mode, "Checkpoint")
         self.index = CheckpointIndex(monitor=monitor, mode=mode)
-        """The checkpoints that this callback keeps, as in the `index.json` beside them."""
+        """The checkpoints that this callback keeps; stored as `index.json` beside them."""
         self._seen_step = self._start_step = -1
         self._saved_at = 0.0
         self._begun_step = -1
-        """Step of the newest save that began."""
+        """Step of the newest save that was started."""
         self._due_step = -1
-        """Newest step at which a save was due by steps or time."""
+        """Newest step at which the step or time interval required a save."""
         self._is_cut_off = False
         """Whether training ended in the middle of an epoch."""
 
@@ -147,7 +146,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Monitored value of each checkpoint by name, oldest first; None for a checkpoint without a valid value."""
+        """Monitored value of each checkpoint by name, oldest first; None if a checkpoint has no valid value."""
         return {name: entry.score for name, entry in self.index.checkpoints.items()}
 
     @property
@@ -157,7 +156,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the checkpoint with the best monitored value (without `monitor`, of the newest), or ""."""
+        """Path of the checkpoint with the best monitored value or, without `monitor`, of the newest one; may be ""."""
         return self.path(next(iter(self.index.best(self.save_top_k)), None))
 
     @property
@@ -184,17 +183,17 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state: one for the run directory, one for each `dirpath`."""
+        """Key of the state, which is different for each `dirpath`."""
         return "Checkpoint" if self._given_dirpath is None else f"Checkpoint[{self._given_dirpath}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a process that joins the run must know: the step of the newest save, and who logs the metric."""
+        """Return the step of the newest save and the monitor's state, which a process that joins the run needs."""
         return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state; the index lists the checkpoints. Raises CheckpointError for a wrong type."""
         if type(begun_step := state_dict["begun_step"]) is not int:
-            raise CheckpointError(f"{self.state_key}: begun_step must be an integer in the state, got {begun_step!r}.")
+            raise CheckpointError(f"{self.state_key}: the state's begun_step must be an integer, got {begun_step!r}.")
         self._begun_step = state_dict["begun_step"]
         if self._metric is not None and state_dict["metric"]:
             self._metric.load_state_dict(state_dict["metric"])
@@ -204,7 +203,7 @@ class Checkpoint(CheckpointCallback):
         """Reset the state of the previous run. Raises ConfigError if two Checkpoint callbacks share a folder."""
         if stage != "fit":
             return
-        # for all callbacks: those set up later have no folder yet, or the previous run's
+        # for all callbacks, since those that are set up later have no folder yet or still the previous run's
         for callback in trainer.checkpoint_callbacks:
             callback.find_folder(trainer)
         folders = [to_location(c.dirpath).resolve() for c in trainer.checkpoint_callbacks if c.dirpath is not None]
@@ -216,7 +215,7 @@ class Checkpoint(CheckpointCallback):
             self._metric.reset()
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """Set `dirpath` to the run directory's folder unless you passed one, and read this run's index in it."""
+        """Set `dirpath` to the default folder unless you passed one, and read this run's index from it."""
         if self._given_dirpath is None:
             self.dirpath = None if trainer.run_dir is None else checkpoints_of(trainer.run_dir)
         run = trainer.saver.run_id
@@ -225,7 +224,7 @@ class Checkpoint(CheckpointCallback):
         self.index = CheckpointIndex(run, self.monitor, self.mode, entries)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """List this run's checkpoints. Raises ConfigError if the run would overwrite another run's."""
+        """List this run's checkpoints. Raises ConfigError if the run would overwrite another run's checkpoints."""
         self.find_folder(trainer)
         if trainer.is_global_zero and self._metric and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)
@@ -235,15 +234,15 @@ class Checkpoint(CheckpointCallback):
         self._seen_step = self._start_step = trainer.global_step
         self._begun_step = -1
         self._due_step, self._is_cut_off = -1, False
-        # the time interval counts from the newest checkpoint, in a new run from its start
+        # the time interval starts at the newest checkpoint or, in a new run, at the run's start
         last = next(reversed(self.index.checkpoints.values()), None)
         self._saved_at = trainer.elapsed if last is None else last.elapsed
 
     def _agree_on_index(self, trainer: "Trainer") -> None:
-        """Reduce the index on all ranks to complete checkpoints of this run in the folder, none of a later step.
+        """On all ranks, limit the index to this run's complete checkpoints, without later steps.
 
-        The index names a checkpoint before it is complete, and may name one that has been deleted. A checkpoint that
-        the index does not name is left alone, since another run saved it.
+        The index lists a checkpoint before it is complete, and may list one that has been deleted. Checkpoints that the
+        index does not list are left alone, since another run saved them.
         """
         entries = self.index.checkpoints
         if trainer.is_global_zero and self.dirpath is not None:
@@ -253,7 +252,7 @@ class Checkpoint(CheckpointCallback):
                 for name, entry in sorted(entries.items(), key=lambda item: item[1].step)
                 if steps.get(name) == entry.step <= trainer.global_step
             }
-        # only rank 0 reads the folder: the list decides what is deleted, so all ranks must have the same
+        # only rank 0 reads the folder: the list decides what is deleted, so all ranks need the same list
         self.index.checkpoints = trainer.broadcast(entries)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -268,7 +267,7 @@ class Checkpoint(CheckpointCallback):
             # raises the error of a failed background save now, not when the next save begins
             trainer.saver.writer.check()
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
-        # a clock that the ranks share: with local clocks they would enter the collective save at different steps
+        # a clock shared by all ranks: with local clocks, ranks would start the collective save at different steps
         if trainer.elapsed - self._saved_at >= self.seconds_between:
             self._saved_at, due = trainer.elapsed, True
         if due:
@@ -281,12 +280,12 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Remember the metric's previous value."""
+        """Store the metric's previous value."""
         if self._metric is not None:
             self._metric.start_validation(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save if validation logs the metric, or update the value of this step's checkpoint."""
+        """Save if validation logs the metric, or update the value of the checkpoint saved at this step."""
         fresh = self._metric is not None and self._metric.end_validation(trainer)
         if trainer.sanity_checking or trainer.stage != "fit":
             return
@@ -296,14 +295,14 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save, unless validation does. Raises ConfigError if nothing logged the metric."""
+        """Save unless a save follows validation. Raises ConfigError if nothing logged the metric."""
         if self._metric is not None and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
         if idle and trainer.is_global_zero:
             log.warning(
-                "Checkpoint: no checkpoint saved by step %d. With save_last=False a checkpoint needs a value of %r, "
-                "but no validation ran at the steps that were due. Set val_check_interval to match those steps.",
+                "Checkpoint: no checkpoint was saved by step %d. With save_last=False, a checkpoint needs a value of "
+                "%r, but no validation ran at the steps to save. Set val_check_interval to match those steps.",
                 trainer.global_step, self.monitor,
             )  # fmt: skip
         if not trainer.state.epoch_ended:
@@ -330,7 +329,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """With `save_last`, save a run that stops within an epoch before its validation begins."""
+        """With `save_last`, save a run that stops within an epoch, before its validation starts."""
         if self.save_last and self.filename is None:  # a template may need values of the validation
             self.save(trainer)
 
@@ -341,7 +340,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Delete checkpoints whose replacement was written in the background."""
+        """Delete checkpoints that a background save has replaced."""
         self._prune(trainer)
 
     def _is_epoch_due(self, trainer: "Trainer") -> bool:
@@ -350,16 +349,16 @@ class Checkpoint(CheckpointCallback):
     # --- saving -----------------------------------------------------------------------------------------------------
     @property
     def _newest_step(self) -> int:
-        """Step of the newest checkpoint; 0 (a step that is never saved) without one."""
+        """Step of the newest checkpoint; without one 0, a step that is never saved."""
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state, unless it exists or would not be kept (`always`: in any case). Collective."""
+        """Write the current state unless it is already saved or, without `always`, would not be kept. Collective."""
         if trainer.fast_dev_run or self.dirpath is None:
             return
         step, entries = trainer.global_step, self.index.checkpoints
         score = self._score(trainer, between=always and trainer.state.epoch_steps > 0)
-        # saved already, maybe before validation had the value: the weights are the same, so only the index changes
+        # already saved, maybe before validation: the weights are the same, so only update the index
         if step <= self._newest_step:
             if score is not None:
                 name = next(reversed(entries))
@@ -372,12 +371,12 @@ class Checkpoint(CheckpointCallback):
         name = self._name(trainer, plain=True) if always else self._free_name(self._name(trainer), kept)
         # collective: `kept` is equal on all ranks, so either all ranks get here or none
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
-            log.warning("Step %d is not saved: its non-finite weights would replace finite ones.", step)
+            log.warning("Step %d was not saved, since its non-finite weights would replace finite ones.", step)
             return
         if self.asynchronous:
             self._prune(trainer)  # at most one save is in flight, so the previous one is complete by now
-        # The index is written before the save, so that every complete checkpoint has its value. A failed save restores
-        # the index: a later save would count the failed one among the best, and delete a complete one in its place.
+        # Write the index before the save, so that every complete checkpoint has its value. A failed save restores the
+        # index: otherwise a later save would count the failed one among the best and delete a complete one instead.
         before = dict(entries)
         entries.pop(name, None)  # the new entry goes last
         entries[name], self._begun_step = Entry(step, score, trainer.elapsed), step
@@ -409,27 +408,27 @@ class Checkpoint(CheckpointCallback):
         return next(version for number in itertools.count(1) if (version := f"{name}-v{number}") not in kept)
 
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
-        """Return the name of a checkpoint saved now; `plain` ignores the template, so `resume="auto"` recognizes it."""
+        """Return the name for a checkpoint saved now; `plain` ignores the template so that `resume="auto"` finds it."""
         if plain or self.filename is None:
             return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _prune(self, trainer: "Trainer", changed: bool = False) -> None:
-        """Delete surplus checkpoints; `changed` writes the index even if there are none."""
+        """Delete surplus checkpoints. `changed` writes the index even if there are none."""
         kept = self.index.kept(self.save_top_k, self.save_last)
         surplus = [name for name in self.index.checkpoints if name not in kept]
         for name in surplus:
-            # only rank 0 deletes; the other ranks update the index too, since they decide by it whether to save
+            # only rank 0 deletes; the other ranks update their index too, since it decides whether to save
             trainer.saver.discard(to_location(self.path(name)))
             del self.index.checkpoints[name]
         if (surplus or changed) and self.dirpath is not None:
             trainer.saver.write_index(self.dirpath, self.index)
 
     def _score(self, trainer: "Trainer", between: bool = False) -> float | None:
-        """Return the value to rank by; None if the metric is a training mean over an incomplete epoch.
+        """Return the value to rank by; None if it is outdated or a training mean over an incomplete epoch.
 
-        between: The run stops within an epoch.
+        between: Whether the run stops within an epoch.
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None

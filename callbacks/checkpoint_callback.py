@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 class CheckpointCallback(MonitoringCallback):
     """Base class of callbacks that save checkpoints. Their hooks run last.
 
-    If you pass one, the trainer does not add its default Checkpoint callback. `trainer.checkpoint_callback` reads the
-    paths of kept checkpoints from the properties below; overriding only hooks is enough for a subclass to work.
+    If you pass one, the trainer does not add its default Checkpoint callback. The properties below give the paths of
+    kept checkpoints; a subclass need not override them.
     """
 
     dirpath: Path | str | None = None
-    """Folder of the checkpoints; None before the run starts, and in a run that writes nothing."""
+    """Folder of the checkpoints; None before the run starts and in runs that write nothing."""
     save_weights_only = False
 
     @property
@@ -42,4 +42,4 @@ class CheckpointCallback(MonitoringCallback):
         """Save a run that stops within an epoch, before its validation begins. Every rank calls this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state, with `always` even if it would not be kept. Every rank calls this method."""
+        """Write the current state; with `always`, even if it would not be kept. Every rank calls this method."""

@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: logs memory statistics of the device, and load and memory of the CPU."""
+"""DeviceStatsMonitor: logs memory statistics of the device, and the load and memory use of the CPU."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,14 @@ PREFIX = "DeviceStatsMonitor"
 class DeviceStatsMonitor(Callback):
     """Logs statistics of rank 0's device at logging points, before and after a batch.
 
-    On an accelerator it logs all values of memory_stats (such as torch.cuda.memory_stats), on MPS allocated bytes, on
-    the CPU (with psutil) load and memory in percent. Names are `DeviceStatsMonitor.on_train_batch_end/NAME`.
+    On an accelerator, it logs all values from memory_stats (such as torch.cuda.memory_stats); on MPS, the allocated
+    bytes; on the CPU, the load and memory use in percent (requires psutil). Names have the form
+    `DeviceStatsMonitor.on_train_batch_end/NAME`.
 
     Args:
-        cpu_stats: True: log CPU statistics in addition; None: only if the CPU is the device; False: never.
+        cpu_stats: When to log CPU statistics. True: always; None: only if the device is the CPU; False: never.
 
-    Raises ConfigError without a logger, and for `cpu_stats=True` without psutil.
+    Raises ConfigError if the run has no logger, or if `cpu_stats` is True and psutil is not installed.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
@@ -29,7 +30,7 @@ class DeviceStatsMonitor(Callback):
         self._logged: set[str] = set()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raise ConfigError without a logger, or without psutil if `cpu_stats` is True."""
+        """Raises ConfigError if the run has no logger, or if `cpu_stats` is True and psutil is not installed."""
         if stage == "fit" and not trainer.loggers:
             raise ConfigError("DeviceStatsMonitor needs a logger: set trainer.logger to True or a logger.")
         if self._cpu_stats and find_spec("psutil") is None:
@@ -45,7 +46,7 @@ class DeviceStatsMonitor(Callback):
         self._log(trainer, "on_train_batch_end", trainer.state.global_step)
 
     def _log(self, trainer: "Trainer", hook: str, step: int) -> None:
-        # once per step, though these hooks run for each batch of each replica
+        # only once per step, although these hooks run for each batch of each replica
         mark = f"{hook} {step}"
         if not trainer.is_global_zero or step == 0 or step % trainer.log_every_n_steps or mark in self._logged:
             return
@@ -60,7 +61,7 @@ class DeviceStatsMonitor(Callback):
 
         device, values = trainer.strategy.device, dict[str, float]()
         module: Any = getattr(torch, device.type, None)
-        if hasattr(module, "current_allocated_memory"):  # a kind with one device
+        if hasattr(module, "current_allocated_memory"):  # device types with a single device, such as MPS
             values = {f"{device.type}_current_allocated_bytes": float(module.current_allocated_memory())}
         elif hasattr(module, "memory_stats"):
             values = {name: float(value) for name, value in module.memory_stats(device).items()}

@@ -24,16 +24,17 @@ class EarlyStopping(MonitoringCallback):
     Args:
         monitor: Metric to check, a name in `trainer.callback_metrics`.
         min_delta: Smallest change that counts as an improvement, in units of the metric.
-        patience: Consecutive checks without improvement after which the run ends.
+        patience: Number of consecutive checks without improvement after which the run ends.
         verbose: Also log every improvement.
-        mode: "min" if smaller values are better, "max" if larger values are.
+        mode: "min" if smaller values are better, "max" if larger values are better.
         strict: Raise ConfigError if nothing has logged the metric by the end of an epoch.
         check_finite: End the run when the metric is NaN or infinite.
         stopping_threshold: End the run when the metric is better than this value.
         divergence_threshold: End the run when the metric is worse than this value.
-        check_on_train_epoch_end: True: check at the end of epochs only; False: after validations only.
+        check_on_train_epoch_end: True: check only at the end of epochs; False: only after validations. None: at
+            whichever point the metric is logged.
 
-    Raises ConfigError for a negative `patience` and an unknown `mode`.
+    Raises ConfigError if `patience` is negative or `mode` unknown.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class EarlyStopping(MonitoringCallback):
     ) -> None:
         self.monitor, self.mode = monitor, mode
         if patience < 0:
-            raise ConfigError(f"EarlyStopping: patience must be 0 or more checks, got {patience}.")
+            raise ConfigError(f"EarlyStopping: patience must be 0 or more, got {patience}.")
         self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -64,12 +65,12 @@ class EarlyStopping(MonitoringCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state: one for each metric and mode."""
-        # two EarlyStopping callbacks for two metrics are common, and callbacks that share a key are refused
+        """Key of the state, which is different for each metric and mode."""
+        # two EarlyStopping callbacks for two metrics are common, and callbacks must not share a key
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wait count and the best score, an infinite one as a string: JSON has no infinity."""
+        """Return the wait count and the best score. An infinite score becomes a string, since JSON has no infinity."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
@@ -94,14 +95,14 @@ class EarlyStopping(MonitoringCallback):
             self._metric.reset()
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Keep a run stopped when it resumes, unless `patience` was raised."""
+        """If the run was stopped before a resume, stop it again unless `patience` was raised."""
         # without this, a resume from the stopped run's checkpoint would train until the next check
         trainer.should_stop |= self.stopped_step > 0
         if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
             log.warning("%s", problem)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Remember the metric's previous value."""
+        """Store the metric's previous value."""
         self._metric.start_validation(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -122,7 +123,7 @@ class EarlyStopping(MonitoringCallback):
 
     def _check(self, trainer: "Trainer") -> None:
         score = self._metric.read(trainer)
-        if score is None or trainer.fast_dev_run:  # None: an earlier check has counted the value of that validation
+        if score is None or trainer.fast_dev_run:  # None: an earlier check already used that validation's value
             return
         reason = self._reason_to_stop(score)
         if reason is not None:
@@ -137,7 +138,7 @@ class EarlyStopping(MonitoringCallback):
         import torch
 
         better = self._metric.is_better
-        # first, since comparisons with NaN are False: NaN would only count as a check without improvement
+        # first, since comparisons with NaN are False, so NaN would only count as a check without improvement
         if self.check_finite and not math.isfinite(score):
             return "is not finite."
         if self.stopping_threshold is not None and better(score, self.stopping_threshold):
@@ -145,12 +146,12 @@ class EarlyStopping(MonitoringCallback):
         if self.divergence_threshold is not None and better(self.divergence_threshold, score):
             return f"is worse than divergence_threshold = {self.divergence_threshold:.6g}."
         margin = self.min_delta if self.mode == "min" else -self.min_delta
-        # in the logged values' precision: in float64, a change of exactly min_delta may count as larger
+        # compare in the precision of logged values: in float64, a change of exactly min_delta may seem larger
         if better((torch.tensor(score) + margin).item(), self.best_score):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1
-        # patience=0 and patience=1 are equal: the first check without improvement ends the run
+        # patience=0 and patience=1 are equivalent: the first check without improvement ends the run
         if self.wait_count < self.patience:
             return None
         return f"has not improved on {self.best_score:.6g} in {self.wait_count} checks."

@@ -16,17 +16,16 @@ log = logging.getLogger("legato")
 class ExportPretrained(Callback):
     """Writes the trained model to `pretrained/` in the run directory when `fit` ends.
 
-    The model's `save_pretrained` writes the config, weights as safetensors and the generation config, together with a
-    tokenizer or processor that is an attribute of the task; a PeftModel writes its adapter alone. `from_pretrained`
-    loads the folder. The weights are those that `fit` leaves in the task. A run that fails or is preempted writes
-    nothing; export it later with `legato export RUN DIR --format hf`.
+    The model's `save_pretrained` writes the config, the generation config and the weights as safetensors; a PeftModel
+    writes only its adapter. A tokenizer or processor is saved too if it is an attribute of the task. `from_pretrained`
+    loads the folder. The weights are those that the task holds after `fit`. If the run fails or is preempted, nothing
+    is written; export a checkpoint later with `legato export RUN DIR --format hf`.
 
     Args:
-        shard_size: Largest size of a weights file, such as "5GB"; larger weights are split into several files. None:
+        shard_size: Maximum size of a weights file, such as "5GB"; larger weights are split into several files. None:
             the library's default.
 
-    Raises TaskError for a task without a module that has `save_pretrained`, and ConfigError under
-    `whole_at_end: false`.
+    Raises TaskError if no module of the task has `save_pretrained`, and ConfigError with `whole_at_end: false`.
     """
 
     def __init__(self, shard_size: str | None = None) -> None:
@@ -34,13 +33,13 @@ class ExportPretrained(Callback):
         self._ended = False
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raise an error for a task that cannot be exported, before it is trained."""
+        """Check before training that the task can be exported."""
         self._ended = False
         require_models(task)
         if not getattr(trainer.strategy, "whole_at_end", True):
             raise ConfigError(
                 "ExportPretrained needs the full weights when fit ends, but whole_at_end: false leaves them sharded. "
-                "Remove the callback, and export a checkpoint: legato export RUN DIR --format hf"
+                "Remove the callback and export a checkpoint: legato export RUN DIR --format hf"
             )
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -48,12 +47,12 @@ class ExportPretrained(Callback):
         self._ended = True
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
-        """Cancel the export: the weights may be sharded."""
+        """Cancel the export, since the weights may be sharded."""
         self._ended = False
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Write the model on rank 0, whose task has its full weights again under every strategy."""
+        """Write the model on rank 0, whose task now has the full weights under every strategy."""
         if self._ended and stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
             for folder in save_pretrained(task, trainer.run_dir / "pretrained", self.shard_size):
-                log.info("The trained model is in %s; load it with from_pretrained.", folder)
+                log.info("Saved the trained model to %s. Load it with from_pretrained.", folder)
         self._ended = False

@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: freeze modules of a task at first and train them later."""
+"""BaseFinetuning and BackboneFinetuning: freeze modules of a task and unfreeze them later."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,15 +19,15 @@ log = logging.getLogger("legato")
 
 
 def multiplicative(epoch: int) -> float:
-    """Return the factor by which BackboneFinetuning raises the backbone's learning rate in `epoch`."""
+    """Return the factor by which BackboneFinetuning multiplies the backbone's learning rate in `epoch`."""
     return 2.0
 
 
 class BaseFinetuning(Callback):
     """Base class of callbacks that freeze modules before training and unfreeze them at the beginning of epochs.
 
-    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained, and the
-    parameter groups that you added to optimizers.
+    Override `freeze_before_training` and `finetune_function`. A resume restores which parameters are trained and the
+    parameter groups that were added to optimizers.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class BaseFinetuning(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training(self, task).")
 
     def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
-        """Unfreeze modules at the beginning of `epoch` (counted from 0). Called for each optimizer."""
+        """Unfreeze modules at the beginning of `epoch`, counted from 0. Called once per optimizer."""
         raise NotImplementedError(f"{type(self).__name__} must define finetune_function(self, task, epoch, optimizer).")
 
     # --- modules ----------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
-        """Yield parameters whose `requires_grad` is as asked for; `train_bn=False` leaves out those of batch norms."""
+        """Yield parameters with the given `requires_grad`; `train_bn=False` leaves out those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -70,7 +70,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: "Modules") -> None:
-        """Set `requires_grad` of all parameters."""
+        """Set `requires_grad` to True for all parameters."""
         for module in BaseFinetuning.flatten_modules(modules):
             BaseFinetuning._set(module, True)
 
@@ -81,7 +81,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
-        """Freeze all parameters; with `train_bn`, except those of batch norms."""
+        """Freeze all parameters, with `train_bn` except those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -93,7 +93,7 @@ class BaseFinetuning(Callback):
 
         if isinstance(module, BATCH_NORM):
             norm: Any = module
-            # a frozen norm keeps its running statistics; in training mode it still normalizes by batch statistics
+            # a frozen batch norm keeps its running statistics, but in training mode still uses batch statistics
             norm.track_running_stats = trained
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = trained
@@ -106,8 +106,8 @@ class BaseFinetuning(Callback):
         new_params = [parameter for parameter in params if id(parameter) not in present]
         if len(new_params) < len(params):
             log.warning(
-                "%d of the parameters to unfreeze are already in a parameter group of the optimizer, and stay there. "
-                "In configure_optimizers, pass trained parameters only: filter(lambda p: p.requires_grad, ...).",
+                "%d of the parameters to unfreeze are already in a parameter group of the optimizer and stay there. "
+                "In configure_optimizers, pass only trainable parameters: filter(lambda p: p.requires_grad, ...).",
                 len(params) - len(new_params),
             )
         return new_params
@@ -120,9 +120,9 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreeze modules, and add their parameters to `optimizer` as a new group.
+        """Unfreeze modules and add their parameters to `optimizer` as a new group.
 
-        The group's learning rate is `lr`, by default the first group's divided by `initial_denom_lr`.
+        The group's learning rate is `lr`. Default: the first group's learning rate divided by `initial_denom_lr`.
         """
         BaseFinetuning.make_trainable(modules)
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
@@ -136,14 +136,14 @@ class BaseFinetuning(Callback):
         """Freeze modules."""
         if stage == "fit":
             self._trained, self._newest_epoch = [], -1
-            # before configure_optimizers, which may pass trained parameters only
+            # before configure_optimizers, which may select the trainable parameters
             self.freeze_before_training(task)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Unfreeze the parameters that the saved run trained."""
+        """Unfreeze the parameters that were trained when the checkpoint was saved."""
         from ..base.tensors import BATCH_NORM
 
-        # not in load_state_dict: configure_optimizers must see the parameters that are trained at first
+        # not in load_state_dict: configure_optimizers must see the parameters that were trained initially
         trained, self._trained = self._trained, []
         for module_name, module in task.named_modules() if trained else ():
             for name, parameter in module.named_parameters(module_name, recurse=False):
@@ -153,7 +153,7 @@ class BaseFinetuning(Callback):
                 norm.track_running_stats = norm.weight.requires_grad
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """In a process that joins the run, unfreeze what the other processes train."""
+        """In a process that joins the run, unfreeze the parameters that the other processes train."""
         self.on_fit_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -168,12 +168,12 @@ class BaseFinetuning(Callback):
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Record which parameters are trained."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        # not in state_dict, which has no task to ask; a weights-only checkpoint has no callback states
+        # not in state_dict, which has no access to the task; a weights-only checkpoint has no callback states
         if state is not None:
             state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest epoch that began; on_save_checkpoint adds the names of trained parameters."""
+        """Return the newest epoch that started; on_save_checkpoint adds the names of trained parameters."""
         return {"trained": self._trained, "newest_epoch": self._newest_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -182,19 +182,19 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes `task.backbone`, and unfreezes it later at a learning rate that rises to the first group's.
+    """Freezes `task.backbone`, then unfreezes it with a learning rate that rises up to the first group's.
 
     Args:
         unfreeze_backbone_at_epoch: First epoch that trains the backbone, counted from 0.
-        lambda_func: Function of the epoch (counted from 1) that returns the factor of the backbone's learning rate.
+        lambda_func: Function of the epoch (counted from 1) that returns the factor for the backbone's learning rate.
         backbone_initial_ratio_lr: Initial learning rate of the backbone as a fraction of the first group's.
         backbone_initial_lr: Initial learning rate of the backbone; overrides `backbone_initial_ratio_lr`.
-        should_align: Limit the backbone's learning rate to the first group's.
+        should_align: Never let the backbone's learning rate exceed the first group's.
         train_bn: Train batch norms of the backbone too.
         verbose: Log the learning rates.
         rounding: Decimal places of logged learning rates.
 
-    Raises ConfigError for a task without a module `backbone`.
+    Raises ConfigError if the task has no module `backbone`.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Freeze the backbone. Raises ConfigError for a task without one."""
+        """Freeze the backbone. Raises ConfigError if the task has none."""
         from torch import nn
 
         if stage == "fit" and not isinstance(getattr(task, "backbone", None), nn.Module):
@@ -236,11 +236,11 @@ class BackboneFinetuning(BaseFinetuning):
             backbone_lr = rate * self.backbone_initial_ratio_lr if initial_lr is None else initial_lr
             backbone: Any = task.backbone
             self.unfreeze_and_add_param_group(backbone, optimizer, backbone_lr, self.initial_denom_lr, self.train_bn)
-        # None if the run passed that epoch without this callback: no group was added whose rate could rise
+        # None if the run passed that epoch without this callback: then there is no group for the backbone
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             backbone_lr = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             backbone_lr = min(backbone_lr, rate) if self.should_align else backbone_lr
-            # the last group is the backbone's, as long as nothing else has added a group since
+            # the last group is the backbone's, unless something else has added a group since
             optimizer.param_groups[-1]["lr"] = backbone_lr
         else:
             return

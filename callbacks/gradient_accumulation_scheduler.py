@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets the number of batches that a step accumulates, by epoch.
+    """Sets the number of batches that a step accumulates, which may change between epochs.
 
-    `trainer.estimated_stepping_batches` assumes the current epoch's number for all later epochs.
+    `trainer.estimated_stepping_batches` uses the current epoch's value for all later epochs.
 
     Args:
         scheduling: Batches per step by epoch (counted from 0): `{0: 8, 4: 4}` accumulates 8 batches in epochs 0 to 3
-            and 4 from epoch 4 on. Epochs before the first key accumulate none.
+            and 4 from epoch 4 on. Before the first key, each step uses one batch.
 
-    Raises ConfigError for other values, together with `trainer.accumulate_grad_batches`, and under manual optimization.
+    Raises ConfigError for invalid values, if `trainer.accumulate_grad_batches` is set too, and under manual
+    optimization.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -44,33 +45,33 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Set the number for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is set too."""
+        """Set the value for the first epoch. Raises ConfigError if `trainer.accumulate_grad_batches` is set too."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) cannot be combined with "
-                f"GradientAccumulationScheduler. Remove one of the two."
+                f"GradientAccumulationScheduler. Remove one of them."
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigError(
                 "GradientAccumulationScheduler needs automatic optimization, but this task has "
-                "automatic_optimization = False. Remove the callback, and accumulate gradients in training_step."
+                "automatic_optimization = False. Remove the callback and accumulate gradients in training_step."
             )
-        # before the data set-up, which counts the steps of an epoch by this number
+        # before the data is set up, since the number of steps per epoch depends on this value
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the number for this epoch."""
-        # only between epochs: a position within an epoch counts steps of one size
+        """Set the value for this epoch."""
+        # only between epochs: positions within an epoch assume that all its steps have the same size
         trainer.current_run.set_accumulation(self.get_accumulate_grad_batches(trainer.current_epoch))
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Reset the trainer's value to 1."""
         if stage == "fit":
-            # otherwise the next fit's setup would take this number for the user's and refuse it
+            # otherwise the next fit would take this value for the user's and raise an error
             trainer.accumulate_grad_batches = 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: the epoch determines the number."""
+        """Return an empty state, since the epoch determines the value."""
         return {}

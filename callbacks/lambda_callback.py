@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback from functions."""
+"""LambdaCallback: a callback made of functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ from . import callback
 
 
 class LambdaCallback(callback.Callback):
-    """Calls functions as hooks: `LambdaCallback(on_train_end=lambda trainer, task: print("done"))`."""
+    """Uses functions as hooks: `LambdaCallback(on_train_end=lambda trainer, task: print("done"))`."""
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
-        """Set hooks by name; each takes the arguments of Callback's method. Raises ConfigError for other names."""
+        """Set hooks by name; each takes the arguments of the Callback method. Raises ConfigError for unknown names."""
         names = [name for name in vars(callback.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
         for name, hook in hooks.items():
             if name not in names:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
 
-    A scheduler's `name` replaces `lr-AdamW`, a parameter group's `name` replaces `pg1`. The value logged at a step is
-    the rate that the step's update used.
+    A scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step
+    is the learning rate used for its update.
 
     Args:
         logging_interval: "step" (every logging point) or "epoch" (the beginning of each epoch). None: the interval of
-            the optimizer's scheduler; without a scheduler, "step".
-        log_momentum: Also log `lr-SGD-momentum` (for Adam, the first beta).
-        log_weight_decay: Also log `lr-AdamW-weight_decay`.
+            the optimizer's scheduler, or "step" without a scheduler.
+        log_momentum: Also log the momentum (for Adam, the first beta) as `lr-SGD-momentum`.
+        log_weight_decay: Also log the weight decay as `lr-AdamW-weight_decay`.
 
-    Raises ConfigError for another `logging_interval`.
+    Raises ConfigError if `logging_interval` has any other value.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LearningRateMonitor(Callback):
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._logged_step = -1
         self._rates_of_step: tuple[int, dict[str, float]] | None = None
-        """Step and rates to log when that step completes: a hook may still skip the rest of the epoch."""
+        """Step, and rates to log once it completes, since a hook may still skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Read the rates once per logging point, before a step scheduler changes them."""
@@ -52,7 +52,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the rates when the step is complete."""
-        # a step of several batches calls this hook for each; global_step advances after the last
+        # this hook runs for each batch of a step; global_step advances after the last one
         if self._rates_of_step is not None and trainer.state.global_step == self._rates_of_step[0]:
             self._log(trainer, *self._rates_of_step)
             self._rates_of_step = None
@@ -72,7 +72,7 @@ class LearningRateMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates to log at "step" or "epoch" by name; empty except on rank 0."""
+        """Return the rates to log at an interval ("step" or "epoch") by name; an empty dict on ranks other than 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values
@@ -83,7 +83,7 @@ class LearningRateMonitor(Callback):
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
         """Yield (name, optimizer, interval) for each optimizer."""
-        # if an optimizer has several schedulers, the last gives the name and the interval
+        # if an optimizer has several schedulers, the last one determines the name and interval
         schedulers = {
             id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs
         }

@@ -15,7 +15,7 @@ class ModelSummary(Callback):
     """Prints a table of the task's modules on rank 0 when `fit` begins.
 
     Args:
-        max_depth: Levels of modules to show. 0: totals only; -1: all levels.
+        max_depth: Number of levels of the module tree to show. 0: only totals; -1: all levels.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -28,10 +28,10 @@ class ModelSummary(Callback):
 
 
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:
-    """Return a table with the name, type, parameters and trainable parameters of each module, and totals.
+    """Return a table of modules with their name, type, parameter count and trainable parameter count, and totals.
 
-    A shared parameter counts in each module that holds it, and once in the totals. An uninitialized (lazy) parameter
-    counts as 0 and is marked.
+    A shared parameter counts once in each module that holds it and once in the totals. An uninitialized (lazy)
+    parameter is marked and counts as 0.
     """
     rows = [("name", "type", "parameters", "trainable")]
     for name, module in task.named_modules():
@@ -40,7 +40,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
             mark = " + uninitialized" if lazy else ""
             rows.append((name, type(module).__name__, f"{total:,}{mark}", f"{trainable:,}"))
     total, trainable, lazy = _count_parameters(task)
-    # an uninitialized parameter has no number of elements
+    # an uninitialized parameter has no shape yet
     size = sum(tensor.numel() * tensor.element_size() for tensor in task.parameters() if not _is_lazy(tensor))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     line = "  ".join("-" * width for width in widths)

@@ -1,4 +1,4 @@
-"""Monitor: reads and compares a metric for callbacks that act on it."""
+"""Monitor: reads and compares values of a metric for callbacks that act on it."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """A metric in `trainer.callback_metrics` and the comparison of its values.
+    """Reads a metric in `trainer.callback_metrics` and compares its values.
 
-    It detects whether validation or training logs the metric: a value that changes during a validation is logged there.
-    Values are equal on all ranks, and so are decisions based on them.
+    Detects whether validation or training logs the metric: if the value changes during a validation, validation logs
+    it. Values are equal on all ranks, and therefore also the decisions based on them.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:
@@ -40,16 +40,16 @@ class Monitor:
         self._validated_step = state_dict["validated_step"]
 
     def start_validation(self, trainer: "Trainer") -> None:
-        """Remember the value before a validation."""
+        """Store the value from before a validation."""
         self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
         """Return whether this validation logged the metric."""
         value = trainer.agreed_metrics.get(self.name)
-        # by identity: publishing metrics makes new tensors even for equal values
+        # compare by identity: publishing metrics creates new tensors even for equal values
         fresh = value is not None and value is not self._before
         self.from_validation |= fresh
-        # a sanity check shows who logs the metric, but its value decides nothing
+        # a sanity check shows whether validation logs the metric, but its value is not used
         if not trainer.sanity_checking:
             self._validated = True
             self._validated_step = trainer.global_step if fresh else self._validated_step
@@ -57,7 +57,7 @@ class Monitor:
         return fresh
 
     def read(self, trainer: "Trainer") -> float | None:
-        """Return the current value; None without a value, or if validation measured it at an earlier step."""
+        """Return the current value; None if there is none, or if validation measured it at an earlier step."""
         value = trainer.agreed_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
         return None if value is None or stale else float(value)
@@ -70,7 +70,7 @@ class Monitor:
         """At the end of an epoch, return whether nothing has logged the metric and no validation is still to come."""
         if self.name in trainer.agreed_metrics or self.from_validation:
             return False
-        # before the first validation the metric is not missing yet, unless the run has no validation
+        # before the first validation, the metric is not missing yet, unless the run has no validation
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
@@ -100,7 +100,7 @@ class Monitor:
     def refuse(self, trainer: "Trainer") -> NoReturn:
         """Save a checkpoint if the run keeps any, then raise ConfigError with the logged names."""
         if trainer.checkpoint_callback is not None:
-            # a misspelled name shows only after an epoch: a resume with the right name need not repeat it
+            # a misspelled name is noticed only after an epoch; a resume with the right name need not repeat that epoch
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.agreed_metrics)
         near = nearest_name(self.name, logged)

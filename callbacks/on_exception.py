@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(CheckpointCallback):
-    """Saves the last finished step to `dirpath/filename` when an exception ends a run on one process.
+    """Saves the last completed step to `dirpath/filename` when an exception ends a single-process run.
 
-    A run on several processes saves nothing, since the other ranks may be dead or waiting in a collective.
+    With multiple processes it saves nothing, since other ranks may be dead or waiting in a collective.
 
     Args:
         dirpath: Folder to save to.
-        filename: Name of the checkpoint in it.
+        filename: Name of the checkpoint in that folder.
 
-    Raises ConfigError for a `filename` that is not a valid folder name.
+    Raises ConfigError if `filename` is not a valid folder name.
     """
 
     file_extension = ""
@@ -44,6 +44,6 @@ class OnExceptionCheckpoint(CheckpointCallback):
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Save the run."""
-        # with several processes the saver writes nothing: the others may be dead, or waiting in a collective
+        # with multiple processes the saver writes nothing: the others may be dead or waiting in a collective
         if not trainer.fast_dev_run:
             trainer.saver.save_after_error(to_location(self.ckpt_path))

@@ -14,12 +14,12 @@ class PredictionWriter(Callback):
     """Base class of callbacks that write predictions. Override `write_on_batch_end`, `write_on_epoch_end` or both.
 
     Each process writes its own predictions and gets their dataset indices. To save memory, call
-    `trainer.predict(..., return_predictions=False)`: only `write_on_epoch_end` then keeps predictions until the end.
+    `trainer.predict(..., return_predictions=False)`. Predictions are then kept only if `write_on_epoch_end` is used.
 
     Args:
-        write_interval: Methods to call: "batch", "epoch" or "batch_and_epoch".
+        write_interval: When to write: "batch", "epoch" or "batch_and_epoch".
 
-    Raises ConfigError for another `write_interval`.
+    Raises ConfigError if `write_interval` has any other value.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
@@ -81,7 +81,7 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Write the kept predictions."""
         if self.interval != "batch":
-            # predictions as `predict` returns them; indices stay a list per loader even for a single loader
+            # predictions have the form that `predict` returns; indices are a list per loader even for a single loader
             single = len(self._predictions) == 1
             predictions = self._predictions[0] if single else self._predictions
             self.write_on_epoch_end(trainer, task, predictions, self._indices)

@@ -1,4 +1,4 @@
-"""Profile: records a trace of some training steps with torch.profiler."""
+"""Profile: records traces of some training steps with torch.profiler."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +20,14 @@ class Profile(Callback):
     torch.profiler.schedule.
 
     Args:
-        dirpath: Local folder of the traces. None: `profile` in the run directory.
+        dirpath: Local folder for the traces. None: `profile` in the run directory.
         wait: Optimizer steps to skip, counted from the start of the fit.
         warmup: Optimizer steps to record and discard.
         active: Optimizer steps to record and keep.
         repeat: Number of cycles of wait, warmup and active. 0: until the fit ends.
-        options: Further arguments of torch.profiler.profile, such as `profile_memory=True`.
+        options: Further arguments for torch.profiler.profile, such as `profile_memory=True`.
 
-    Raises ConfigError for a `dirpath` in an object store, and for None without a run directory.
+    Raises ConfigError if `dirpath` is in an object store, or if it is None and the run has no run directory.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Profile(Callback):
         if folder is None:
             raise ConfigError("Profile has no folder to write to, since this run has no run directory: set dirpath.")
         handler = profiler.tensorboard_trace_handler(str(folder), f"rank-{trainer.global_rank}")
-        # without acc_events torch warns that a new cycle clears the previous one's events, which are written by then
+        # without acc_events, torch warns that a new cycle clears the previous one's events, but those are saved already
         options = {"acc_events": True, **self.options}
         schedule = profiler.schedule(**self.steps)
         self._profiler = profiler.profile(schedule=schedule, on_trace_ready=handler, **options)
@@ -73,7 +73,7 @@ class Profile(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        # on_train_end and teardown both get here: the first call writes the trace
+        # called by on_train_end and teardown; the first call writes the trace
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 NEVER = float("inf")
 SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_BETWEEN_LINES = 60.0
-"""Seconds between two lines when output is neither a terminal nor a notebook."""
+"""Seconds between lines if output is neither a terminal nor a notebook."""
 SECONDS_BETWEEN_READINGS = 2.0
-"""Minimum seconds between two reads of metrics from the device, apart from logging points."""
+"""Minimum seconds between reads of metrics from the device, apart from logging points."""
 CALLBACK_PREFIXES = ("lr-", "throughput/", "straggler/", "epoch")
 """Metrics of Legato's callbacks, which the table leaves out unless the task logs them with prog_bar=True."""
 NARROW = {"epoch": 5, "lr": 8, "time": 7}
-"""Width of columns in the table that need less than the nine characters of a metric."""
+"""Widths of table columns that need fewer than the nine characters of a metric."""
 
 
 class ProgressDisplay(Callback):
@@ -34,28 +34,28 @@ class ProgressBar(ProgressDisplay):
     """Shows a progress bar, a table with a row for each epoch, and a summary line at the end.
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
-    logged with `prog_bar=True`: training metrics as mean over the epoch so far (on several processes, up to the newest
-    logging point), others with their newest value. tqdm redraws it at most ten times a second. If stderr is not a
-    terminal and this is not a notebook, the bar becomes one line a minute. Metrics are read from the device at logging
+    logged with `prog_bar=True`. For training metrics it shows the mean over the epoch so far (with multiple processes,
+    up to the newest logging point), for other metrics the newest value. tqdm redraws the bar at most ten times a second.
+    Outside of terminals and notebooks, the bar becomes one line per minute. Metrics are read from the device at logging
     steps and every two seconds.
 
-    The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, with `*` at its best
-    value. If neither exists, it shows all logged metrics. Epochs count from 1.
+    The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, whose best value is
+    marked with `*`. If there are none, it shows all logged metrics. Epochs count from 1.
 
     Args:
-        refresh_rate: Minimum number of optimizer steps between two redraws. 0: show nothing.
-        leave: Keep the bar of each finished epoch on the screen.
+        refresh_rate: Minimum number of optimizer steps between redraws. 0: show nothing.
+        leave: Keep each finished epoch's bar on the screen.
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         self.refresh_rate, self.leave = refresh_rate, leave
         self._enabled = self._in_place = False
         self._bar: Any = None
-        """tqdm's bar of the epoch or evaluation; None between two of them, and for plain lines."""
+        """tqdm's bar for the epoch or evaluation; None if no bar is shown."""
         self._columns: list[str] = []
         self._monitor: Monitor | None = None
         self._best: tuple[float, int] | None = None
-        """Best value of the monitored metric so far and its step; -1 for a step before the resume."""
+        """Best value of the monitored metric so far, and its step (-1 if it is from before a resume)."""
         self._began = self._epoch_began = self._evaluation_began = self._next = self._next_reading = NEVER
         self._start = (0, 0, 0)
         """Epochs, steps and samples at the start of the run."""
@@ -101,20 +101,20 @@ class ProgressBar(ProgressDisplay):
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
         if score is not None and getattr(saved, "scores", None):
-            self._best = float(score), -1  # from before a resume, which does not restore the step
+            self._best = float(score), -1  # from before the resume, which does not restore the value's step
         self._next_reading = 0.0
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Begin the epoch's bar."""
         self._epoch_began, self._means = time.monotonic(), {}
         self._epoch_samples = trainer.state.samples_seen
-        # a log file gets its first line immediately, then at most one a minute, even if epochs are shorter
+        # a log file gets its first line immediately, then at most one line per minute, even if epochs are shorter
         if self._enabled and (self._in_place or self._shown_step < 0):
             self._next = 0.0
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Redraw the bar if it is due."""
-        if not self._enabled or trainer.metrics.step == trainer.global_step:  # within a step, which may be dropped
+        if not self._enabled or trainer.metrics.step == trainer.global_step:  # in the middle of a step
             return
         now = time.monotonic()
         if now >= self._next and trainer.global_step - self._shown_step >= self.refresh_rate:
@@ -122,7 +122,7 @@ class ProgressBar(ProgressDisplay):
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Add the epoch's row to the table."""
-        # an epoch that was complete in the checkpoint got its row before the resume
+        # if the epoch was complete in the checkpoint, its row was written before the resume
         if not self._enabled or (trainer.state.epoch_steps and trainer.global_step == self._start[1]):
             return
         now = time.monotonic()
@@ -141,7 +141,7 @@ class ProgressBar(ProgressDisplay):
         steps = trainer.global_step - self._start[1]
         if not steps:
             end = f"the run already ended at step {trainer.global_step}"
-            write(f"Nothing to train: {end} (by max_epochs, max_steps or a callback). Raise the limit to continue it.")
+            write(f"Nothing to train: {end} (by max_epochs, max_steps or a callback). Raise the limit to continue.")
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = amount((trainer.state.samples_seen - self._start[2]) / seconds)
@@ -157,7 +157,7 @@ class ProgressBar(ProgressDisplay):
             self._means, self._next_reading = trainer.metrics.running_values(), now + SECONDS_BETWEEN_READINGS
         state, steps = trainer.state, trainer.steps_per_epoch
         if trainer.max_steps >= 0:
-            # max_steps may cut the last epoch short, and its bar should still end full
+            # max_steps may cut the last epoch short, but its bar should still fill up
             steps = min(steps, trainer.max_steps - (state.global_step - state.epoch_steps))
         seconds = now - self._epoch_began
         rate = f"{amount((state.samples_seen - self._epoch_samples) / seconds)} samples/s" if seconds > 0 else ""
@@ -169,7 +169,7 @@ class ProgressBar(ProgressDisplay):
         """Return training means over the epoch so far and the newest values of other metrics."""
         metrics = dict(self._means)
         for name, value in trainer.progress_bar_metrics.items():
-            # `loss_step` and `loss_epoch` share a column, in which the mean over the epoch so far takes precedence
+            # `loss_step` and `loss_epoch` share a column; the mean over the epoch so far takes precedence
             shown = name.removesuffix("_step")
             if shown not in metrics and shown.removesuffix("_epoch") not in self._means:
                 metrics[shown] = value
@@ -199,7 +199,7 @@ class ProgressBar(ProgressDisplay):
         return {**cells, "time": duration(now - self._epoch_began)}
 
     def _write_row(self, cells: Mapping[str, str], mark: str) -> None:
-        """Write a row of the table, after a new header if it has new columns. Columns that do not fit are left out."""
+        """Write a table row, preceded by a new header if it has new columns. Leaves out columns that do not fit."""
         rows = [cells]
         if not cells.keys() <= set(self._columns):
             self._columns = list(dict.fromkeys((*cells, *self._columns)))
@@ -241,7 +241,7 @@ class ProgressBar(ProgressDisplay):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Return to the bar of training; outside fit, write the number of batches and the time."""
+        """Return to the training bar or, outside of fit, write the number of batches and the time."""
         if not self._enabled:
             return
         if trainer.stage != "fit" and self._batches:
@@ -263,7 +263,7 @@ class ProgressBar(ProgressDisplay):
 
     def _show_evaluation(self, trainer: "Trainer") -> None:
         in_fit = trainer.stage == "fit" and not trainer.sanity_checking
-        done = self._batches * trainer.world_size  # counts this rank's batches; other ranks have about as many
+        done = self._batches * trainer.world_size  # estimated from this rank's batches
         done = done if self._total is None else min(done, self._total)
         title = f"{self._epoch(trainer)}  {self._word}" if in_fit else self._word
         self._show(title, "batch", done, self._total, "", self._metrics(trainer) if in_fit else {})
@@ -272,7 +272,7 @@ class ProgressBar(ProgressDisplay):
     def _show(
         self, title: str, unit: str, done: int, total: int | None, rate: str, metrics: Mapping[str, float]
     ) -> None:
-        """Draw the bar or write a line."""
+        """Draw the bar or write a plain line."""
         shown = "  ".join([rate] * bool(rate) + [f"{name} {value:.4g}" for name, value in metrics.items()])
         self._next = time.monotonic() + (SECONDS_BETWEEN_DRAWINGS if self._in_place else SECONDS_BETWEEN_LINES)
         if not self._in_place:
@@ -313,7 +313,7 @@ def write(text: str) -> None:
 
 @cache
 def _tqdm() -> Any:
-    """Return tqdm's class without its monitor thread, which would outlive the run, and with a lock for threads only."""
+    """Return a tqdm class without the monitor thread, which would outlive the run, and with a lock only for threads."""
     from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -326,7 +326,7 @@ def _tqdm() -> Any:
 def columns() -> int:
     """Return the width of the terminal in characters; 200 without a terminal."""
     try:
-        # the table goes to stderr; shutil.get_terminal_size asks stdout, which may be a pipe
+        # the table goes to stderr, but shutil.get_terminal_size checks stdout, which may be a pipe
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError, AttributeError):
         return 200
@@ -334,14 +334,14 @@ def columns() -> int:
 
 def in_notebook() -> bool:
     """Return whether this process runs the cells of a notebook."""
-    # a notebook's kernel has imported IPython already
+    # a notebook's kernel has already imported IPython
     shell = sys.modules.get("IPython")
     kernel = None if shell is None else shell.get_ipython()
     return kernel is not None and type(kernel).__name__ == "ZMQInteractiveShell"
 
 
 def amount(value: float) -> str:
-    """Return a number with three significant digits: "7", "940", "12.3k", "1.25M"."""
+    """Format a number with three significant digits: "7", "940", "12.3k", "1.25M"."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         # 0.9995: three digits round 999.5 up to the next unit, where .3g would print 1e+03
         if value >= size * 0.9995:
@@ -350,7 +350,7 @@ def amount(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as "h:mm:ss", from 24 hours on as "1d h:mm:ss"."""
+    """Format a duration as "h:mm:ss" or, from 24 hours on, "1d h:mm:ss"."""
     days, rest = divmod(max(0, round(seconds)), 86400)
     text = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: logs steps and samples per second, and warns if training waits for its loader."""
+"""ThroughputMonitor: logs steps and samples per second, and warns if training often waits for its loader."""
 
 import logging
 import time
@@ -22,9 +22,9 @@ MOST_SHARE = 0.25
 class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
-    Both rates are averages between logging points, without the time of validation. The callback warns once if
-    training waits for its loader for more than a quarter of that time. On an accelerator, a wait counts only while the
-    device has no work.
+    Both rates are averages between logging points, excluding validation time. The callback warns once if training spends
+    more than a quarter of that time waiting for its loader. On an accelerator, waiting counts only while the device is
+    idle.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ThroughputMonitor(Callback):
         self._step = 0
         self._validation_began = 0.0
         self._waited, self._ended = 0.0, 0.0
-        """Seconds of waiting since the last logging point, and the end time of the newest batch (0.0: do not measure
+        """Seconds spent waiting since the last logging point, and the end time of the newest batch (0.0: do not measure
         the next wait)."""
         self._has_warned = False
         self._device: torch.device | None = None
@@ -53,7 +53,7 @@ class ThroughputMonitor(Callback):
         """Log once per logging point."""
         step = trainer.state.global_step
         now = self._ended = time.perf_counter()
-        # runs for each batch of a step; global_step advances after the last
+        # runs for each batch of a step; global_step advances after the last one
         if step % trainer.log_every_n_steps or step == self._step:
             return
         seconds = max(now - self._since, 1e-9)  # some systems' clocks advance in steps of microseconds
@@ -73,11 +73,11 @@ class ThroughputMonitor(Callback):
         self._restart(trainer, now)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Leave the start of the loader's workers out of the waiting time."""
+        """Exclude the startup of the loader's workers from the waiting time."""
         self._ended = 0.0
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Leave the save out of the waiting time."""
+        """Exclude the save from the waiting time."""
         self._ended = 0.0
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -86,12 +86,12 @@ class ThroughputMonitor(Callback):
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
         """Restart the clock."""
-        # leave out the time of validation, which would make a short interval look slow
+        # exclude the validation time, which would make a short interval look slow
         self._since += time.perf_counter() - self._validation_began
         self._ended = 0.0
 
     def _is_idle(self) -> bool:
-        """Return whether the device has no work left. While it is busy, waiting for a batch costs no time."""
+        """Return whether the device is idle. While it is busy, waiting for a batch costs no time."""
         import torch
 
         # query returns immediately; synchronize would block in every step

@@ -1,4 +1,4 @@
-"""Timer: ends the run after a duration."""
+"""Timer: ends the run after a given duration."""
 
 import logging
 from datetime import timedelta
@@ -19,10 +19,10 @@ class Timer(Callback):
 
     Args:
         duration: "DD:HH:MM:SS", a timedelta, or a mapping such as {"hours": 2}. None: no limit.
-        interval: Check after every "step" or every "epoch".
+        interval: When to check: after every "step" or every "epoch".
         verbose: Log the reason when the run ends.
 
-    Raises ConfigError for another `interval`.
+    Raises ConfigError if `interval` has any other value.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Timer(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state: one for each duration and interval."""
+        """Key of the state, which is different for each duration and interval."""
         return f"Timer[{self.duration}, {self.interval}]"
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -53,7 +53,7 @@ class Timer(Callback):
         self._check(trainer)
 
     def _check(self, trainer: "Trainer") -> None:
-        # trainer.elapsed continues after a resume and is equal on all ranks, unlike a process's local clock
+        # unlike a process's local clock, trainer.elapsed continues after a resume and is equal on all ranks
         if self.duration is None or trainer.should_stop or trainer.elapsed < self.duration:
             return
         trainer.should_stop = True

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class WeightAveraging(Callback):
-    """Keeps the mean of the weights over optimizer steps: all of them, or those that `should_update` selects.
+    """Keeps the mean of the weights over all optimizer steps, or over those that `should_update` selects.
 
     Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint stores the
-    trained weights as model and the averages as this callback's state, and a resume restores both. Everything else
-    that reads weights from it (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages. With
-    `save_weights_only`, the checkpoint stores the averages as model. Averages are float32 or wider.
+    trained weights as the model and the averages as this callback's state, and a resume restores both. Everything else
+    that reads weights from the checkpoint (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages.
+    With `save_weights_only`, the checkpoint stores the averages as the model. Averages are float32 or wider.
 
     Args:
         use_buffers: Average floating-point buffers in addition to parameters.
 
-    Raises ConfigError under a strategy whose processes do not hold all weights (pipeline, ddp_rpc).
+    Raises ConfigError if the strategy's processes do not hold all weights (pipeline, ddp_rpc).
     """
 
     def __init__(self, use_buffers: bool = False) -> None:
@@ -77,7 +77,7 @@ class WeightAveraging(Callback):
 
     def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
         """Update `averages` in place with `weights`, a tensor of the same shape. Not called for the first update."""
-        # a running mean, since a growing sum would lose its last digits
+        # a running mean, since a growing sum would lose precision
         averages.lerp_(weights, 1.0 / (self.updates + 1))
 
     def update(self, task: "Task") -> None:
@@ -86,7 +86,7 @@ class WeightAveraging(Callback):
 
         with torch.no_grad():
             for name, tensor in self._averaged(task).items():
-                # at least float32: an update by (1 - decay) is mostly below bfloat16's resolution
+                # at least float32: an update scaled by (1 - decay) is usually below bfloat16's resolution
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 # the first update copies the weights, so that the average is not biased towards zero
                 if name not in self.averages:
@@ -98,7 +98,7 @@ class WeightAveraging(Callback):
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave the averages in the task."""
         self.leave_averages(task)
-        # gathered while all processes exist: the next call may shard the averages over other devices
+        # gather while all processes exist, since the next run may shard the averages over other devices
         self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
 
     def leave_averages(self, task: "Task") -> None:
@@ -125,7 +125,7 @@ class WeightAveraging(Callback):
         """Swap out the averages, even after an exception."""
         self._swap_out(task)
 
-    # the last hook of every evaluation, even of a failed one: no run may continue with the averages
+    # the last hook of every evaluation, even if it fails: no run may continue with the averages
     on_test_model_train = on_predict_model_train = on_validation_model_train
 
     def _swap_in(self, task: "Task") -> None:
@@ -138,7 +138,7 @@ class WeightAveraging(Callback):
         with torch.no_grad():
             for name, tensor in self._averaged(task).items():
                 if name in self.averages:
-                    # copied in place, since optimizers and compiled graphs hold the parameter
+                    # copied in place, since optimizers and compiled graphs hold references to the parameter
                     shard = _local_shard(tensor.detach())
                     self._trained[name] = shard.clone()
                     shard.copy_(_local_shard(self.averages[name]))
@@ -180,7 +180,7 @@ class WeightAveraging(Callback):
                 weights[name] = self.averages[name].to(weights[name].dtype)
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Load the averages for an evaluation."""
+        """Load the averages if an evaluation loads the checkpoint."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.stage != "fit":
             self.load_state_dict(state or {"updates": 0, "averages": {}})
@@ -204,16 +204,16 @@ class WeightAveraging(Callback):
 class ExponentialMovingAverage(WeightAveraging):
     """Keeps an exponential moving average of the weights: average = decay * average + (1 - decay) * weights.
 
-    The first update copies the weights. The averages equal those of torch.optim.swa_utils.AveragedModel with
-    get_ema_avg_fn(decay). As with `WeightAveraging`, evaluations use them and `fit` leaves them in the task.
+    The first update copies the weights. The averages match those of torch.optim.swa_utils.AveragedModel with
+    get_ema_avg_fn(decay). As with `WeightAveraging`, evaluations use the averages and `fit` leaves them in the task.
 
     Args:
         decay: Weight of the previous average in each update, from 0 to less than 1.
-        every_n_steps: Optimizer steps between two updates.
-        start_step: First optimizer step that may update, counted from 1.
+        every_n_steps: Number of optimizer steps between updates.
+        start_step: First optimizer step that may update the averages, counted from 1.
         use_buffers: Average floating-point buffers in addition to parameters.
 
-    Raises ConfigError for values out of range, and where `WeightAveraging` does.
+    Raises ConfigError if a value is out of range, or if the strategy's processes do not hold all weights.
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class ExponentialMovingAverage(WeightAveraging):
             raise ConfigError(f"ExponentialMovingAverage: decay must be at least 0 and less than 1, got {decay!r}.")
         if every_n_steps < 1 or start_step < 0:
             raise ConfigError(
-                f"ExponentialMovingAverage: every_n_steps must be at least 1, got {every_n_steps!r}; start_step at "
-                f"least 0, got {start_step!r}."
+                f"ExponentialMovingAverage: every_n_steps must be at least 1 and start_step at least 0, got "
+                f"{every_n_steps!r} and {start_step!r}."
             )
         super().__init__(use_buffers)
         self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step

@@ -202,7 +202,7 @@ def test_a_metric_that_is_still_to_come_is_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save_top_k": -2}, "save_top_k must be a count"),
+        ({"save_top_k": -2}, "save_top_k must be 0 \\(none\\), positive"),
         ({"every_n_epochs": -1}, "every_n_epochs must be 0"),
         ({"every_n_train_steps": -1}, "every_n_train_steps must be 0"),
         ({"monitor": "x", "mode": "mim"}, "mode must be 'min' or 'max', got 'mim'"),
@@ -283,9 +283,7 @@ def test_a_run_that_can_save_nothing_says_so(tmp_path, caplog):
     never = Checkpoint("val/score", "max", save_last=False, every_n_train_steps=3)
     trainer = fit(tmp_path, never, values=[0.5, 0.9])
     assert not (trainer.run_dir / "checkpoints").exists()
-    assert (
-        "no checkpoint saved by step 4. With save_last=False a checkpoint needs a value of 'val/score'" in caplog.text
-    )
+    assert "was saved by step 4. With save_last=False, a checkpoint needs a value of 'val/score'" in caplog.text
 
 
 VALUES = [1.0, 9.0, 9.0, 9.0, 5.0, 5.0, 5.0, 5.0, 6.0, 6.0, 6.0, 6.0]

@@ -221,7 +221,7 @@ def test_it_is_never_saved_in_the_place_of_the_weights(trainer, tmp_path):
 def test_what_cannot_be_is_refused():
     for options, message in (
         ({"decay": 1.0}, "got 1.0"),
-        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1 and start_step"),
     ):
         with pytest.raises(ConfigError, match=message):
             ExponentialMovingAverage(**options)
