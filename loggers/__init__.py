@@ -1,4 +1,4 @@
-"""Loggers: `logger.py` has the base class, each other module an implementation."""
+"""Loggers: `logger.py` defines the base class; each other module defines one implementation."""
 
 from typing import TYPE_CHECKING
 

@@ -14,10 +14,10 @@ METRICS_FILE = "metrics.csv"
 
 
 class CSVLogger(Logger):
-    """Writes `metrics.csv`, a row for each call of `log_metrics`, and `hparams.yaml` to the run directory.
+    """Writes `metrics.csv`, with one row per call to `log_metrics`, and `hparams.yaml` to the run directory.
 
-    * Each row reaches the operating system before the call returns, so a killed process loses no row.
-    * Columns are sorted by name. A new metric adds a column by atomically replacing the file.
+    * Each row reaches the operating system before the call returns, so no row is lost if the process is killed.
+    * Columns are sorted by name. To add a column for a new metric, the file is replaced atomically.
     * A resume removes the rows of later steps and writes no value twice.
     """
 
@@ -37,7 +37,7 @@ class CSVLogger(Logger):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         rows, self.columns = _read(self._path)
         kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
-        # the resumed run logs the checkpoint's step again; values that are in the file stay unchanged
+        # the resumed run logs the checkpoint's step again; values already in the file stay unchanged
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
         # an empty cell is not a value: only other rows have this column
@@ -56,7 +56,7 @@ class CSVLogger(Logger):
                 return
         row["step"] = int(step)
         if not row.keys() <= set(self.columns) or not self._path.exists():
-            # rewrites the file, since all rows need the columns of the header
+            # rewrite the file, since all rows need the columns in the header
             rows, _ = _read(self._path)
             # sorted, so that the header does not depend on the order in which metrics were logged
             self.columns = sorted({*self.columns, *row})
@@ -74,7 +74,7 @@ class CSVLogger(Logger):
     def save(self) -> None:
         """Sync the file to disk."""
         if self._path is not None and self._path.exists():
-            # any descriptor works: fsync also covers what was written through other descriptors
+            # any descriptor works, since fsync also covers data written through other descriptors
             with self._path.open("a") as file:
                 os.fsync(file.fileno())
 
@@ -86,7 +86,7 @@ class CSVLogger(Logger):
 
     def _write_anew(self, rows: list[dict[str, str]]) -> None:
         assert self._path is not None
-        # beside the file, since a rename is atomic only within a file system
+        # in the same folder, since a rename is atomic only within a file system
         partial = self._path.with_name(f"{self._path.name}.partial")
         with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
@@ -98,10 +98,10 @@ class CSVLogger(Logger):
 
 
 def _read(path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the complete rows of a file and its columns."""
+    """Return a file's complete rows and its columns."""
     if not path.exists():
         return [], []
-    # a kill leaves complete rows, but a power cut may truncate the last row
+    # rows stay complete if the process is killed, but a power failure may truncate the last row
     lines, _, _ = path.read_bytes().rpartition(b"\n")
     reader = csv.DictReader(io.StringIO(lines.decode(errors="replace"), newline=""))
     rows = [row for row in reader if None not in row and None not in row.values() and row.get("step", "").isdigit()]

@@ -1,4 +1,4 @@
-"""Conversion of hyperparameters for loggers: to YAML, or to flat names."""
+"""Converts hyperparameters for loggers, to YAML or to flat names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +10,18 @@ HPARAMS_FILE = "hparams.yaml"
 
 
 def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
-    """Write `hparams.yaml`. Numbers, strings, and lists and mappings of these stay; other values become strings."""
+    """Write `hparams.yaml`. Values other than numbers, strings, lists and mappings become strings."""
     folder.mkdir(parents=True, exist_ok=True)
     # "{}" instead of an empty file, which YAML reads as null
     (folder / HPARAMS_FILE).write_text(yaml.safe_dump(plain(params), sort_keys=False) if params else "{}\n")
 
 
 def plain(value: Any) -> Any:
-    """Return a value in types that YAML and JSON can write."""
+    """Convert a value to types that YAML and JSON support."""
     # bool first: it is a subclass of int, and True would become 1
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            return value if type(value) is kind else kind(value)  # YAML refuses subclasses such as numpy.float64
+            return value if type(value) is kind else kind(value)  # YAML rejects subclasses such as numpy.float64
     if value is None:
         return None
     if isinstance(value, Mapping):

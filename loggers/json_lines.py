@@ -1,4 +1,4 @@
-"""JSONLinesLogger: writes `metrics.jsonl`, a line of JSON for each logging step."""
+"""JSONLinesLogger: writes `metrics.jsonl`, with one line of JSON per logging step."""
 
 import json
 import logging
@@ -21,25 +21,25 @@ class JSONLinesLogger(Logger):
     """Writes a line such as `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` for each logging step.
 
     * "time" is in seconds since the epoch.
-    * Values reach the operating system before the call returns, so a killed process loses none.
+    * Values reach the operating system before the call returns, so none are lost if the process is killed.
     * Calls for the same step share a line. The newest line may still change; it gets its newline when the next step
       begins, so every line that ends in a newline is final.
-    * Strict JSON has no NaN: non-finite values are the strings "NaN", "Infinity" and "-Infinity", which `float()`
-      parses.
+    * Strict JSON has no NaN, so non-finite values become the strings "NaN", "Infinity" and "-Infinity", which
+      `float()` parses.
     * A metric named "step" or "time" is written as "step_" or "time_".
-    * A resume removes the lines of later steps, and lines that a power cut truncated.
+    * A resume removes the lines of later steps and lines truncated by a power failure.
 
     Args:
         path: Local path of the file. None: `metrics.jsonl` in the run directory.
 
-    Raises ConfigError for a path in an object store.
+    Raises ConfigError if `path` is in an object store.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
         require_local(path, "JSONLinesLogger's path")
         self.path = None if path is None else Path(os.path.abspath(path))
-        """Path of the file; None before `open` if it lies in the run directory."""
+        """Path of the file. Before `open`, None if the file goes to the run directory."""
         self._in_run_dir = path is None
         # the last line of the file, which has no newline yet, and its offset in bytes
         self._line: dict[str, Any] = {}
@@ -59,14 +59,14 @@ class JSONLinesLogger(Logger):
         self._recorded = set(self._line) if self._line.get("step") == resume_step else set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the line of this step, or add `metrics` to it. Does nothing before `open`."""
+        """Write this step's line, or add `metrics` to it. Does nothing before `open`."""
         if not self._is_open:
             return
         values = {
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
         if step == self._resume_step:
-            # a resume validates again at its checkpoint's step: recorded values stay, new ones are added
+            # a resume validates again at its checkpoint's step: recorded values stay, and new ones are added
             values = {name: value for name, value in values.items() if name not in self._recorded}
             if not values:
                 return
@@ -78,15 +78,15 @@ class JSONLinesLogger(Logger):
                 self._line, self._line_start = {"step": int(step), "time": round(time.time(), 3)}, start + len(opening)
             self._line |= values
             file.seek(start)
-            # a single write, so that a kill leaves the old or the new line
+            # a single write, so that a killed process leaves either the old or the new line
             file.write(opening + json.dumps(self._line, allow_nan=False).encode())
             # the new line is shorter if a value is logged again with fewer digits
             file.truncate()
 
     def _append(self) -> BinaryIO:
-        """Open the file. Starts a new one, with a warning, if it was deleted. Raises ConfigError without a folder."""
+        """Open the file, or a new one with a warning if it was deleted. Raises ConfigError if its folder is gone."""
         assert self.path is not None
-        # opened for each point, since writes to an open file succeed even after it is deleted
+        # open it for each point, since writes to an open file succeed even after it is deleted
         try:
             file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
         except FileNotFoundError as error:
@@ -94,7 +94,7 @@ class JSONLinesLogger(Logger):
         if self._line and not os.fstat(file.fileno()).st_size:
             # no resume step, since the new file has no recorded values
             self._line, self._line_start, self._resume_step = {}, 0, None
-            log.warning("%s was deleted or moved during the run. The next points go to a new file.", self.path)
+            log.warning("%s was deleted or moved during the run. Further points go to a new file.", self.path)
         return file
 
     def save(self) -> None:
@@ -114,9 +114,9 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Remove the lines after `resume_step`, invalid lines and the newline of the last line, and replace the file.
+    """Atomically replace the file, without lines after `resume_step`, invalid lines and the last line's newline.
 
-    Returns the last point and the offset of its line in bytes. The replacement is atomic.
+    Returns the last point and the offset of its line in bytes.
     """
     if not path.exists():
         return {}, 0

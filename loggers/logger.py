@@ -9,10 +9,10 @@ PICTURES = " Use logger.experiment: add_image, add_figure or add_histogram with 
 
 
 class NoExperiment:
-    """No-op experiment whose methods accept any arguments. A task can use `self.logger.experiment` on every rank."""
+    """No-op experiment whose methods accept any arguments. Tasks can thus use `self.logger.experiment` on any rank."""
 
     def __getattr__(self, name: str) -> "NoExperiment":
-        # names of protocols stay undefined: copy.deepcopy would call __deepcopy__
+        # leave protocol names undefined: otherwise copy.deepcopy would call __deepcopy__
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -29,10 +29,10 @@ class NoExperiment:
 
 
 class Logger:
-    """Base class of loggers. Override the methods that you need; their defaults write nothing.
+    """Base class of loggers. Override the methods that you need; by default, they write nothing.
 
-    On rank 0 the trainer calls `open`, then `log_*` and `save`, and finally `finalize`. Other ranks call only `follow`,
-    and a logger that is not open must ignore calls, so that a task can use `self.logger` in every process.
+    On rank 0, the trainer calls `open`, then `log_*` and `save`, and finally `finalize`. On other ranks it calls only
+    `follow`. A logger that is not open must ignore calls, so that a task can use `self.logger` in every process.
     """
 
     _directory: Path | None = None
@@ -44,12 +44,12 @@ class Logger:
         Args:
             run_dir: The run directory.
             resume_step: None in a new run. In a resumed run, the step of its checkpoint: discard points of later steps,
-                keep points up to this step, and do not write those again.
+                keep points up to this step, and do not write kept points again.
         """
         self._directory, self._is_open = Path(run_dir), True
 
     def follow(self, run_dir: Path) -> None:
-        """Record the run directory in a process that does not write: another rank, or the one that started workers."""
+        """Record the run directory in a process that does not write: another rank, or the launching process."""
         self._directory = Path(run_dir)
 
     @property
@@ -67,7 +67,7 @@ class Logger:
         """N of `version_N`, or the folder's name; None before a run."""
         if self._directory is None:
             return None
-        # a number, since Lightning's programs write f"version_{logger.version}"
+        # a number, since Lightning programs write f"version_{logger.version}"
         match = re.fullmatch(r"version_(\d+)", self._directory.name)
         return int(match[1]) if match else self._directory.name
 
@@ -83,7 +83,7 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """The service's writer or run object, for features without a method here."""
+        """The service's writer or run object, for features that Logger has no method for."""
         return NoExperiment()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -100,7 +100,7 @@ class Logger:
         """Record the best value of the metric that a Checkpoint callback monitors. Called at the end of a run."""
 
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a Markdown text, such as the config."""
+        """Write Markdown text, such as the config."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of a model, if the logger supports it."""
@@ -115,10 +115,10 @@ class Logger:
         """Close the log; `status` is "success" or a word for the cause of the end."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, with an alternative for methods of Lightning's loggers."""
+        """Raise AttributeError, which suggests an alternative for methods of Lightning's loggers."""
         instead = PICTURES if name in ("log_image", "log_figure", "log_histogram") else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the logger as closed: the process that becomes rank 0 opens it."""
+        """Pickle the logger as closed, since the process that becomes rank 0 opens it."""
         return {**vars(self), "_is_open": False}

@@ -13,22 +13,22 @@ from .logger import Logger, NoExperiment
 
 DATABASE = "mlflow.db"
 ID_FILE = "mlflow-id.txt"
-"""File in the run directory with the id of the MLflow run, in which a resume continues."""
+"""File in the run directory that holds the id of the MLflow run, which a resume continues."""
 
 
 class MLFlowLogger(Logger):
     """Writes metrics and hyperparameters to an MLflow run.
 
-    A resume continues in the same MLflow run and writes no point twice. Log images and artifacts with `experiment`, the
-    `MlflowClient`, and `run_id`.
+    A resume continues the same MLflow run and writes no point twice. To log images and artifacts, use `run_id` with
+    `experiment`, the `MlflowClient`.
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.
         run_name: Name of a new MLflow run.
         tracking_uri: Tracking server or store. None: MLFLOW_TRACKING_URI or, if it is not set, `save_dir/mlflow.db`.
-        tags: Tags of a new MLflow run.
-        save_dir: Folder of the local store.
-        artifact_location: Artifact location of a new experiment.
+        tags: Tags for a new MLflow run.
+        save_dir: Folder for the local store.
+        artifact_location: Artifact location for a new experiment.
         run_id: Id of an existing MLflow run to continue.
         synchronous: Whether logging calls wait for the server. None: MLflow's default.
 
@@ -49,7 +49,7 @@ class MLFlowLogger(Logger):
         import mlflow  # noqa: F401
 
         uri = tracking_uri or get_variable("MLFLOW_TRACKING_URI")
-        # a database, since MLflow 3 refuses its file store
+        # a database, since MLflow 3 no longer supports its file store
         self._folder = None if uri else Path(save_dir or ".")
         self._uri = uri or f"sqlite:///{Path(save_dir or '.', DATABASE)}"
         self._experiment_name, self._run_name, self.tags = experiment_name, run_name, dict(tags or {})
@@ -62,7 +62,7 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the MLflow run. The first access starts a run."""
+        """Id of the MLflow run. The first access starts the run."""
         _ = self.experiment
         return self._run_id
 
@@ -106,7 +106,7 @@ class MLFlowLogger(Logger):
         return client
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start an MLflow run, or continue the one of the run directory."""
+        """Start an MLflow run, or continue the one recorded in the run directory."""
         super().open(run_dir, resume_step)
         if resume_step is not None:
             self.follow(run_dir)
@@ -123,12 +123,12 @@ class MLFlowLogger(Logger):
             self._run_id = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a step, except those that the MLflow run has from before a resume."""
+        """Write a step's metrics, except those that the MLflow run already has from before a resume."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         values = [
-            # MLflow refuses a batch if a name in it has any other character
+            # MLflow rejects a batch if a name in it has any other character
             Metric(re.sub(r"[^a-zA-Z0-9_/. -]+", "", name), float(value), now, int(step))
             for name, value in metrics.items()
             if not isinstance(value, str)
@@ -146,11 +146,11 @@ class MLFlowLogger(Logger):
         return self._written[name]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters; MLflow does not allow changes, so recorded ones keep their values."""
+        """Record hyperparameters. Recorded ones keep their values, since MLflow does not allow changes."""
         from mlflow.entities import Param
 
         recorded = self.experiment.get_run(self.run_id).data.params
-        # every version of MLflow accepts 250 characters
+        # all versions of MLflow accept 250 characters
         new = [Param(name, str(value)[:250]) for name, value in flat_params(params).items() if name not in recorded]
         for start in range(0, len(new), 100):  # MLflow's limit per call
             self.experiment.log_batch(self.run_id, params=new[start : start + 100], **self._options)
@@ -161,5 +161,5 @@ class MLFlowLogger(Logger):
             self._client.set_terminated(self._run_id, "FINISHED" if status == "success" else "FAILED")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the client when the logger is pickled; another process continues the run by its id."""
+        """Pickle the logger without its client; another process continues the run through its id."""
         return {**super().__getstate__(), "_client": None}

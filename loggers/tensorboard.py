@@ -37,14 +37,14 @@ INSTEAD = {
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
 
-    Event files go to the run directory. Log images, histograms and graphs with `experiment`, torch's SummaryWriter.
+    Event files go to the run directory. To log images, histograms and graphs, use `experiment`, torch's SummaryWriter.
 
     Args:
         own_metrics_last: Show `epoch`, `lr-...`, `throughput/...` and `straggler/...` in a group `~run` below all
-            others.
-        writer_options: Options of SummaryWriter, such as `flush_secs`.
+            other groups.
+        writer_options: Options for SummaryWriter, such as `flush_secs`.
 
-    Raises ConfigError for arguments of Lightning's TensorBoardLogger, with an alternative.
+    Raises ConfigError for arguments of Lightning's TensorBoardLogger; the message suggests an alternative.
     """
 
     def __init__(self, *, own_metrics_last: bool = True, **writer_options: Any) -> None:
@@ -73,7 +73,7 @@ class TensorBoardLogger(Logger):
             self._writer.close()
         super().open(run_dir, resume_step)
         before, self._events = self._events, Path(run_dir)
-        # for another run; hyperparameters recorded before the first `open` belong to the first run
+        # reset for another run; hyperparameters recorded before the first `open` belong to the first run
         if before not in (None, self._events):
             self._params, self._final, self._points, self._best = {}, {}, {}, {}
         if resume_step is not None:  # invalidated points must be written again
@@ -93,7 +93,7 @@ class TensorBoardLogger(Logger):
         return SummaryWriter(str(self._events), purge_step=purge_step, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the scalars of a step as one event, in a quarter of the time of five `add_scalar` calls."""
+        """Write a step's scalars as one event, which takes a quarter of the time of five `add_scalar` calls."""
         if self._writer is None:
             return
         self._require_folder()
@@ -110,7 +110,7 @@ class TensorBoardLogger(Logger):
             self._add(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters, written before the first point, and final metrics (default: all logged metrics)."""
+        """Record hyperparameters, which are written before the first point, and final metrics (default: all logged)."""
         self._params.update(flat_params(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
 
@@ -138,19 +138,19 @@ class TensorBoardLogger(Logger):
         self._start_session()
         absent = {name: value for name, value in self._final.items() if name not in self._points}
         if absent or self._best:
-            # not self.log_metrics: a subclass's override would rename these metrics a second time
+            # not self.log_metrics, since a subclass's override would rename these metrics a second time
             TensorBoardLogger.log_metrics(self, {**absent, **self._best}, self._step)
         if self._params:
             names = self._final or [name for name in self._points if not name.startswith(LAST)]
             # 0.0 is a placeholder: HPARAMS reads names from this record and values from the scalars
             experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*self._best, *names], 0.0))
             self._add(experiment.value)
-            if status == "success":  # torch's session end has the status success
+            if status == "success":  # torch's session end always has the status success
                 self._add(end.value)
         self._writer.close()
 
     def _require_folder(self) -> None:
-        """Raise ConfigError if the folder is missing or not writable; TensorBoard's thread would print a traceback."""
+        """Raise ConfigError if the folder is missing or not writable. TensorBoard's thread would print a traceback."""
         if self._events is None or os.access(self._events, os.W_OK):
             return
         if self._events.is_dir():
@@ -159,7 +159,7 @@ class TensorBoardLogger(Logger):
 
     def _start_session(self) -> None:
         # Before the first point, so that a killed run shows its hyperparameters too. Not in log_hyperparams, which may
-        # be called several times: TensorBoard reads only the first such record of a folder.
+        # be called several times: TensorBoard reads only the first such record in a folder.
         if self._params and not self._session_started:
             self._add(_hyperparameter_summaries(self._params, {})[1].value)
         self._session_started = True
@@ -171,15 +171,15 @@ class TensorBoardLogger(Logger):
         self._writer.file_writer.add_event(Event(step=int(step), summary=Summary(value=values)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the writer when the logger is pickled to another process."""
+        """Pickle the logger without its writer."""
         return {**super().__getstate__(), "_writer": None}
 
 
 def wait_for_next_name(folder: Path) -> None:
-    """Wait up to a second until the name of a new event file sorts after those in the folder.
+    """Wait up to a second until a new event file's name sorts after those in the folder.
 
-    TensorBoard reads files in order of their names: the second, then process id and number. Within a second, 10 sorts
-    before 9, and an older file read too late would invalidate points of the newer one.
+    TensorBoard reads files in the order of their names, which consist of the time in seconds, the process id and a
+    number. Within the same second, 10 sorts before 9, and an older file read too late would invalidate newer points.
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
@@ -188,7 +188,7 @@ def wait_for_next_name(folder: Path) -> None:
 
 
 def put_last(name: str) -> str:
-    """Return the tag of a metric; metrics of Legato's callbacks go to the last group."""
+    """Return the tag for a metric. Metrics of Legato's callbacks go to the last group."""
     return f"{LAST}{name.removeprefix('throughput/')}" if OWN_METRICS.match(name) else name
 
 

@@ -10,7 +10,7 @@ from .hyperparameters import plain
 from .logger import Logger, NoExperiment
 
 ID_FILE = "wandb-id.txt"
-"""File in the run directory with the id of the W&B run, in which a resume continues."""
+"""File in the run directory that holds the id of the W&B run, which a resume continues."""
 STEP = "trainer/global_step"
 """Name of the x-axis of all metrics."""
 
@@ -18,12 +18,12 @@ STEP = "trainer/global_step"
 class WandbLogger(Logger):
     """Writes metrics against `trainer/global_step` to a Weights & Biases run.
 
-    A resume continues in the same W&B run and skips the steps that W&B already has. Log images, tables and files with
+    A resume continues the same W&B run and skips steps that W&B already has. To log images, tables and files, use
     `experiment`, the W&B run.
 
     Args:
         experiment: Existing W&B run to write to.
-        init_options: Arguments of `wandb.init`, such as project, name, id and mode="offline".
+        init_options: Arguments for `wandb.init`, such as project, name, id and mode="offline".
 
     Raises ModuleNotFoundError if the wandb package is not installed.
     """
@@ -33,12 +33,12 @@ class WandbLogger(Logger):
 
         self._run = experiment
         self._init: dict[str, Any] = {"resume": "allow"}
-        self._init.update(**init_options)  # a form in which jsonargparse finds the arguments of wandb.init
+        self._init.update(**init_options)  # jsonargparse finds the arguments of wandb.init through this form
         if experiment is not None:
             self._init["id"] = experiment.id
-        # newest step that W&B has from before a resume
+        # newest step that W&B already has from before a resume
         self._written = -1
-        # whether the process that started this worker has the run open
+        # whether the run is open in the process that started this worker
         self._is_elsewhere = False
 
     @property
@@ -51,23 +51,23 @@ class WandbLogger(Logger):
 
             if self._init.get("dir") is not None:
                 os.makedirs(self._init["dir"], exist_ok=True)
-            # W&B refuses a second `init` of a run in progress
+            # W&B rejects a second `init` for a run in progress
             open_run = wandb.run or (wandb.attach(self._init["id"]) if self._is_elsewhere else None)
             self._run = open_run or wandb.init(**self._init)
             self._init["id"] = str(self._run.id)
             self._run.define_metric(STEP)
-            # W&B's default step counts calls of log, and a training step may have several
+            # W&B's default step counts calls to log, and a training step may make several
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return self._run
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Start a W&B run, or continue the one of the run directory."""
+        """Start a W&B run, or continue the one recorded in the run directory."""
         super().open(run_dir, resume_step)
         self._init["dir"] = self._init.get("dir") or str(run_dir)
         if resume_step is not None:
             self.follow(run_dir)
         Path(run_dir, ID_FILE).write_text(f"{self.experiment.id}\n")
-        # the summary holds the newest value of each metric, and thus the last step that W&B has
+        # the summary holds the newest value of each metric, including the last step that W&B has
         self._written = -1 if resume_step is None else int(self.experiment.summary.get(STEP, -1))
 
     def follow(self, run_dir: Path) -> None:
@@ -78,21 +78,21 @@ class WandbLogger(Logger):
             self._init["id"] = id_file.read_text().strip()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Write the metrics of a step, unless W&B has that step from before a resume."""
+        """Write a step's metrics, unless W&B already has that step from before a resume."""
         if step > self._written:
             self.experiment.log({**metrics, STEP: int(step)})
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters as the run's config."""
-        # a resume may change values, which W&B refuses without allow_val_change
+        # a resume may change values, which W&B rejects without allow_val_change
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Record histograms of a model's gradients or parameters; the arguments are those of `wandb.watch`."""
+        """Record histograms of a model's gradients or parameters. Takes the arguments of `wandb.watch`."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finalize(self, status: str) -> None:
-        """End the W&B run in a worker. In other processes it stays open until `wandb.finish()` or the process's end."""
+        """End the W&B run in a worker. In other processes it stays open until `wandb.finish()` or until they exit."""
         place = find_place()
         # a worker does not call W&B's exit hook, and another process may continue the run
         is_worker = place is not None and place.origin == "legato"
@@ -101,7 +101,7 @@ class WandbLogger(Logger):
             self._run = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the run when the logger is pickled; another process continues it by its id."""
+        """Pickle the logger without its W&B run; another process continues the run through its id."""
         import wandb
 
         is_elsewhere = self._run is not None and self._run is wandb.run

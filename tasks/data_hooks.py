@@ -8,10 +8,10 @@ from ..base.tensors import map_tensors
 
 
 class DataHooks:
-    """Hooks for loaders and batch transfer; a data module's take precedence over the task's."""
+    """Hooks for loaders and batch transfer. A data module's hooks take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert data. Runs in one process before any process calls `setup`; do not assign to self."""
+        """Download or convert data. Runs in one process before any process calls `setup`; do not set attributes."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -34,12 +34,11 @@ class DataHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to `device`. Override for custom batch types.
+        """Move a batch to `device`. Override this method for custom batch types.
 
-        With `prefetch_to_device`, data that you pass to `super()` are copied while the device computes the previous
-        batch.
+        With `prefetch_to_device`, data that you pass to `super()` is copied during computation on the previous batch.
         """
-        # by `vars`: a task's property raises without a trainer, and nn.Module searches its modules first
+        # through `vars`: a task's property raises an error without a trainer, and nn.Module searches its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
         if trainer is None:
             return map_tensors(batch, lambda tensor: tensor.to(device), lambda movable: movable.to(device))

@@ -1,4 +1,4 @@
-"""DataModule: the base class for the loaders of a run."""
+"""DataModule: the base class for objects that provide a run's loaders."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
 
 class DataModule(DataHooks, Hyperparameters):
-    """Base class for the loaders of each stage and their preparation. Override the methods that you need."""
+    """Base class for objects that prepare data and provide the loaders of each stage. Override what you need."""
 
     prepare_data_per_node = True
-    """Whether `prepare_data` runs once on each machine; False: once in the run, for a shared file system."""
+    """True: `prepare_data` runs once per machine; False: once per run, for a shared file system."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -34,7 +34,7 @@ class DataModule(DataHooks, Hyperparameters):
     ) -> DataModuleType:
         """Build the data module from the hyperparameters in a checkpoint and restore its state.
 
-        `kwargs` override hyperparameters. Raises CheckpointError if an argument of `__init__` is missing.
+        `kwargs` override hyperparameters. Raises CheckpointError if an argument for `__init__` is missing.
         """
         # an import at the top would be circular: trainer/resume imports data modules
         from ..trainer.resume.rebuild import rebuild_data_module

@@ -1,7 +1,7 @@
-"""Digits: a small convolutional network for 8 x 8 handwritten digits, as an example of an image task.
+"""Digits: an example of an image task, a small convolutional network for 8 x 8 handwritten digits.
 
-The images, `digits.csv.gz`, are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
-C. Kaynak (https://doi.org/10.24432/C50P49), under CC BY 4.0, in the file that scikit-learn ships.
+The images in `digits.csv.gz` are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
+C. Kaynak (https://doi.org/10.24432/C50P49), licensed under CC BY 4.0. The file comes from scikit-learn.
 """
 
 from pathlib import Path
@@ -21,13 +21,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Digits(Task):
-    """Classifies the ten digits; about 68,000 parameters with 32 channels.
+    """Classifies the ten digits. The network has about 68,000 parameters with 32 channels.
 
     Args:
-        channels: Channels of the first two convolutions; the last two have twice as many.
+        channels: Number of channels of the first two convolutions; the last two have twice as many.
         dropout: Dropout probability before the last layer.
         lr: Peak learning rate of the one-cycle schedule.
-        weight_decay: Weight decay of AdamW.
+        weight_decay: Weight decay for AdamW.
     """
 
     def __init__(self, channels: int = 32, dropout: float = 0.3, lr: float = 5e-3, weight_decay: float = 0.05) -> None:
@@ -75,12 +75,12 @@ class Digits(Task):
         images, labels = batch
         logits = self(images)
         correct = (logits.argmax(dim=1) == labels).float()
-        # weighted by batch_size, the mean over batches is exact even if the last batch is short
+        # weighting by batch_size makes the mean over batches exact even if the last batch is short
         values = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": correct.mean()}
         self.log_dict(values, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with a one-cycle schedule that steps the learning rate up to `lr` and down to zero."""
+        """Return AdamW with a one-cycle schedule that raises the learning rate to `lr` and lowers it to zero."""
         lr, steps = self.hparams.lr, int(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams.weight_decay)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
@@ -93,13 +93,13 @@ def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class DigitsData(DataModule):
-    """The 1,797 digits in a stratified split: 1,257 for training, 270 for validation, 270 for test.
+    """The 1,797 digits in a stratified split: 1,257 for training, 270 for validation and 270 for testing.
 
     Args:
         batch_size: Samples per batch of each replica.
-        num_workers: Worker processes of each loader.
-        shift: Largest random shift of training images in each direction, in pixels.
-        split_seed: Seed of the split.
+        num_workers: Number of worker processes per loader.
+        shift: Maximum random shift of training images in each direction, in pixels.
+        split_seed: Seed for the split.
     """
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0, shift: int = 1, split_seed: int = 0) -> None:
@@ -117,7 +117,7 @@ class DigitsData(DataModule):
         images = rows[:, :64].reshape(-1, 1, 8, 8) / 8 - 1  # 0 .. 16 -> -1 .. 1
         labels = rows[:, 64].long()
         shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.hparams.split_seed))
-        # Sorted by their place within their class, as a share of it, any stretch holds all classes in proportion.
+        # After sorting images by their relative position in their class, any slice holds all classes in proportion.
         places = torch.empty(len(labels))
         for digit in range(10):
             members = shuffled[labels[shuffled] == digit]
@@ -151,7 +151,7 @@ class DigitsData(DataModule):
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,); shifts each image at random by up to `shift` pixels in each direction."""
+    """Images (n, 1, 8, 8) with labels (n,). Shifts each image at random by up to `shift` pixels in each direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         # pad with the background value

@@ -1,4 +1,4 @@
-"""Hyperparameters: saves the arguments of `__init__`, so that a checkpoint can rebuild the object."""
+"""Hyperparameters: saves the arguments of `__init__`, so that the object can be rebuilt from a checkpoint."""
 
 import inspect
 from argparse import Namespace
@@ -11,13 +11,13 @@ from ..base.errors import TaskError
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict that also gives access to its keys as attributes: `hparams.lr`."""
+    """A dict whose keys are also attributes: `hparams.lr`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            # not KeyError: hasattr, and getattr with a default, catch AttributeError alone
+            # not KeyError: hasattr, and getattr with a default, only catch AttributeError
             raise AttributeError(f"No hyperparameter {name!r}. Saved ones: {', '.join(self) or 'none'}.") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -43,17 +43,17 @@ class Hyperparameters:
     ) -> None:
         """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
 
-        A checkpoint holds no code: modules, classes, functions and other objects are kept in `hparams` only. Pass them
-        to `load_from_checkpoint` again, whose error names the missing ones.
+        A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. Pass
+        them to `load_from_checkpoint` again; its error message lists those that are missing.
 
         Args:
-            args: Names of the arguments to save, or a single mapping, namespace or dataclass whose items to save.
+            args: Names of the arguments to save, or a single mapping, namespace or dataclass whose items are saved.
                 Default: all arguments.
             ignore: Names to leave out.
-            frame: Frame of the `__init__`. Default: the caller's.
+            frame: Frame of the `__init__` call. Default: the caller's.
             logger: Whether to pass hyperparameters to the loggers.
 
-        Raises TaskError for an unknown name.
+        Raises TaskError if a name is unknown.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         current = inspect.currentframe()
@@ -72,31 +72,31 @@ class Hyperparameters:
                 )
             arguments = {name: arguments[name] for name in args}
         self.__dict__["_log_hyperparams"] = logger
-        for name in ignored:  # a call in a base class has saved the arguments of its subclasses too
+        for name in ignored:  # an earlier call in a base class has also saved the arguments of subclasses
             self.hparams.pop(name, None)
         self.hparams.update({name: value for name, value in arguments.items() if name not in ignored})
 
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record pairs of an `__init__` argument and the config that built it, by argument name.
+        """Record, by argument name, pairs of an `__init__` argument and the config that built it.
 
-        Checkpoints and loggers get the config, which is plain data, in place of the object.
+        Checkpoints and loggers then get the config, which is plain data, instead of the object.
         """
         self.__dict__["_hparams_configs"] = dict(configs)
 
     def logged_hyperparameters(self) -> dict[str, Any] | None:
-        """Return the hyperparameters that loggers get when a run begins, as plain dicts and lists; None: none."""
+        """Return the hyperparameters for loggers as plain dicts and lists, or None to log none."""
         return plain_hyperparameters(self) if self.__dict__.get("_log_hyperparams", True) else None
 
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
-        """Return the arguments of all `__init__` calls of this object in progress; the outermost takes precedence.
+        """Return the arguments of all running `__init__` calls of this object; the outermost call takes precedence.
 
-        Other methods of the object may lie between them, such as a dataclass's `__post_init__`.
+        Other methods of the object, such as a dataclass's `__post_init__`, may be on the stack between these calls.
         """
         arguments: dict[str, Any] = {}
-        # outwards from the innermost __init__: a subclass's argument replaces the one it passed to its base class
+        # from the innermost __init__ outwards: a subclass's argument replaces the one that it passed to its base class
         while frame is not None:
             values = inspect.getargvalues(frame)
-            # the end of this object's frames; beyond it, another object's __init__ may have built this one
+            # the end of this object's frames; a frame beyond may be the __init__ of an object that creates this one
             if not values.args or values.locals.get(values.args[0]) is not self:
                 break
             if frame.f_code.co_name == "__init__":
@@ -108,13 +108,13 @@ class Hyperparameters:
 
 
 def plain_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
-    """Return all hyperparameters as plain dicts and lists, with configs in place of objects that a config built."""
+    """Return all hyperparameters as plain dicts and lists, with configs in place of objects built from a config."""
     built = built_hyperparameters(owner)
     return {name: built[name] if name in built else plain_containers(value) for name, value in owner.hparams.items()}
 
 
 def built_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
-    """Return the configs of hyperparameters that a config built, by name."""
+    """Return the configs of hyperparameters that were built from a config, by name."""
     recorded = owner.__dict__.get("_hparams_configs", {})
     # by identity: the task may have replaced the object that the config built
     return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
@@ -137,7 +137,7 @@ def _mapping_items(value: Any) -> dict[str, Any]:
     if isinstance(value, Namespace):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
-        # not dataclasses.asdict, which copies values and converts inner dataclasses to dicts
+        # not dataclasses.asdict, which copies values and converts nested dataclasses to dicts
         return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TaskError(
         f"save_hyperparameters: expected argument names, a mapping, namespace or dataclass, got {type(value).__name__}."

@@ -1,4 +1,4 @@
-"""Parsing of the return value of `configure_optimizers`."""
+"""Parses the return value of `configure_optimizers`."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -21,32 +21,32 @@ SCHEDULED = correction("return optimizer, scheduler", "return [optimizer], [sche
 
 @dataclass
 class SchedulerConfig:
-    """A learning rate scheduler and its interval. The fields are the keys of Lightning's `lr_scheduler` dict."""
+    """A learning rate scheduler and when it steps. The fields are the keys of Lightning's `lr_scheduler` dict."""
 
     scheduler: Any
-    """Any object with methods `step` and `state_dict`."""
+    """Any object with the methods `step` and `state_dict`."""
     interval: Literal["step", "epoch"] = "epoch"
     """Whether the scheduler steps after optimizer steps or after epochs."""
     frequency: int = 1
-    """Number of intervals between two steps of the scheduler."""
+    """Number of intervals between the scheduler's steps."""
     monitor: str | None = None
     """Name of the metric to pass to ReduceLROnPlateau."""
     strict: bool = True
-    """Whether a missing metric is an error."""
+    """Whether to raise an error if the metric is missing."""
     name: str | None = None
     """Name under which LearningRateMonitor logs the learning rate."""
     reduce_on_plateau: bool = False
     """Whether `step` takes the monitored metric."""
 
     def is_due(self, interval: str, count: int) -> bool:
-        """Return whether the scheduler steps after `count` steps or epochs, as `interval` says."""
+        """Return whether the scheduler steps after `count` steps or epochs, depending on `interval`."""
         return self.interval == interval and count % self.frequency == 0
 
 
 def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers in `returned`, in any form that Lightning accepts.
+    """Return the optimizers and schedulers in `returned`, which may have any form that Lightning accepts.
 
-    Raises TaskError for another form.
+    Raises TaskError for any other form.
     """
     optimizers, schedulers = _read_returned(returned)
     for config in schedulers:
@@ -65,8 +65,8 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
 
 
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Return a message about optimized parameters that are not the task's; "" without such parameters."""
-    # by id: `in` would compare the values of tensors
+    """Return a message about optimized parameters that do not belong to the task; "" if there are none."""
+    # compare ids, since `in` would compare tensor values
     task_ids = set(map(id, task.parameters()))
     shapes = [
         tuple(parameter.shape)
@@ -127,7 +127,7 @@ def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig
 
 
 def _require_keys(place: str, values: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise TaskError for a key that is not in `keys`, and if the first of `keys` is missing."""
+    """Raise TaskError if a key is not in `keys`, or if the first of `keys` is missing."""
     for key in values:
         if key not in keys:
             raise TaskError(f"{place} has the unknown key {key!r}.{did_you_mean(str(key), keys)}")
@@ -151,10 +151,10 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
     if "interval" in values and config.interval != interval:
         raise TaskError(
             f"The lr_scheduler dict has interval={config.interval!r}, but its {type(config.scheduler).__name__} has "
-            f"t_in_epochs={in_epochs}, so it would never change a learning rate. Remove the interval."
+            f"t_in_epochs={in_epochs}, so it would never change the learning rate. Remove the interval."
         )
     config.interval = interval
-    # or by the dict's key, for a custom scheduler that takes a metric; timm's plateau scheduler wraps torch's
+    # or through the dict's key, for a custom scheduler that takes a metric; timm's plateau scheduler wraps torch's
     inner = getattr(config.scheduler, "lr_scheduler", config.scheduler)
     config.reduce_on_plateau |= isinstance(inner, ReduceLROnPlateau)
     # `monitor` may also be in the optimizer's dict; the scheduler's dict takes precedence

@@ -1,4 +1,4 @@
-"""Task: a model with its steps and optimizers, under Lightning's names."""
+"""Task: a model with its steps and optimizers, with Lightning's method names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,24 +30,24 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     lists all hooks in call order.
 
     `training_step` returns a scalar loss, a dict with "loss", or None to skip the batch. With several optimizers it
-    returns one loss per optimizer, as a list or as the dict's "loss"; each loss gives gradients to its own optimizer's
-    parameters only.
+    returns one loss per optimizer, as a list or as the dict's "loss". Each loss gives gradients only to the parameters
+    of its own optimizer.
     """
 
     automatic_optimization = True
-    """Whether the trainer runs backward and steps the optimizers; False: `training_step` does."""
+    """True: the trainer runs the backward pass and steps the optimizers; False: `training_step` does so."""
     strict_loading = True
-    """Whether the parameters of a checkpoint must match this task's exactly."""
+    """Whether a checkpoint's parameters must match this task's exactly."""
 
     example_input_array: Any = None
 
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> "Trainer":
-        """The trainer of the run. Raises RuntimeError before the task is passed to a trainer."""
+        """The run's trainer. Raises RuntimeError if the task has not been passed to a trainer."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
-            # not AttributeError: nn.Module.__getattr__ would replace its message by "no attribute 'trainer'"
+            # not AttributeError: nn.Module.__getattr__ would replace its message with "no attribute 'trainer'"
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer: call trainer.fit(task) first.")
         return trainer
 
@@ -88,7 +88,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return loggers
 
     def _of_trainer(self, name: str, default: Value) -> Value:
-        """Return an attribute of the trainer, or `default` without one, as in a step called by hand."""
+        """Return an attribute of the trainer or, without a trainer (for example, in a unit test), `default`."""
         trainer = self.__dict__.get("_trainer")
         return default if trainer is None else getattr(trainer, name)
 
@@ -111,7 +111,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @devices.setter
     def devices(self, value: Any) -> None:
-        # settable: Lightning's module has no such attribute, so tasks may use the name
+        # settable: LightningModule has no such attribute, so tasks may use the name
         self.__dict__["_devices"] = value
 
     @property
@@ -129,18 +129,18 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Gather `data` from all ranks. Collective.
 
         Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
-        ranks, as with uneven evaluation shares, the result is a list by rank. `torch.cat(list(...))` joins both forms.
-        Under a mesh, ranks that share a batch count once. A call in a step requires that batches divide evenly among
-        replicas, and in `training_step` one process per replica.
+        ranks, as with uneven evaluation shares, the result is a list with one tensor per rank. `torch.cat(list(...))`
+        joins both forms. Under a mesh, ranks that share a batch count once. If you call this method in a step, batches
+        must divide evenly among replicas; in `training_step`, it also requires one process per replica.
 
         Args:
             data: A tensor, a number, or a collection of them.
             group: Process group to gather from. Default: all ranks.
-            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, with the weight of each
-                loss. Every rank's loss must depend on the gathered data.
+            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, each with its loss's weight.
+                Every rank's loss must depend on the gathered data.
 
-        Raises DisagreementError if dtypes or shapes differ between ranks in another way, and TaskError in a step in
-        which not all ranks take part.
+        Raises DisagreementError if ranks differ in dtypes or in other dimensions, and TaskError in a step in which not
+        all ranks take part.
         """
         return self.trainer.all_gather(data, group, sync_grads)
 
@@ -152,9 +152,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch. Takes (batch) or (batch, batch_idx).
 
-        Return a scalar tensor that is a mean over samples. For another loss return {"loss": loss, "weight": weight}
-        with a weight such as the number of tokens: the gradient of a step is the mean weighted by it. None skips the
-        batch.
+        Return a scalar tensor that is a mean over samples. If the loss is a mean over other units, such as tokens,
+        return {"loss": loss, "weight": number_of_tokens}: the gradient of a step is the mean weighted by these weights.
+        Return None to skip the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
@@ -171,39 +171,39 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return self(args[0])
 
     def configure_model(self) -> None:
-        """Build modules that are too large for the CPU memory of each process. Called once per stage."""
+        """Build modules that are too large for each process's CPU memory. Called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
-        """Return the model as a list of blocks, in which each block takes the previous block's output.
+        """Return the model as a list of blocks, each of which takes the previous block's output.
 
-        Pipeline parallelism splits this list into stages. None (default): the blocks of the nn.Sequential that holds
-        all parameters.
+        Pipeline parallelism splits this list into stages. None (default): use the blocks of the nn.Sequential that
+        holds all parameters.
         """
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
         """Return factories, by attribute name, of modules that are too large for each process.
 
-        Strategy ddp_rpc places these modules in server processes. Under other strategies each process builds them.
+        The strategy ddp_rpc places these modules in server processes. Under other strategies, each process builds them.
         """
         return {}
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Return the tensor-parallel plan: patterns of module names to "column", "row" or "replicated".
+        """Return the tensor-parallel plan, a mapping from module name patterns to "column", "row" or "replicated".
 
-        Strategy mesh with an axis `tensor` uses it; trainer/strategies/mesh/tensor_plan.py explains the values. If the
-        plan is empty, plans of the task's models apply, such as `tp_plan` of transformers.
+        The strategy mesh uses it along its axis `tensor`; trainer/strategies/mesh/tensor_plan.py explains the values.
+        If the plan is empty, Legato uses the models' own plans, such as `tp_plan` in Hugging Face Transformers.
         """
         return {}
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, a list of them, or a dict with "optimizer" and "lr_scheduler"; None trains nothing."""
+        """Return an optimizer, a list of them, a dict with "optimizer" and "lr_scheduler", or None for no optimizer."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
 
     def make_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
-        """Return the optimizers and learning rate schedulers of a fit, parsed from `configure_optimizers`.
+        """Return the optimizers and learning rate schedulers for a fit, parsed from `configure_optimizers`.
 
-        Raises TaskError for an unknown form of its return value, and for parameters that are not the task's.
+        Raises TaskError if its return value has an unknown form, or if parameters do not belong to the task.
         """
         optimizers, schedulers = read_optimizers(self.configure_optimizers(), self.automatic_optimization)
         fault = unknown_parameters(self, optimizers)
@@ -214,7 +214,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return optimizers, schedulers
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
-        """Return additional callbacks; each replaces the trainer's callback of the same type."""
+        """Return additional callbacks. Each replaces the trainer's callback of the same type."""
         return []
 
     # --- logged values ----------------------------------------------------------------------------------------------
@@ -249,17 +249,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             on_epoch: Log the reduction over the epoch. Default in `training_step`: False, unless `on_step` is False;
                 elsewhere always True. With both, the metric is logged as `name_step` and `name_epoch`.
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
-            sync_dist: Not needed, except for a sum in a hook that runs once per step or epoch: True adds up the values
-                of all processes.
+            sync_dist: Only needed for a sum in a hook that runs once per step or epoch: True adds up the values of all
+                processes.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
-            batch_size: Weight of the value in place of the number of samples: a number or a tensor with one value.
-            rank_zero_only: Log the value of rank 0 only.
-            enable_graph, sync_dist_group, metric_attribute: Accepted for Lightning's signature, without effect.
+            batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
+            rank_zero_only: Log only rank 0's value.
+            enable_graph, sync_dist_group, metric_attribute: Accepted for compatibility with Lightning; no effect.
 
         Raises TaskError outside of a run.
         """
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
-        # not by `self.trainer`: torch.compile would trace into the metrics and end with a warning about `.grad`
+        # not through `self.trainer`: torch.compile would trace into the metrics and then warn about `.grad`
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
         (self.trainer.current_run if run is None else run).metrics.log(name, value, batch_size, options)
@@ -279,7 +279,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         batch_size: float | Tensor | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log each item of `dictionary` as with `log`, which describes the other arguments."""
+        """Log each item of `dictionary`. See `log` for the other arguments."""
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
         if type(self).log is not Task.log or "log" in self.__dict__:  # overridden by the task
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
@@ -295,21 +295,21 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or a list of several, for manual optimization."""
+        """Return the optimizer, or a list of all optimizers, for manual optimization."""
         optimizers = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, a list of several, or None."""
+        """Return the learning rate scheduler, a list of all schedulers, or None."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward under manual optimization, with loss scaling and gradient reduction."""
+        """Run the backward pass under manual optimization, with loss scaling and gradient reduction."""
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Enable gradients for `optimizer`'s parameters only, until `untoggle_optimizer`. Frozen ones stay frozen."""
+        """Enable gradients only for `optimizer`'s parameters until `untoggle_optimizer`. Frozen ones stay frozen."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
@@ -326,15 +326,15 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters. Defaults are the Trainer's arguments of the same names."""
+        """Clip the gradients of `optimizer`'s parameters. Defaults: the Trainer arguments of the same names."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch. Called for iterable datasets and for batches that a strategy splits.
 
-        The default is the first dimension of the batch's tensors, or its number of graphs or packed sequences; if these
-        differ, the number of collated items. Override it if this is not the number of samples. For a loss that is not a
-        mean over samples, see `training_step`.
+        By default, this is the size of the first dimension of the batch's tensors, or its number of graphs or packed
+        sequences. If sizes differ, it is the number of collated items. Override this method if that is wrong. For a
+        loss that is not a mean over samples, see `training_step`.
         """
         return require_samples(batch)
 
@@ -344,11 +344,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients before a step. Override for custom clipping."""
+        """Clip gradients before a step. Override this method for custom clipping."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward on the weighted and scaled loss."""
+        """Run the backward pass on the weighted and scaled loss."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -358,16 +358,16 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. Backward has already run, so the first call of `optimizer_closure` returns the loss."""
+        """Step the optimizer. Gradients are already computed; the first `optimizer_closure` call returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Zero the gradients before the first backward of a step."""
+        """Zero the gradients before the first backward pass of a step."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Step a learning rate scheduler; `metric` is the monitored value for ReduceLROnPlateau."""
-        # a timm scheduler counts steps or epochs, and ignores the call for the other
+        # a timm scheduler counts either steps or epochs, and ignores calls for the other
         if hasattr(scheduler, "step_update"):
             scheduler.step_update(self.global_step, metric)
             scheduler.step(self.current_epoch + 1, metric)
@@ -383,12 +383,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- rest -------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
-        """Disable gradients of all parameters and switch to evaluation mode."""
+        """Disable gradients for all parameters and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Enable gradients of all parameters and switch to training mode."""
+        """Enable gradients for all parameters and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -406,12 +406,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         Args:
             checkpoint_path: A checkpoint directory, a Lightning `.ckpt`, a `torch.save` file of weights, or a
                 `.safetensors` file.
-            map_location: Device of the weights, as for torch.load.
+            map_location: Device for the weights, as in torch.load.
             hparams_file: YAML file of hyperparameters that override those of the checkpoint.
             strict: Whether the parameters must match exactly. Default: the task's `strict_loading`.
-            kwargs: Arguments of `__init__` that override hyperparameters.
+            kwargs: Arguments for `__init__` that override hyperparameters.
 
-        Raises CheckpointError for a damaged checkpoint and for a checkpoint of another model, naming the parameters
+        Raises CheckpointError if the checkpoint is damaged or from another model; the message then names the parameters
         that differ.
         """
         from ..trainer.resume.rebuild import rebuild_task
@@ -419,7 +419,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return rebuild_task(cls, to_location(checkpoint_path), map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the trainer, so that copying a model does not copy its run."""
+        """Leave out the trainer, so that copying a task does not copy its run."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_trainer", None)
         return state

@@ -47,7 +47,7 @@ class TaskHooks:
         """Called after each batch; for the last batch of a step, after the weight update."""
 
     def on_step_end(self) -> None:
-        """Called once per step after the optimizers, on every process: the place to update an average of weights."""
+        """Called once per step after the optimizers, on every process, for example to update averages of weights."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward pass."""
