@@ -35,9 +35,9 @@ class ProgressBar(ProgressDisplay):
 
     The bar shows the epoch, the step, the time left in the epoch, samples per second over all replicas, and metrics
     logged with `prog_bar=True`. For training metrics it shows the mean over the epoch so far (with multiple processes,
-    up to the newest logging point), for other metrics the newest value. tqdm redraws the bar at most ten times a second.
+    up to the newest logging point), for other metrics the newest value. tqdm redraws it at most ten times a second.
     Outside of terminals and notebooks, the bar becomes one line per minute. Metrics are read from the device at logging
-    steps and every two seconds.
+    points and every two seconds.
 
     The table shows metrics logged with `prog_bar=True` and the metric that a Checkpoint monitors, whose best value is
     marked with `*`. If there are none, it shows all logged metrics. Epochs count from 1.

@@ -38,7 +38,7 @@ class SpikeWatch(Callback):
     median and the spread. With fewer than ten previous steps (or `window`, if smaller), only non-finite values are
     spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
 
-    "warn" reads the values only when the run reads the device anyway, and warns at the next logging step. "skip" reads
+    "warn" reads the values only when the run reads the device anyway, and warns at the next logging point. "skip" reads
     them in every step and skips the update of a spike: weights and optimizer states stay unchanged, but effects of the
     forward pass (batch norm statistics, logged values) remain. Each spike is a line in `spikes.jsonl` in the run
     directory. `legato samples RUN step=N --blame` finds the sample, and `trainer.leave_out_samples` excludes it.
@@ -141,7 +141,7 @@ class SpikeWatch(Callback):
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check the steps since the last logging step, when the run reads the device anyway."""
+        """Check the steps since the last logging point, when the run reads the device anyway."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 

@@ -1,4 +1,4 @@
-"""JSONLinesLogger: writes `metrics.jsonl`, with one line of JSON per logging step."""
+"""JSONLinesLogger: writes `metrics.jsonl`, with one line of JSON per logging point."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ POINTS_FILE = "metrics.jsonl"
 
 
 class JSONLinesLogger(Logger):
-    """Writes a line such as `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` for each logging step.
+    """Writes a line such as `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` for each logging point.
 
     * "time" is in seconds since the epoch.
     * Values reach the operating system before the call returns, so none are lost if the process is killed.

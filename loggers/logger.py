@@ -90,7 +90,7 @@ class Logger:
         """Write metrics at optimizer step `step`. Calls for the same step are merged."""
 
     def log_point(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of a logging step. The trainer calls this method, which calls `log_metrics`."""
+        """Write the values of a logging point. The trainer calls this method, which calls `log_metrics`."""
         self.log_metrics(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:

@@ -237,7 +237,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     ) -> None:
         """Log a number, a tensor with a single value, or a torchmetrics.Metric.
 
-        The value stays on its device. At the next logging step it is reduced over batches and ranks, weighted by the
+        The value stays on its device. At the next logging point it is reduced over batches and ranks, weighted by the
         number of samples.
 
         Args:
@@ -245,7 +245,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             value: Value of this batch.
             prog_bar: Show the metric in the progress bar.
             logger: Write the metric to the loggers. Default: True.
-            on_step: Log at logging steps. Default: True in `training_step`, False elsewhere.
+            on_step: Log at logging points. Default: True in `training_step`, False elsewhere.
             on_epoch: Log the reduction over the epoch. Default in `training_step`: False, unless `on_step` is False;
                 elsewhere always True. With both, the metric is logged as `name_step` and `name_epoch`.
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
