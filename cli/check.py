@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 SKIPPED = (CheckpointCallback, EarlyStopping, ProgressDisplay, ModelSummary)
 """Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 LOCAL_LOGGERS = (TensorBoardLogger, JSONLinesLogger, CSVLogger)
-"""Loggers to try, since they only write to the run directory."""
+"""Loggers that a trial includes, since they only write to the run directory."""
 OVERLAY = {
     "fast_dev_run": False,
     "log_every_n_steps": 1,
-    # a validation after the first batch, so that checkpoints find its metrics
+    # validate after the first batch, so that checkpoints find their monitored metrics
     "val_check_interval": 1,
     "check_val_every_n_epoch": None,
     "min_steps": None,
@@ -62,14 +62,14 @@ OVERLAY = {
     # a failing trial must fail, not restart
     "max_restarts": 0,
 }
-"""Arguments of Trainer in a trial. `max_steps` stays, since learning rate schedules use the run's length."""
+"""Trainer arguments for a trial. `max_steps` stays, since learning rate schedules depend on the run's length."""
 WARM_STEPS = 6
-"""Minimum number of steps for a typical step time; with fewer, even the second half may be slow."""
+"""Minimum number of steps for a representative step time; with fewer, even the second half may be slow."""
 
 
 @dataclass
 class Report:
-    """Findings of a check. The run is fine if there are no problems."""
+    """Findings of a check. A run without problems passes."""
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Report:
     tried: list[str] = field(default_factory=list)
     """Stages that succeeded."""
     records: list[Record] = field(default_factory=list)
-    """Records of the ranks in training."""
+    """Training measurements of every rank."""
     checkpoint_bytes: int | None = None
     base_bytes: int = 0
     """Bytes of frozen weights that are stored once, beside the checkpoints."""
@@ -108,15 +108,15 @@ class Report:
             total = next((record.total_steps for record in records if record.total_steps is not None), None)
             length = "" if total is None else f"; {time_taken(self.seconds * total)} for {total:,} steps"
             if max(len(record.seconds) for record in records) < WARM_STEPS:
-                length += ", or less: only the first steps were tried"
-            yield "Seconds a step", f"{self.seconds:.3g}{length}"
+                length += ", or less: only the first steps were timed"
+            yield "Seconds/step", f"{self.seconds:.3g}{length}"
         if records:
             yield "Memory", _largest([record.host_bytes for record in records])
             if records[0].device_bytes is not None:
-                yield "On the device", _largest([record.device_bytes or 0 for record in records])
+                yield "Device memory", _largest([record.device_bytes or 0 for record in records])
         if self.checkpoint_bytes is not None:
-            beside = [f"{format_bytes(self.base_bytes)} beside them all"] if self.base_bytes else []
-            yield "A checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *beside, *self.disk])
+            beside = [f"{format_bytes(self.base_bytes)} shared by all checkpoints"] if self.base_bytes else []
+            yield "Checkpoint", "; ".join([format_bytes(self.checkpoint_bytes), *beside, *self.disk])
         for record in records:
             if record.bits and (record is records[0] or record.bits != records[0].bits):
                 yield "Bits depend on" if record is records[0] else f"  on rank {record.rank}", record.bits
@@ -128,10 +128,10 @@ class Report:
 
 
 def run_check(options: Namespace) -> None:
-    """Check the run of a command line and print the report. Raises ConfigError with all problems."""
+    """Check the run that the command line describes, and print the report. Raises ConfigError with all problems."""
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
-        log.setLevel(logging.WARNING)  # hides messages of the trials; the report has their layout
+        log.setLevel(logging.WARNING)  # hide messages from the trials; the report shows the process layout
     config = load_to_fit(options.words, warm_up_if_several)
     try:
         report = check_config(config)
@@ -153,7 +153,7 @@ def run_check(options: Namespace) -> None:
 def check_config(config: "Config") -> Report:
     """Run the trials of a config, and return a report with the problems."""
     original, report = build_config(config), Report()
-    # on the disk of the runs, since errors of that disk are among those to find
+    # on the disk that holds the runs, since the check should also find errors of that disk
     with temporary_folder(original, report) as folder:
         try_stages(config, original, folder, report)
     check_gradients(original, report)
@@ -191,7 +191,7 @@ def nearest(folder: Path) -> Path:
 
 
 def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report: Report) -> None:
-    """Run fit, resume, test and predict, and read the ranks' records of fit."""
+    """Run fit, resume, test and predict, and read what the ranks recorded during fit."""
     trainer = original.trainer
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
@@ -221,7 +221,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage, and report an error once. Under a launcher, raise it, since the other ranks cannot continue."""
+    """Run a stage, and report an error once. Under a launcher, raise the error: the other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:
@@ -238,14 +238,14 @@ def attempt(
 
 
 def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Path) -> "ConfiguredRun":
-    """Build the config for a few steps in `folder`, with a validation after each.
+    """Build a config's objects for a run of a few steps in `folder`, with validation after each step.
 
     Each replica takes one batch of each evaluation loader.
     """
     trainer, values = original.trainer, dict(config.values["trainer"])
     place = find_place(trainer.cluster)
     local = trainer.strategy.local_processes(trainer.device_list)
-    # one batch per replica, which shows a loader that is too short
+    # one batch per replica, to detect a loader that is too short
     batches = trainer.replicas or (local * trainer.num_nodes if place is None else place.world_size)
     for argument in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         limit = getattr(trainer, argument)
@@ -270,7 +270,7 @@ def trial_of(config: "Config", original: "ConfiguredRun", name: str, folder: Pat
 
 
 def has_stage(run: "ConfiguredRun", stage: str) -> bool:
-    """Return whether the task has the step of a stage, and the task or data module its loader."""
+    """Return whether the task defines the step of a stage, and the task or data module defines its loader."""
     loader = f"{stage}_dataloader"
     # a stage needs both
     of_data = run.data is not None and overrides(run.data, DataModule, loader)
@@ -278,23 +278,23 @@ def has_stage(run: "ConfiguredRun", stage: str) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of an error; unless it is Legato's, with its rank and its place in the user's code."""
+    """Return an error's message, with its rank and its place in the user's code unless it is an error of Legato."""
     if isinstance(error, LegatoError):
         return str(error)
     worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None
     rank = f" (rank {worker.rank})" if worker else ""
-    # the frames of a worker ended with its process, but the error has their text
+    # a worker's frames are gone with its process, but the error holds them as text
     text = f"{worker}\n" if worker else "".join(traceback.format_tb(error.__traceback__))
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', text, re.MULTILINE)
     ours = tuple(f'  File "{folder}' for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-    # without frames of Legato and torch, which users cannot fix
+    # leaves out frames in Legato and torch, which users cannot fix
     places = [frame for frame in frames if not frame.startswith(ours)]
     return f"{type(error).__name__}{rank}: {error}\n{''.join(places or frames).rstrip()}"
 
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters without a gradient in all steps of all ranks: a problem unless the strategy accepts them."""
+    """Report parameters that got no gradient in any step on any rank: a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems
@@ -319,7 +319,7 @@ def check_monitors(run: "ConfiguredRun", report: Report) -> None:
     if late and first is not None and total is not None and total < first:
         limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
         report.problems.append(
-            f"{limit} ends before the first validation, at step {first}, which logs {', '.join(late)}. Train longer, "
+            f"{limit} ends before the first validation (step {first}), which logs {', '.join(late)}. Train longer, "
             f"or validate earlier (val_check_interval)."
         )
     for user, name in [*monitored, *(("A learning rate scheduler", name) for name in record.plateaus)]:
@@ -348,7 +348,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
         asked = size * (1 if count is None else count) + report.base_bytes
         folder = nearest(place)
         free = shutil.disk_usage(folder).free
-        beside = f" and {format_bytes(report.base_bytes)} beside them" if report.base_bytes else ""
+        beside = f" and {format_bytes(report.base_bytes)} shared by all" if report.base_bytes else ""
         kept = "unknown number of checkpoints" if count is None else f"{format_bytes(asked)} at once"
         report.disk.append(f"{kept}, {format_bytes(free)} free")
         if asked > free:

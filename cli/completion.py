@@ -1,4 +1,4 @@
-"""`legato completion SHELL`: a script that completes commands, options, Trainer keys and config files."""
+"""`legato completion SHELL`: prints a script that completes commands, options, Trainer keys and config files."""
 
 import argparse
 from argparse import Namespace
@@ -18,12 +18,12 @@ _legato_config_words() {
 
 
 def run_completion(options: Namespace) -> None:
-    """Print the script. Raises ConfigError without the package shtab."""
+    """Print the script. Raises ConfigError if the package shtab is missing."""
     try:
         import shtab
     except ImportError as error:
         raise ConfigError("legato completion needs the package shtab: pip install 'legato[completion]'") from error
-    # shtab needs a single parser with sub-parsers, which the command line does not have
+    # shtab needs one parser with subparsers, which the command line does not have
     parser = argparse.ArgumentParser(prog="legato")
     commands = parser.add_subparsers()
     for name, command in COMMANDS.items():

@@ -1,6 +1,6 @@
 """`legato export`: writes a checkpoint's weights as safetensors, or its task's `forward` with ONNX or torch.export.
 
-An exported model is loaded again, and its outputs are compared with the task's. `--format hf` calls the model's
+The command reloads an exported model and compares its outputs with the task's. `--format hf` calls the model's
 `save_pretrained`.
 """
 
@@ -31,7 +31,7 @@ from .config.build import build_config
 from .config.check import load_config
 
 TOLERANCE = 1e-4
-"""Maximum difference of outputs relative to the largest output, since other kernels round differently."""
+"""Maximum difference between outputs, relative to the largest output: different kernels round differently."""
 
 
 def run_export(arguments: Namespace) -> None:
@@ -50,13 +50,13 @@ def run_export(arguments: Namespace) -> None:
     elif arguments.out.endswith("/") or not target.suffix:
         storage.require_new(target)
         commit.copy_whole(find.resolve(source), target.absolute())
-        print(f"whole checkpoint  {target}")
+        print(f"full checkpoint  {target}")
     else:
         print(f"{export_weights(source, target)} tensors  {target}")
 
 
 def path_of(word: str) -> Location:
-    """Return the location of a checkpoint or run directory, given as path, address or name of a run."""
+    """Return the location of a checkpoint or run directory, given as a path, an address or a run name."""
     path = to_location(word)
     if isinstance(path, Address):
         return path
@@ -66,11 +66,11 @@ def path_of(word: str) -> Location:
 
 
 def export_weights(source: Location, target: Path) -> int:
-    """Write a checkpoint's weights to a new safetensors file under the task's names, and return their number.
+    """Write a checkpoint's weights to a new safetensors file under the task's names. Return the number of tensors.
 
-    source: A checkpoint, or a run directory or folder, from which the newest complete checkpoint is taken.
+    source: A checkpoint, or a run directory or other folder whose newest complete checkpoint is used.
 
-    Raises CheckpointError without a checkpoint, for weights that are not plain tensors, and if `target` exists or has
+    Raises CheckpointError if there is no checkpoint, if a weight is not a plain tensor, or if `target` exists or has
     another suffix.
     """
     if target.suffix != ".safetensors":
@@ -83,7 +83,7 @@ def export_weights(source: Location, target: Path) -> int:
     weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} has no weights ('state_dict').")
-    # a quantized weight consists of several tensors, under their names in a checkpoint
+    # a quantized weight consists of several tensors, stored under their checkpoint names
     weights = {name: tensor for key, value in weights.items() for name, tensor in _inner_tensors(key, value).items()}
     # dtypes such as complex that older readers of safetensors do not support
     unsupported = [name for name, value in weights.items() if getattr(value, "dtype", None) not in DTYPE_NAMES]
@@ -97,7 +97,7 @@ def export_weights(source: Location, target: Path) -> int:
 
 
 def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
-    """Return the tensors of a weight by name; a weight whose class is not imported is a dict."""
+    """Return a weight's tensors by name. The weight is a dict if its class is not imported."""
     if hasattr(value, "__tensor_flatten__"):
         value = {inner: getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
     if not isinstance(value, dict):
@@ -110,7 +110,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
 
     words: Files and overrides of the config that names the task. Without a file, the config of the checkpoint's run.
 
-    Raises ConfigError without a config or a required package, TaskError if the task's `forward` is missing or cannot
+    Raises ConfigError if a config or required package is missing, TaskError if `forward` is missing or cannot
     be exported, and CheckpointError if the outputs of the file differ from the task's.
     """
     task = trained_task(source, words, check=require_forward)
@@ -129,7 +129,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
             write(task, arguments, options, shapes, partial)
         except ImportError as error:
             raise ConfigError(f"{partial.suffix} needs {error.name}: pip install 'legato[onnx]'.") from error
-        except Exception as error:  # the exporters raise many types
+        except Exception as error:  # the exporters raise many exception types
             lines = [line for line in str(error).splitlines() if line.strip()]
             reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
             raise TaskError(f"{type(task).__name__}.forward cannot be exported. {reason}") from error
@@ -137,7 +137,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
 
 
 def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
-    """Return the task in evaluation mode with a checkpoint's weights. `check` is called before weights are read."""
+    """Return the task in evaluation mode with a checkpoint's weights. `check` runs before the weights are read."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     run = checkpoint.parent.parent
@@ -158,11 +158,11 @@ def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], 
 
 
 def require_forward(task: Task) -> None:
-    """Raise TaskError for a task without a forward or an example input."""
+    """Raise TaskError if a task has no `forward` or no example input."""
     if type(task).forward is Task.forward or task.example_input_array is None:
         raise TaskError(
             f"{type(task).__name__} has no {'forward' if type(task).forward is Task.forward else 'example_input_array'}"
-            f". The export needs forward, and in example_input_array a tensor, or a tuple or dict of arguments."
+            f". Export needs forward and an example_input_array: a tensor, or a tuple or dict of arguments."
         )
 
 
@@ -173,7 +173,7 @@ def example_input(task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positional = () if named else tuple(example) if isinstance(example, tuple) else (example,)
     if {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()} == {1}:
         # torch.export treats a size of 1 as constant
-        raise TaskError("example_input_array has a single sample, so forward would accept no other number. Use two.")
+        raise TaskError("example_input_array has one sample, so the export would accept only one. Use two samples.")
     try:
         inspect.signature(task.forward).bind(*positional, **named)
     except TypeError as error:
@@ -206,7 +206,7 @@ def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> N
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 def write_onnx(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
-    """Write an ONNX file."""
+    """Write a task as an ONNX file."""
     import onnx  # noqa: F401  (raises ImportError with its name)
 
     program = torch.onnx.export(task, arguments, kwargs=options, dynamic_shapes=shapes, dynamo=True, verbose=False)
@@ -225,7 +225,7 @@ def compute_onnx(path: Path, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 def write_program(task: Task, arguments: tuple[Any, ...], options: dict[str, Any], shapes: Any, path: Path) -> None:
-    """Write a torch.export program."""
+    """Write a task as a torch.export program."""
     torch.export.save(torch.export.export(task, arguments, options, dynamic_shapes=shapes, strict=False), path)
 
 

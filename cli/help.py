@@ -1,4 +1,4 @@
-"""`legato help`: explains a key of a config or a class that a config may name."""
+"""`legato help`: explains a config key, or a class that a config may name."""
 
 import inspect
 from argparse import Namespace
@@ -18,19 +18,19 @@ ROOMS = ("callbacks", "loggers", "tasks", "lab")
 
 
 def run_help(options: Namespace) -> None:
-    """Print the help of a topic. Raises ConfigError for an unknown topic."""
+    """Print the help for a topic. Raises ConfigError for an unknown topic."""
     print(explain(options.topic))
 
 
 def explain(topic: str) -> str:
-    """Return the help of a config key, of a class (by name or path), or of a strategy or launcher."""
+    """Return the help for a config key, a class (by name or path), a strategy or a launcher."""
     argument = {dotted(key): name for name, key in MOVED.items()}.get(topic, topic.removeprefix("trainer."))
     if argument in argument_texts():
         key = dotted(MOVED[argument]) if argument in MOVED else f"trainer.{argument}"
         return f"{key}: {name_of(argument_types()[argument])}\n    {argument_texts()[argument]}"
     if topic in SECTIONS:
         return f"{topic}\n    {SECTIONS[topic]}"
-    # only names are needed here; a class is imported if it is the topic
+    # only names are needed here; a class is imported only if it is the topic
     homes = {name: f"{NAME}.{room}.{name}" for room in ROOMS for name in import_module(f"{NAME}.{room}").__all__}
     homes |= {name: class_path("strategy", name) for name in STRATEGIES}
     homes |= {name: class_path("launcher", name) for name in LAUNCHERS}
@@ -38,7 +38,7 @@ def explain(topic: str) -> str:
         return _describe(homes.get(topic, topic))
     topics = [*(f"trainer.{argument}" for argument in argument_texts()), *argument_texts(), *SECTIONS, *homes]
     hint = did_you_mean(topic, topics) or f" The top-level keys are {', '.join(SECTIONS)}."
-    raise ConfigError(f"{topic!r} is not a command, a key of a config or a class of Legato's.{hint}")
+    raise ConfigError(f"{topic!r} is not a command, a config key or a class in Legato.{hint}")
 
 
 def _describe(path: str) -> str:

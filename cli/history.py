@@ -19,13 +19,13 @@ REPLACED = (
     *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
     *("min_steps", "min_epochs", "max_time"),
 )
-"""Arguments of Trainer that a replay replaces: it has another number of processes and another end."""
+"""Trainer arguments that a replay replaces: it uses a different number of processes and ends at another step."""
 
 
 class ConfigHistory(StudiedRun):
-    """A run of `legato fit`. A resume may change the config, so a step has the config of its start.
+    """A run of `legato fit`. A resume may change the config, so each step has the config in effect at that step.
 
-    overrides: Overrides of the config of every step.
+    overrides: Overrides applied to the config of every step.
     """
 
     def __init__(self, directory: Path, overrides: Sequence[str] = ()) -> None:
@@ -44,11 +44,11 @@ class ConfigHistory(StudiedRun):
         return self._configs[number]
 
     def make_unstarted(self, step: int) -> UnstartedRun:
-        """Return the run with the config of a step, without processes."""
+        """Return the run with the config of a step, without starting processes."""
         return UnstartedRun(self.config_of(step))
 
     def make(self, first: int, last: int, processes: int = 1) -> partial[list[Any]]:
-        """Return a function that makes trainer, task and data for a replay of steps `first` to `last`.
+        """Return a function that builds the trainer, task and data to replay steps `first` to `last`.
 
         Raises ConfigError if a resume between these steps changed the config.
         """
@@ -61,7 +61,7 @@ class ConfigHistory(StudiedRun):
                     f"later steps from a checkpoint at or after it."
                 )
         trainer = dict(config.values["trainer"])
-        # sync_batchnorm needs a process for each replica; anything else gives the same result on any number
+        # sync_batchnorm needs one process per replica; without it, the number of processes does not change the result
         settings = {} if trainer["sync_batchnorm"] else on_processes(processes, trainer)
         # overrides of the replay command take precedence, even if they change bits
         overridden = {key[1:2] for key, origin in config.origins.items() if origin.startswith("override")}
@@ -70,7 +70,7 @@ class ConfigHistory(StudiedRun):
         return partial(_make, config.changed(trainer, loggers=None, launcher=None))
 
     def _deciding(self, step: int) -> dict[str, Any]:
-        """Return the values of a step's config that affect the result: not places and process counts."""
+        """Return the values of a step's config that affect the result, without locations and process counts."""
         values = self.config_of(step).values
         names = () if values["trainer"]["sync_batchnorm"] else REPLACED
         trainer = {name: value for name, value in values["trainer"].items() if name not in names}

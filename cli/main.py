@@ -16,7 +16,7 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130  # 128 + SIGINT, as in shells
 EXIT_CODES = {
     0: "done",
     FAILED: "failed",
-    USAGE: "a mistake in the command line or the config; nothing was run",
+    USAGE: "a mistake in the command line or the config; nothing ran",
     75: "stopped by a signal after saving a checkpoint; continue with resume=auto",
     INTERRUPTED: "Ctrl-C",
 }
@@ -46,15 +46,15 @@ GROUPS = {
         "config": Command(".run:run_config", "Print the resolved config with the origin of each value."),
         "check": Command(".check:run_check", "Run a few steps of every stage to find errors before the run."),
         "plan": Command(".plan:run_plan", "Show the layout of a run and the memory that each process needs."),
-        "help": Command(".help:run_help", "Explain a key of a config, or a class that a config may name."),
+        "help": Command(".help:run_help", "Explain a config key, or a class that a config may name."),
     },
     "runs on disk": {
         "runs": Command(".runs.runs:run_runs", "List runs with state, step, best value and differing keys."),
         "show": Command(".runs.show:run_show", "Show a run's config, metrics, last error and checkpoints."),
         "compare": Command(".runs.compare:run_compare", "Compare configs and metrics of several runs."),
         "clean": Command(".runs.clean:run_clean", "Delete empty and failed runs and old checkpoints; asks first."),
-        "samples": Command(".samples:run_samples", "List the samples of a step, or the steps of a sample."),
-        "replay": Command(".replay:run_replay", "Compute steps of a run again and verify them."),
+        "samples": Command(".samples:run_samples", "List the samples of a step, or the steps that used a sample."),
+        "replay": Command(".replay:run_replay", "Recompute steps of a run and verify them."),
         "verify": Command(".verify:run_verify", "Verify random segments of a run, and write a certificate."),
         "export": Command(".export:run_export", "Write weights, a model or a full checkpoint for other programs."),
         "convert": Command("..compat.lightning.convert:run_convert", "Write a checkpoint as a Lightning .ckpt file."),
@@ -115,7 +115,7 @@ def overview() -> str:
     lines = ["usage: legato COMMAND [arguments]"]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
-    lines += ["", "legato COMMAND --help lists a command's arguments; legato help KEY explains a key of a config."]
+    lines += ["", "legato COMMAND --help lists a command's arguments; legato help KEY explains a config key."]
     return "\n".join([*lines, "", exit_codes()])
 
 
@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except LegatoError as error:
         # without a traceback: the message tells users how to fix their mistake
         print("\n".join([f"legato: {error}", *getattr(error, "__notes__", [])]), file=STDERR, flush=True)
-        # a run that never started did not fail: schedulers can distinguish the two
+        # lets schedulers distinguish a run that never started from one that failed
         code = USAGE if isinstance(error, ConfigError) else FAILED
         _tell_other_ranks(error, code)
         return code
@@ -167,7 +167,7 @@ def _dispatch(words: Sequence[str]) -> int:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")
     module, _, function = COMMANDS[name].home.partition(":")
-    if name == "lightning":  # every word belongs to the script
+    if name == "lightning":  # all arguments belong to the script
         getattr(import_module(module, __package__), function)(rest)
         return 0
     if name == "help" and rest[0] in COMMANDS:
@@ -183,9 +183,9 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _open_standard_files() -> None:
-    """Open the standard streams that the program was started without.
+    """Open the standard streams that were closed when the program started.
 
-    Otherwise the next opened files would get their descriptors, and output of libraries would end up in those files.
+    Otherwise, files opened next would get their descriptors, and library output would end up in those files.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -197,7 +197,7 @@ def _open_standard_files() -> None:
 
 
 def _find_modules_here() -> None:
-    """Put the working directory on sys.path, as `python -m` does; a console script starts with its own folder."""
+    """Put the working directory on sys.path, as `python -m` does. A console script has its own folder there instead."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError as error:

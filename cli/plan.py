@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
 
 RESERVED = 0.1
-"""Fraction of a device's memory for its driver and fragmentation of torch's allocator."""
+"""Fraction of a device's memory reserved for the driver and for fragmentation in torch's allocator."""
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
 
 
 def run_plan(options: Namespace) -> None:
-    """Print the plan of a config. Raises DataError if an epoch has no step."""
+    """Print the plan of a config. Raises DataError if an epoch has no steps."""
     memory = None if options.memory is None else parse_memory(options.memory)
     plan = Plan(load_config(options.words))
     print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
     if plan.steps == 0:
-        raise DataError("An epoch of this run has no step, so fit would fail: the data are too short for its replicas.")
+        raise DataError("An epoch of this run has no steps, so fit would fail: too few samples for its replicas.")
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -61,27 +61,27 @@ class StateSize:
     optimizer: int | None
     """None if unknown."""
     optimizer_name: str
-    """Name of the optimizer, or the reason why its size is unknown."""
+    """Name of the optimizer, or the reason its size is unknown."""
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
-        """Return the state of a rank with an equal share, rounded up."""
+        """Return the size of a rank's state if all ranks hold equal shares, rounded up."""
         optimizer = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
         weights, gradients = -(-self.weights // weight_parts), -(-self.gradients // weight_parts)
         return StateSize(self.parameters, weights, self.buffers, gradients, optimizer, self.optimizer_name)
 
     @property
     def total(self) -> int:
-        """Total bytes, without an optimizer of unknown size."""
+        """Total bytes, excluding optimizer state of unknown size."""
         return self.weights + self.buffers + self.gradients + (self.optimizer or 0)
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint, apart from a few kB."""
+        """Bytes of a checkpoint, accurate to a few kB."""
         return self.weights + self.buffers + (self.optimizer or 0)
 
     def describe(self) -> str:
-        """Return the total and its components in a line."""
-        unknown = "" if self.optimizer is not None else " and the optimizer's"
+        """Return the total and its components as one line of text."""
+        unknown = "" if self.optimizer is not None else " plus the optimizer's"
         optimizer = "unknown" if self.optimizer is None else format_bytes(self.optimizer)
         parts = [f"parameters {format_bytes(self.weights)}", f"gradients {format_bytes(self.gradients)}"]
         parts += [f"buffers {format_bytes(self.buffers)}"] if self.buffers else []
@@ -90,7 +90,7 @@ class StateSize:
 
 
 def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optimizer]]") -> StateSize:
-    """Return the size of the state of a task on the meta device, on which its optimizers take a step."""
+    """Return the size of a task's state. The task is on the meta device, and its optimizers take one step there."""
     parameters = list(task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
@@ -107,7 +107,7 @@ def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optim
         try:
             optimizer.step()
         except Exception as error:  # some optimizers read values, mostly after creating their state
-            # the state is complete if each parameter has one, wherever the step failed
+            # the state is complete if every parameter has an entry, wherever the step failed
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             if not all(optimizer.state.get(param) for param in params):
                 unknown = f"{name} cannot be measured without data: {type(error).__name__}"
@@ -123,7 +123,7 @@ def _sum_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes of a size such as 80GB. Raises ConfigError for another format."""
+    """Return a size such as 80GB in bytes. Raises ConfigError for any other format."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
     if match is None or match[2] not in UNITS:
         raise ConfigError(f"--memory {text}: expected a size such as 80GB or 40GiB.")
@@ -132,16 +132,16 @@ def parse_memory(text: str) -> int:
 
 # --- activations ------------------------------------------------------------------------------------------------------
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
-    """Return the bytes that autograd saves in a training_step, plus those of its batch.
+    """Return the bytes that autograd saves in a training_step, plus the bytes of its batch.
 
     Weights and batch are fake tensors, which have shapes and dtypes but no memory.
 
     Args:
         task: A task on the meta device. Its weights become fake tensors.
-        batch: A batch of the run's shapes.
-        recomputed: Classes of blocks that save only their inputs, since backward recomputes them.
+        batch: A batch with the shapes of the run's batches.
+        recomputed: Classes of blocks that save only their inputs, since the backward pass recomputes the rest.
 
-    Raises ConfigError if training_step needs values or a run.
+    Raises ConfigError if training_step needs tensor values or a run.
     """
     of_batch: list[Tensor] = []
     batch = precision.convert_batch(batch)
@@ -175,7 +175,7 @@ def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], pre
                 task.training_step(*arguments)
         except Exception as error:  # such as an access to values or to the run
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
+            raise ConfigError(f"training_step fails without values: {type(error).__name__}: {reason:.100}") from error
         finally:
             restore_classes(before)
         return sum(sizes)
@@ -189,7 +189,7 @@ class Plan:
         self.values = config.values["trainer"]
         if not self.values["use_distributed_sampler"]:
             raise ConfigError(
-                "legato plan cannot count steps with use_distributed_sampler=False, where loaders define the shares."
+                "legato plan cannot count steps if use_distributed_sampler=False, since the loaders define the shares."
             )
         self.run = run = UnstartedRun(config)
         self.replicas: int = self.values["replicas"] or run.parts.batches
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run; None if unknown, or without a limit on epochs and steps."""
+        """Optimizer steps of the run; None if unknown, or if neither epochs nor steps are limited."""
         limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
         epochs = self.values["max_epochs"]
         if epochs is None and not limits and self.values["max_time"] is None:
@@ -215,7 +215,7 @@ class Plan:
         return min([*limits, *([self.quick] if self.quick else [])], default=None)
 
     def rows(self, memory: int | None) -> Iterator[tuple[str, str]]:
-        """Yield titles and texts of the plan. `memory` is that of a device in bytes."""
+        """Yield the title and text of each row of the plan. `memory`: memory of a device in bytes."""
         run, parts = self.run, self.run.parts
         nodes = f" on {run.nodes:,} nodes, {run.processes // run.nodes:,} each" if run.nodes > 1 else ""
         yield "Processes", f"{run.processes:,}{nodes}"
@@ -225,9 +225,9 @@ class Plan:
         group = f"each group of {together:,} processes" if together > 1 else "each process"
         yield "Replicas", f"{self.replicas:,}: {group} has {share}"
         yield "A step", self._describe_step()
-        yield "Steps an epoch", "unknown: the loader has no length" if self.steps is None else f"{self.steps:,}"
+        yield "Steps per epoch", "unknown: the loader has no length" if self.steps is None else f"{self.steps:,}"
         total = self.total_steps
-        yield "Steps in all", "unknown" if total is None else f"{total:,}"
+        yield "Total steps", "unknown" if total is None else f"{total:,}"
         yield "Parameters", f"{self.state.parameters:,}"
         if parts.weights is None:
             yield "State", f"{self.state.describe()}; the task decides how processes share it"
@@ -235,7 +235,7 @@ class Plan:
         else:
             rank = self.state.of_rank(parts.weights, parts.optimizer)
             about = "about " if parts.weights * parts.optimizer > 1 else ""
-            yield "State of a rank", f"{about}{rank.describe()}"
+            yield "State per rank", f"{about}{rank.describe()}"
         yield (
             "A checkpoint",
             format_bytes(self.state.checkpoint) + ("" if self.state.optimizer is not None else " and more"),
@@ -253,18 +253,18 @@ class Plan:
         accumulate = self.values["accumulate_grad_batches"]
         batches = f" x {accumulate:,} batches" if accumulate > 1 else ""
         if not isinstance(self.data, DealtData):
-            return f"{counted(self.replicas, 'replica')}{batches}, each a batch of the stream"
+            return f"{counted(self.replicas, 'replica')}{batches}, each with one batch of the stream"
         if not self.steps:
             return f"{counted(self.replicas, 'replica')}{batches}"
         first, last = (step_at(self.data, 0, number).samples for number in (0, self.steps - 1))
-        shorter = "" if first == last else f"; the last one of an epoch has {last:,}"
+        shorter = "" if first == last else f"; the last step of an epoch has {last:,}"
         return f"{counted(first, 'sample')}: {counted(self.replicas, 'replica')}{batches}{shorter}"
 
     def measure_activations(self) -> int | str:
-        """Return the bytes of a batch's activations, or the reason why they are unknown."""
+        """Return the bytes of a batch's activations, or the reason they are unknown."""
         loader = self.loader
         if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
-            return "the loader makes its batches itself"
+            return "the loader creates its own batches"
         # a repeated sample has the shapes of a batch, but reads a single file
         batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
         recomputed = self.values["activation_checkpointing"] or ()
@@ -274,7 +274,7 @@ class Plan:
             return str(error)
 
     def _describe_memory(self, rank: StateSize | None, activations: int | str, memory: int) -> str:
-        """Return whether state and activations of a rank fit into a device, as text."""
+        """Return text that says whether a rank's state and activations fit on a device."""
         missing = ["the state"] if rank is None else [] if rank.optimizer is not None else ["the optimizer's state"]
         used = rank.total if rank is not None else 0
         if isinstance(activations, str):

@@ -1,4 +1,4 @@
-"""Writes the results of `legato predict` to a file. A separate module, since it imports torch."""
+"""Writes the results of `legato predict` to a file. This module is separate because it imports torch."""
 
 import json
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from ..base.errors import TaskError
 
 
 def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
-    """Write the results of all batches in order and return the file: safetensors for tensors, otherwise JSON lines.
+    """Write the results of all batches in order, as safetensors if they are tensors, or else as JSON Lines.
 
     predictions: One result per batch, written as "predictions"; with several loaders, a list of results per loader,
-    written as "predictions.0", "predictions.1" and so on.
+    written as "predictions.0", "predictions.1" and so on. Returns the path of the file.
 
     Raises TaskError if a result contains anything but JSON values and tensors.
     """
@@ -39,7 +39,7 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
 
 
 def _can_be_joined(batches: Sequence[Any]) -> bool:
-    """Return whether all results are tensors that differ only in their first dimension."""
+    """Return whether all results are tensors whose shapes differ only in the first dimension."""
     if not batches or not all(isinstance(batch, Tensor) for batch in batches):
         return False
     return len({(batch.dtype, batch.dim(), batch.shape[1:]) for batch in batches}) == 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 2, 20, 3.0
-"""Training takes at least `LEAST_STEPS`, since the first steps are slow, then stops at `MOST_STEPS` or `SECONDS`."""
+"""Training runs at least `LEAST_STEPS`, since the first steps are slow, and stops at `MOST_STEPS` or `SECONDS`."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Record:
 
     rank: int = 0
     seconds: list[float] = field(default_factory=list)
-    """Seconds of each step, including its data."""
+    """Duration of each step in seconds, including data loading."""
     without_gradient: list[str] | None = None
     """Trainable parameters without a gradient in any step."""
     logged: list[str] | None = None
@@ -57,9 +57,9 @@ class Record:
 
 
 class Recorder(MonitoringCallback):
-    """Records the steps of fit, writes them to the run directory after each step, and ends the run.
+    """Records the steps of fit, saves the record in the run directory after each step, and ends the run.
 
-    Each rank writes a file: a gather would fail with another rank.
+    Each rank writes its own file, since a gather would fail if another rank fails.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class Recorder(MonitoringCallback):
         self.since = self.began = 0.0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Begin the record of this process."""
+        """Start the record of this process."""
         place = trainer.strategy.place
         self.record.rank, self.record.place = trainer.global_rank, entry_of(place, trainer.strategy.device)
         self.record.origin = place.origin
@@ -79,7 +79,7 @@ class Recorder(MonitoringCallback):
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Watch which parameters get gradients, with hooks that run before the reduction over ranks."""
         self.record.bits = bits_of(trainer)
-        # with hooks on tensors, since after the reduction every parameter has a gradient, maybe zero
+        # with hooks on tensors, since every parameter has a gradient after the reduction, possibly zero
         trained = set(map(id, trainable(task)))
         missing = {name: parameter for name, parameter in task.named_parameters() if id(parameter) in trained}
         self.missing = set(missing)
@@ -113,11 +113,11 @@ class Recorder(MonitoringCallback):
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Remember the metrics before a validation."""
+        """Remember which metrics were logged before validation."""
         self.before = dict(trainer.agreed_metrics)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record what validation has logged, and exclude its time."""
+        """Record the metrics that validation has logged, and exclude its duration from the step times."""
         metrics = trainer.agreed_metrics.items()
         logged = {name for name, value in metrics if value is not self.before.get(name)}
         self.record.validated = sorted(logged.union(self.record.validated))
@@ -159,7 +159,7 @@ class Recorder(MonitoringCallback):
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the records of all ranks in fit, by rank."""
+    """Return the records that all ranks wrote during fit, in rank order."""
     records = (Record(**json.loads(path.read_text())) for path in folder.glob("check-*.json"))
     return sorted(records, key=lambda record: record.rank)
 
@@ -170,15 +170,15 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Return the versions and settings that affect bits in this process, and the effect of a difference at a resume."""
+    """Return the versions and settings that affect bits in this process, and what a resume does if they differ."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]
     compiled = [f"compile {numerics['compile']}"] * bool(trainer.compile)
     variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
     listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
-    effect = "refuses differences" if is_bitwise else "lists differences; other numbers of processes change last bits"
-    return f"{', '.join([*listed, *compiled, *variables])}. Under {trainer.reproducible} a resume {effect}."
+    effect = "rejects differences" if is_bitwise else "lists differences, and the process count changes last bits"
+    return f"{', '.join([*listed, *compiled, *variables])}. With {trainer.reproducible!r} a resume {effect}."
 
 
 def _finite(count: int | float) -> int | None:

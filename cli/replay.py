@@ -44,9 +44,9 @@ def run_replay(options: Namespace) -> None:
         watchers.insert(1, Operations(first))
     try:
         replayed = replay_steps(history, make(), (first, last), directory, watchers)
-    # leaving the debugger with q is no failure
+    # quitting the debugger is not a failure
     except BdbQuit:
-        print("The replay ended with the debugger.", file=STDOUT, flush=True)
+        print("The replay ended in the debugger.", file=STDOUT, flush=True)
         return
     print("\n".join(described(history, replayed, replica)), file=STDOUT)
     if save is not None:
@@ -55,14 +55,14 @@ def run_replay(options: Namespace) -> None:
         Path(options.operations).write_text(read_operations(directory), encoding="utf-8")
         print(f"Operations  {options.operations}", file=STDOUT)
     print(f"Replay      {directory}", file=STDOUT)
-    if options.operations:  # to compare a change, so a difference is no failure
+    if options.operations:  # meant for comparing a code change, so a difference is not a failure
         print(replayed.describe(), file=STDOUT)
     else:
         replayed.conclude()
 
 
 def checkpoint_path(word: str, step: int) -> Path:
-    """Return the path of the checkpoint of a step. Raises ConfigError for a folder inside a run directory."""
+    """Return the path for a step's checkpoint. Raises ConfigError for a folder inside a run directory."""
     return outside_of_runs(word, "save=") / directory_name(step)
 
 
@@ -74,14 +74,14 @@ def outside_of_runs(word: str, option: str) -> Path:
     inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
     if inside is not None:
         raise ConfigError(
-            f"{option}{word} is inside the run directory {inside}, which must not change. Choose a folder outside, or "
+            f"{option}{word} is inside the run directory {inside}, which must not change. Choose another folder, or "
             f"leave out {option.rstrip(' =')}."
         )
     return folder
 
 
 def described(history: StudiedRun, replayed: Replayed, replica: int | None) -> Iterator[str]:
-    """Yield lines that describe the results of the steps and their samples."""
+    """Yield lines that describe the results and samples of the replayed steps."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
     yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {location_of(history.directory)}, from {origin}"
     lookup = SampleLookup(history, history.unstarted)

@@ -118,7 +118,7 @@ def warm_up_if_several(values: Mapping[str, Any]) -> None:
 
 
 def build_run(config: "Config") -> "ConfiguredRun":
-    """Build the objects of a config; with --quiet, without callbacks that only show progress."""
+    """Build the objects of a config. With --quiet, leave out callbacks that only show progress."""
     from ..callbacks.model_summary import ModelSummary
     from ..callbacks.progress_bar import ProgressDisplay
 
@@ -131,14 +131,14 @@ def build_run(config: "Config") -> "ConfiguredRun":
 
 
 def weights_of(run: "ConfiguredRun") -> Any:
-    """Return the checkpoint to evaluate, by default the best of the config's run; None for untrained weights."""
+    """Return the checkpoint to evaluate, by default the run's best checkpoint; None for untrained weights."""
     if run.checkpoint == "none":
         return None
     return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
 
 
 def _resolve_own_run(config: "Config", command: str) -> None:
-    """Resolve the references of a stored config to its run directory, since a launcher only gets the values.
+    """Resolve a stored config's references to its run directory, since a launcher only receives the values.
 
     Raises ConfigError if `resume=auto` would resume another run.
     """
@@ -159,7 +159,7 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 
 # --- the result -------------------------------------------------------------------------------------------------------
 def last_line(trainer: "Trainer") -> str:
-    """Return the result in a line: run directory, steps, time, best value."""
+    """Return the result as one line: run directory, steps, time, best value."""
     saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{location_of(trainer.run_dir)}  "
     text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
     score = getattr(saved, "best_model_score", None)
@@ -179,6 +179,6 @@ def summary(trainer: "Trainer") -> str:
     if trainer.run_dir is not None:
         place = to_location(trainer.default_root_dir)
         folder = local_folder(place) if isinstance(place, Address) else place
-        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(folder))}")]
+        rows += [("View it with", f"tensorboard --logdir {shlex.quote(str(folder))}")]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

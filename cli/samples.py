@@ -17,12 +17,10 @@ from .arguments import read_words
 
 
 def run_samples(options: Namespace) -> None:
-    """Print the samples of a step, or the steps of a sample."""
+    """Print the samples of a step, or the steps that used a sample."""
     values, overrides = read_words(options.words, ("step", "replica", "until"), ("index",))
     if ("step" in values) == ("index" in values) or (options.blame and "index" in values):
-        raise ConfigError(
-            "legato samples needs a run directory and either step=N or index=N, for example RUN step=1234."
-        )
+        raise ConfigError("legato samples needs a run directory and either step=N or index=N. Example: RUN step=1234.")
     step, replica, until = (int(values[name]) if name in values else None for name in ("step", "replica", "until"))
     history = history_of(options.run, overrides)
     lookup = SampleLookup(history, history.unstarted)
@@ -44,12 +42,12 @@ def run_samples(options: Namespace) -> None:
 
 
 def blame(history: StudiedRun, step: int, replica: int | None) -> None:
-    """Print loss and gradient norm of each sample of a step, and the proof of the replay that computed them."""
+    """Print the loss and gradient norm of each sample in a step, and the proof of the replay that computed them."""
     watchers, ended = [Blame(step, replica), StopAfterStep(step)], None
     with TemporaryDirectory() as folder:
         try:
             replayed = replay_steps(history, history.make(step, step)(), (step, step), Path(folder), watchers)
-        except NonFiniteError as error:  # a user most often asks for the step that a NaN ended
+        except NonFiniteError as error:  # users most often ask about the step that failed with a NaN
             ended = error
         rows = read_lines(Path(folder) / BLAME)
     print("\n".join(shown_blame(history.directory, step, rows)), file=STDOUT, flush=True)

@@ -20,8 +20,8 @@ def run_verify(options: Namespace) -> None:
         raise ConfigError("devices=0: expected at least 1.")
     out = None if options.out is None else outside_of_runs(options.out, "--out ")
     history, count = history_of(options.run, overrides), None if segments == "all" else int(segments)
-    # the certificate has what each replay would print
+    # the certificate contains what each replay would print
     with shown_from(options.level or "--quiet"):
         verification = verify(history, count, seed=seed, devices=devices, out=out)
     if not verification.is_proven:
-        raise LegatoError("The run differs from what its config, code and data give here; the certificate says where.")
+        raise LegatoError("Recomputing the run on this machine gave different results; the certificate says where.")

@@ -252,9 +252,9 @@ def test_the_report_of_many_ranks_is_short() -> None:
         "Worked          fit",
         "Processes       16 processes on 1 node, started by alone",
         "                  node 0 here: ranks 0-15 on cpu",
-        "Seconds a step  17; 17 h 0 min for 3,600 steps",
+        "Seconds/step    17; 17 h 0 min for 3,600 steps",
         "Memory          1 GB, on rank 15",
-        "On the device   15 B, on rank 15",
+        "Device memory   15 B, on rank 15",
         "A checkpoint    1 MB",
         "Logged          loss",
         "Remark          A remark.",
@@ -266,7 +266,7 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
     slow = [3.0, 2.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1]
     report = Report(records=[Record(0, slow, total_steps=100, logged=[]), Record(1, [9.0, *slow, 0.2], logged=[])])
     assert report.seconds == 0.1
-    assert "Seconds a step  0.1; 10 s for 100 steps\n" in report.text()
+    assert "Seconds/step    0.1; 10 s for 100 steps\n" in report.text()
     report = Report(records=[Record(0, slow[:2], total_steps=100, logged=[])])
     assert "2; 3 min 20 s for 100 steps, or less: only the first steps were tried" in report.text()
     monkeypatch.setattr(recorder, "SECONDS", 60.0)

@@ -259,7 +259,7 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines() if "  " in line)
     assert Path(rows["Run directory"]).samefile(run)
     assert Path(rows["Checkpoint"]).is_relative_to(rows["Run directory"])
-    assert rows["Look at it"] == f"tensorboard --logdir {Path(rows['Run directory']).parents[1]}"  # all runs, by name
+    assert rows["View it with"] == f"tensorboard --logdir {Path(rows['Run directory']).parents[1]}"  # all runs, by name
     assert float(rows["val_loss"]) >= 0
     stored = run / "config.yaml"
     assert "seed: 3" in stored.read_text()

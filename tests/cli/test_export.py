@@ -124,7 +124,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert "Branches.forward cannot be exported. " in capsys.readouterr().err
     use(folder, "Alone")
     assert main(["export", "run", "net.pt2"]) == 1
-    assert "example_input_array has a single sample" in capsys.readouterr().err
+    assert "example_input_array has one sample" in capsys.readouterr().err
     use(folder, "Random")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "differ from the task's" in capsys.readouterr().err

@@ -74,16 +74,16 @@ def test_a_plan_of_a_config() -> None:
     assert plan["Processes"] == "4 on 2 nodes, 2 each"
     assert plan["Replicas"] == "5: each process has 1 or 2 replicas"
     assert plan["A step"] == "40 samples: 5 replicas x 2 batches; the last one of an epoch has 10"
-    assert (plan["Steps an epoch"], plan["Steps in all"]) == ("2", "6")
+    assert (plan["Steps per epoch"], plan["Total steps"]) == ("2", "6")
     assert (
-        plan["State of a rank"] == "176 B: parameters 40 B, gradients 40 B, optimizer 96 B (AdamW)"
+        plan["State per rank"] == "176 B: parameters 40 B, gradients 40 B, optimizer 96 B (AdamW)"
     )  # with a step count for each tensor
 
 
 def test_a_stream_has_the_steps_that_its_length_says() -> None:
     assert rows("data.kind=stream")["A step"] == "1 replica, each a batch of the stream"
-    assert rows("data.kind=endless")["Steps an epoch"] == "unknown: the loader has no length"
-    assert rows("trainer.max_epochs=-1")["Steps in all"] == "unknown"
+    assert rows("data.kind=endless")["Steps per epoch"] == "unknown: the loader has no length"
+    assert rows("trainer.max_epochs=-1")["Total steps"] == "unknown"
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -141,21 +141,21 @@ def test_a_rank_holds_its_parts_of_the_state(strategy: str, parts: tuple[int | N
     if weights is not None:
         rank = plan.state.of_rank(weights, optimizer or 1)
         assert rank.weights == rank.gradients == 40 // weights
-        assert format_bytes(rank.total) in dict(plan.rows(None))["State of a rank"]
+        assert format_bytes(rank.total) in dict(plan.rows(None))["State per rank"]
 
 
 def test_what_cannot_be_measured_is_said(folder: Path) -> None:
     plan = rows("task.fault=values", "task.optimizer=Adafactor", "trainer.precision=bf16-true")
-    assert "parameters 20 B" in plan["State of a rank"]
-    assert "(Adafactor)" in plan["State of a rank"]
+    assert "parameters 20 B" in plan["State per rank"]
+    assert "(Adafactor)" in plan["State per rank"]
     plan = rows("task.optimizer=LBFGS", memory=10**9)
-    assert "LBFGS cannot be measured without data" in plan["State of a rank"]
+    assert "LBFGS cannot be measured without data" in plan["State per rank"]
     assert "without the optimizer's state" in plan["Memory"]
 
 
 def test_a_huge_task_needs_no_memory() -> None:
     plan = rows("task.hidden=100_000_000_000")
-    assert plan["State of a rank"] == "4.8 TB: parameters 1.2 TB, gradients 1.2 TB, optimizer 2.4 TB (AdamW)"
+    assert plan["State per rank"] == "4.8 TB: parameters 1.2 TB, gradients 1.2 TB, optimizer 2.4 TB (AdamW)"
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def test_activations_that_need_values_are_unknown(folder: Path) -> None:
     source = (folder / "checked_task.py").read_text()
     reads = "    def training_step(self, batch, batch_idx):\n        return float(next(self.parameters()).sum())\n"
     (folder / "checked_task.py").write_text(f"{source}\n\nclass Reads(Line):\n{reads}")
-    assert "training_step without values: " in rows("task._target_=checked_task.Reads")["Activations"]
-    assert "the loader makes its batches itself" in rows("data.kind=stream")["Activations"]
+    assert "training_step fails without values: " in rows("task._target_=checked_task.Reads")["Activations"]
+    assert "the loader creates its own batches" in rows("data.kind=stream")["Activations"]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -237,4 +237,4 @@ def test_a_run_without_a_step_is_refused_as_by_fit(capsys: pytest.CaptureFixture
         assert main([command, *words]) == 1
         output = capsys.readouterr()
         assert "no step" in output.err
-        assert ("Steps an epoch  0" in output.out) == (command == "plan")
+        assert ("Steps per epoch 0" in output.out) == (command == "plan")
