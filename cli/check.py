@@ -278,7 +278,7 @@ def has_stage(run: "ConfiguredRun", stage: str) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's message, with its rank and its place in the user's code unless it is an error of Legato."""
+    """Return an error's message, with its rank and its place in the user's code unless Legato raised it."""
     if isinstance(error, LegatoError):
         return str(error)
     worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None

@@ -178,7 +178,7 @@ def bits_of(trainer: "Trainer") -> str:
     variables = [f"{name}={numerics[name]}" for name in NUMERIC_VARIABLES if numerics[name] is not None]
     listed = [*(f"{name} {numerics[name]}" for name in names), *kernels, counted(numerics["threads"], "thread")]
     effect = "rejects differences" if is_bitwise else "lists differences, and the process count changes last bits"
-    return f"{', '.join([*listed, *compiled, *variables])}. With {trainer.reproducible!r} a resume {effect}."
+    return f"{', '.join([*listed, *compiled, *variables])}. With reproducible={trainer.reproducible} a resume {effect}."
 
 
 def _finite(count: int | float) -> int | None:

@@ -31,13 +31,13 @@ from .config.read import is_override
 from .runs.text import shortened, table
 
 Values = dict[str, str]
-"""Values of a trial: override texts by key."""
+"""A trial's values, as override texts by key."""
 MOST_VALUES = 100_000
-"""Maximum number of values of a key, and of combinations."""
+"""Maximum number of values per key, and of combinations."""
 MOST_CHECKED = 200
 """Maximum number of values checked before the first trial; a check takes 10 ms."""
 AHEAD = 4
-"""Number of trials that Optuna chooses in advance, and thus of trials that can run in parallel."""
+"""Number of trials that Optuna chooses in advance, which limits the number of parallel trials."""
 ENDED_FROM_OUTSIDE = (RESUME_ME, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -69,16 +69,16 @@ class Axis:
         return self._text(trial.suggest_float(self.key, *map(float, self.texts), log=self.scale == "log"))
 
     def _text(self, number: float) -> str:
-        """Return a number with four significant digits, which keep the names of trials short."""
-        # bounds without a decimal point ask for integers, such as a width
+        """Return a number with four significant digits, which keeps trial names short."""
+        # bounds without a decimal point mean integers, such as a layer width
         is_whole = all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
         return str(round(number)) if is_whole else repr(float(f"{number:.4g}"))
 
 
 def read_axis(word: str) -> Axis | None:
-    """Return the values in `key=VALUES`: `1e-4,1e-3`, `range(32,129,32)`, `log(1e-5,1e-2)` or `uniform(0,1)`.
+    """Parse the values of `key=VALUES`: `1e-4,1e-3`, `range(32,129,32)`, `log(1e-5,1e-2)` or `uniform(0,1)`.
 
-    Commas in brackets and quotes do not separate values. Returns None for a single value. Raises ConfigError for
+    Commas inside brackets or quotes do not separate values. Returns None for a single value. Raises ConfigError for
     malformed values.
     """
     key, _, text = word.partition("=")
@@ -110,7 +110,7 @@ def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
 
 
 def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
-    """Return the values of all trials: a grid, or `count` random trials. A larger count begins with the same trials."""
+    """Return the values of all trials: a grid, or `count` random trials. A larger count starts with the same trials."""
     interval = next((axis for axis in axes if axis.scale), None)
     if interval is not None:
         if count is None:
@@ -137,9 +137,9 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
 def guided_values(
     axes: Sequence[Axis], count: int, seed: int, mode: str, results: Sequence[float | None]
 ) -> Iterator[Values]:
-    """Yield the values that Optuna's TPE sampler chooses from the `results` of all trials except the last AHEAD - 1.
+    """Yield the values that Optuna's TPE sampler chooses, given the `results` of all but the last AHEAD - 1 trials.
 
-    The values therefore do not depend on the number of parallel trials. The result of a failed trial is None.
+    The values therefore do not depend on how many trials run in parallel. The result of a failed trial is None.
     """
     try:
         import optuna
@@ -150,7 +150,7 @@ def guided_values(
     for index in range(count):
         if index >= AHEAD:
             value = results[index - AHEAD]
-            # a failed trial is reported too, so that Optuna avoids values near it
+            # failed trials are reported too, so that Optuna avoids values near theirs
             study.tell(index - AHEAD, value, state=optuna.trial.TrialState.FAIL if value is None else None)
         chosen = study.ask()
         yield {axis.key: axis.suggest(chosen) for axis in axes}
@@ -159,7 +159,7 @@ def guided_values(
 # --- trials -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Trial:
-    """A trial: a folder of the sweep with its log and its run directory."""
+    """A trial: a folder in the sweep with its log and its run directory."""
 
     folder: Path
     values: Values
@@ -195,11 +195,11 @@ class Trial:
         self.state, self.error, self.devices = "", "", devices
         values = [f"{key}={text}" for key, text in self.values.items()]
         place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
-        # by the module, since the script `legato` may belong to another installation
+        # runs the module, since the script `legato` may belong to another installation
         command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
-        # by the program env, since this process's environment must not change
+        # uses the program env, since this process's environment must not change
         command = ["env", devices, *command] if devices else command
-        # A new session, so that Ctrl-C in the terminal only reaches the sweep, which then ends each trial once.
+        # A new session, so that Ctrl-C in the terminal reaches only the sweep, which then ends each trial once.
         with (self.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -209,7 +209,7 @@ class Trial:
     def end(self, metric: str, mode: str) -> None:
         """Read the result after the process has ended."""
         assert self.process is not None
-        # the run directory has the state; the exit code matters only if the run did not start
+        # the run directory holds the state; the exit code matters only if the run did not start
         code, self.process = self.process.returncode, None
         self.read(metric, mode)
         if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # failed before it made a run directory
@@ -219,21 +219,21 @@ class Trial:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when the sweep dies, so that it saves a checkpoint (Linux only)."""
+    """Ask the kernel to send SIGTERM to this process if the sweep dies, so that it saves a checkpoint (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
 class Sweep:
-    """The trials of a command, and the folder of the sweep.
+    """The trials and the folder of a sweep.
 
-    Checks the config with each value of each key, with the other keys at their first value. Raises ConfigError for a
+    Checks the config with each value of each key while the other keys have their first value. Raises ConfigError for a
     mistake.
     """
 
     def __init__(self, options: Namespace) -> None:
-        # a sweep always resumes; users may copy the word from the command of a run
+        # a sweep always resumes; users may copy this word from the command for a run
         words = [word for word in options.words if word != "resume=auto"]
         axes = [read_axis(word) if is_override(word) else None for word in words]
         self.axes = [axis for axis in axes if axis is not None]
@@ -244,7 +244,7 @@ class Sweep:
         variants = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
         self.base, *_ = [
             load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
-            # each value once, not each combination, since a mistake is in a single value
+            # checks each value once, not each combination, since a mistake is usually in a single value
             for values in [first, *variants[:MOST_CHECKED]]
         ]
         if self.base.values.get("launcher") is not None:
@@ -266,7 +266,7 @@ class Sweep:
         self.signals: list[int] = []
 
     def open(self, kind: str) -> Path:
-        """Return the folder of this sweep from an earlier start of the same command, or create one."""
+        """Return the folder that an earlier start of the same command created for this sweep, or create one."""
         run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
         require_local(run["root"], "run.root of a sweep")
         root = Path(run["root"]).absolute() / run["name"]
@@ -277,7 +277,7 @@ class Sweep:
             file = folder / "sweep.json"
             if not folder.exists():
                 folder.mkdir(parents=True)
-                # includes the full config, since any other value makes other trials
+                # includes the full config, since a different value means different trials
                 file.write_text(text, encoding="utf-8")
             if file.is_file() and file.read_text(encoding="utf-8") == text:
                 return folder
@@ -308,7 +308,7 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None if there is none, or if Optuna still needs results."""
+        """Return the next trial to start; None if no trial is left, or if Optuna still needs results."""
         while len(self.trials) < self.count:
             if self.optuna:
                 # results are reported in order, so that Optuna chooses the same values when the command is repeated
@@ -322,8 +322,8 @@ class Sweep:
             trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
             self.trials.append(trial)
             while trial.read(self.metric, self.mode) == "running" and not self.signals:
-                time.sleep(0.1)  # a trial of an earlier, killed start may still be saving
-            # a failed trial is repeated, but not under Optuna, which has used the failure for later choices
+                time.sleep(0.1)  # a trial from an earlier start that was killed may still be saving
+            # a failed trial is repeated, except under Optuna, whose later choices depend on the failure
             if trial.state != "done" and not (trial.state == "failed" and self.optuna):
                 return trial
         return None
@@ -344,21 +344,21 @@ class Sweep:
         return table([[_cell(cell) for cell in row[:-1]] for row in rows])
 
     def finish(self) -> None:
-        """Print the results. Exits with 130 or 75 after a signal, 75 if trials are left, 1 if a trial failed."""
+        """Print the results. Exits with 130 or 75 after a signal, 75 if trials are unfinished, 1 if a trial failed."""
         print(self.write(), file=STDOUT, flush=True)
         left = self.count - sum(bool(trial.state) for trial in self.trials)
         failed = sum(trial.state == "failed" for trial in self.trials)
         if left:
-            print(f"{left} trials are left. Repeat the command to continue.", file=STDOUT, flush=True)
+            print(f"{left} trials are unfinished. Repeat the command to continue.", file=STDOUT, flush=True)
         if self.signals:
             raise_for_signal(self.signals[0])
         if left:
             sys.exit(RESUME_ME)
         if failed:
-            raise WorkerError(f"{failed} of {self.count} trials failed: see log.txt in their folders.")
+            raise WorkerError(f"{failed} of {self.count} trials failed. See log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Signal all trials to save and end; after a second Ctrl-C, kill them. 0 repeats earlier signals."""
+        """Signal all trials to save and end; after a second Ctrl-C, kill them. 0 resends earlier signals."""
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:
@@ -370,12 +370,12 @@ class Sweep:
 
 
 def run_sweep(options: Namespace) -> None:
-    """Run the trials that are not done, and print all results."""
+    """Run the unfinished trials, and print all results."""
     for name in ("random", "optuna", "jobs"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"legato sweep: --{name} must be at least 1, got {getattr(options, name)}.")
     if options.random and options.optuna:
-        raise ConfigError("legato sweep: --random and --optuna cannot be combined. Remove one of the two.")
+        raise ConfigError("legato sweep: --random and --optuna cannot be combined. Remove one of them.")
     sweep = Sweep(options)
     sweep.run()
     sweep.finish()
@@ -383,12 +383,12 @@ def run_sweep(options: Namespace) -> None:
 
 def _check_keys(keys: Sequence[str]) -> None:
     if not keys:
-        raise ConfigError("legato sweep: no key varies. Set a key to several values: task.lr=1e-4,1e-3.")
+        raise ConfigError("legato sweep: no key has several values. Example: task.lr=1e-4,1e-3.")
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(f"legato sweep: {key} is set twice. Write all its values in one argument.")
+            raise ConfigError(f"legato sweep: {key} is set twice. List all its values in one argument.")
         if key.partition(".")[0] in ("run", "resume", "checkpoint", "launcher"):
-            raise ConfigError(f"legato sweep: {key} cannot vary, since it affects the place of a run, not its result.")
+            raise ConfigError(f"legato sweep: {key} cannot vary: it affects where a run is stored, not its result.")
 
 
 def _objective(options: Namespace, base: Config) -> tuple[str, str]:
@@ -399,14 +399,14 @@ def _objective(options: Namespace, base: Config) -> tuple[str, str]:
     mode = options.mode or monitored.get(metric)
     if metric is None or mode is None:
         raise ConfigError(
-            "legato sweep: no callback of the config monitors a metric. Set the metric to compare: --metric NAME "
-            "--mode min, or --mode max."
+            "legato sweep: no callback in the config monitors a metric. Set the metric to compare: --metric NAME "
+            "with --mode min or --mode max."
         )
     return metric, mode
 
 
 def devices_of_jobs(config: Config, jobs: int) -> list[str]:
-    """Return NAME=VALUE variables that assign devices to `jobs` parallel trials; [] if the config lists its devices."""
+    """Return NAME=VALUE variables that assign devices to `jobs` parallel trials; [] if the config lists the devices."""
     from ..trainer.accelerators import visible_devices  # imports torch
 
     trainer = config.values["trainer"]
@@ -418,9 +418,9 @@ def devices_of_jobs(config: Config, jobs: int) -> list[str]:
 
 
 def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
-    """Return the devices of each of `jobs` parallel trials; of fewer trials if there are too few devices.
+    """Return the devices for each of `jobs` parallel trials, or for fewer trials if there are too few devices.
 
-    each: Number of devices of a trial. None: an equal share.
+    each: Number of devices per trial. None: an equal share.
     """
     each = each or max(1, len(names) // jobs)
     return [",".join(names[first : first + each]) for first in range(0, len(names) - each + 1, each)][:jobs]

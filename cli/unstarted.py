@@ -1,4 +1,4 @@
-"""UnstartedRun: a config's trainer, task and training data for inspection, without devices and processes."""
+"""UnstartedRun: a config's trainer, task and training data for inspection, without devices or processes."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,9 +27,9 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes of a config's run, and how they share its state. Starts no process."""
+    """Return the number of processes in a config's run, and how they share its state, without starting them."""
     trainer = config.values["trainer"]
-    # only arguments that determine the processes: others may need devices that this machine lacks
+    # only the arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
     made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
     count = made.strategy.local_processes(made.device_list) * made.num_nodes
@@ -37,7 +37,7 @@ def processes_of(config: "Config") -> "tuple[int, StateParts]":
 
 
 def _count_devices(trainer: Mapping[str, Any]) -> int:
-    """Return the number of devices of each machine, for "auto" that of this machine."""
+    """Return the number of devices per machine; for "auto", the number on this machine."""
     automatic = trainer["devices"] in AUTOMATIC
     return len(find_devices(trainer["accelerator"] if automatic else "cpu", trainer["devices"]))
 
@@ -45,9 +45,9 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 class UnstartedRun:
     """The objects of a config, each built on first access.
 
-    The task is on the meta device, so its size does not matter. The data are real.
+    The task is on the meta device, so its size does not matter. The data is real.
 
-    Raises ConfigError for an impossible layout.
+    Raises ConfigError if the process layout is impossible.
     """
 
     def __init__(self, config: "Config") -> None:
@@ -65,7 +65,7 @@ class UnstartedRun:
         """The data module, built with an empty task."""
         if self.config.values.get("data") is None:
             return None
-        # with the real task on the meta device, tensors of the data would be created there too
+        # building the real task on the meta device would also create the data's tensors there
         empty = {"_target_": "legato.tasks.task.Task"}
         run = build_config(self.config.changed(task=empty))
         assert run.data is not None
@@ -76,7 +76,7 @@ class UnstartedRun:
     def task(self) -> "Task":
         """The task on the meta device, in the run's precision."""
         config = self.config.changed(data=None)
-        # on the CPU if "meta" fails, as for an __init__ that reads tensor values (timm: linspace().tolist())
+        # on the CPU if "meta" fails, as when __init__ reads tensor values (timm: linspace().tolist())
         for device in ("meta", "cpu"):
             try:
                 with torch.device(device):
@@ -97,12 +97,12 @@ class UnstartedRun:
     def load_loader(self, epoch: int = 0) -> Any:
         """Return the training loader of an epoch from the data module or, without one, from the task.
 
-        Raises ConfigError without a loader.
+        Raises ConfigError if there is no loader.
         """
         return load_loader([owner for owner in (self.data, self.task) if owner is not None], epoch)
 
     def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
-        """Return the task's optimizers for epochs of `rounds` batches per replica."""
+        """Return the task's optimizers, given epochs of `rounds` batches per replica."""
         self.attach(self.task.trainer, self.task, rounds)
         return self.task.make_optimizers()[0]
 

@@ -39,10 +39,10 @@ class ConfiguredRun:
     directory: Path | None = None
     """The run directory that stores this config."""
     resumed: Path | None = None
-    """The run that `resume=auto` has found by its name, and that stores this config."""
+    """The run that `resume=auto` found by name, which stores this config."""
 
     def to_resume(self) -> "StoredRun | str | None":
-        """Return the run to resume. With a run's stored config, "auto" is that run, not the newest of its name."""
+        """Return the run to resume. For a run's stored config, "auto" is that run, not the newest run with its name."""
         if self.resume != "auto" or (self.directory is None and self.resumed is None):
             return self.resume
         run = self.stored("auto")
@@ -56,24 +56,24 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects of a config. Task and data are built with its seed. Raises ConfigError if building fails."""
+    """Build the objects of a config, with its seed for task and data. Raises ConfigError if building fails."""
     from ...trainer.data.randomness import seed_everything
     from ...trainer.trainer import Trainer
 
     builder, values, made = _Builder(config), config.values, dict[Key, Any]()
     for key, value in entries(values):
-        if len(key) == 1:  # random numbers must not depend on objects built before
+        if len(key) == 1:  # random numbers must not depend on objects built earlier
             seed_everything(values["seed"], verbose=False)
         made[key] = builder.make(value, key, load(EXPECTED[str(key[0])]))
     callbacks, loggers = ([item for key, item in made.items() if key[0] == name] for name in ("callbacks", "loggers"))
     arguments = build_arguments(config, values["trainer"])
     moved = {name: reduce(getitem, key, values) for name, key in MOVED.items()}
-    # without the section the default loggers; with null or an empty section no logger
+    # default loggers if the section is absent; no logger if it is null or empty
     logger = loggers or False if "loggers" in values else True
     try:
         trainer = Trainer(**arguments, **moved, callbacks=callbacks or None, logger=logger)
     except ConfigError as error:
-        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument and maybe one of its options
+        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument and possibly one of its options
         place = f"{config.origin(('trainer', *filter(None, named.groups())))}: " if named else ""
         raise ConfigError(f"{place}{error}") from error
     again = config.to_run_again()
@@ -83,7 +83,7 @@ def build_config(config: Config) -> ConfiguredRun:
 
 
 def build_arguments(config: Config, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments of the Trainer with built objects in place of mappings, such as a user's strategy."""
+    """Return Trainer arguments in which built objects, such as a user's strategy, replace their mappings."""
     built: Mapping[str, Any] = _Builder(config).arguments(arguments, ("trainer",), "Trainer", TRAINER)[0]
     return built
 
@@ -98,14 +98,14 @@ class _Builder(ValueChecker):
         """Objects built for arguments, with their configs, by id."""
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Build an object for an argument, or return the mistakes, after which another member of a union is tried."""
+        """Build an object for an argument, or return the mistakes, so that another union member can be tried."""
         mistakes = ValueChecker(self.values).check(value, key, base)[1]
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 
     def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
-        """Build an instance of a subclass of `base`; an argument may also come from a function, or be a partial."""
+        """Build an instance of a subclass of `base`. An argument may also be a partial or the result of a function."""
         place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
-        # checked before, but building another object may have changed a module
+        # checked earlier, but building another object may have changed a module
         target = find_target(value, key, base)
         arguments = self.arguments(value, key, "", signature_of(target))[0]
         try:
@@ -125,7 +125,7 @@ class _Builder(ValueChecker):
             if secret[: len(key)] == key and isinstance(reduce(getitem, secret, self.config.values), str):
                 configs = replace_item(configs, secret[len(key) :], text)
         if nested and not isinstance(made, _PLAIN):
-            # a reference to the object keeps its id unique
+            # holding a reference to the object keeps its id unique
             self.made[id(made)] = made, {TARGET: value[TARGET], **({PARTIAL: True} if partial else {}), **configs}
         elif isinstance(made, Hyperparameters):
             made.record_configs(
@@ -134,7 +134,7 @@ class _Builder(ValueChecker):
         return made
 
     def _config_of(self, value: Any) -> Any:
-        """Return an argument with configs in place of built objects, or the argument itself without such objects."""
+        """Return an argument with configs in place of built objects; unchanged if it contains no built object."""
         if id(value) in self.made:
             return self.made[id(value)][1]
         if isinstance(value, dict):

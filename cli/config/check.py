@@ -1,7 +1,7 @@
 """Checks a config: first its keys, without importing torch; then every value, with the classes that the config names.
 
 KeyChecker finds misspelled keys from source files, and wrong values of `trainer`, `run` and the top level. ValueChecker
-imports the classes for the types of their arguments. Each reports all its mistakes in one message.
+imports the classes to get the types of their arguments. Each reports all mistakes in one message.
 """
 
 import logging
@@ -46,7 +46,7 @@ EXPECTED = {
     "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
     "loggers": f"{_PACKAGE}.loggers.logger.Logger",
 }
-"""Base class of the `_target_` of each section."""
+"""Base class that the `_target_` in each section must have."""
 FOREIGN = {
     "model": "Write `task: {_target_: my.Net, lr: 1}`, without class_path and init_args.",
     "seed_everything": "Write `seed`.",
@@ -84,7 +84,7 @@ RUN = Signature({
     "save_code": _parameter("save_code"),
 })  # fmt: skip
 Place = Annotated[str, Rule("a path", bool)]
-"""A path or the address of a store, kept as str since Path would drop a slash."""
+"""A path or a store's address, kept as str since Path would drop a slash."""
 TOP = Signature({
     "seed": _parameter("seed"),
     "resume": Parameter(Literal["auto"] | Place | None, None, False),
@@ -99,19 +99,19 @@ class Config(Layer):
     """A checked and resolved config with defaults and the origin of each value."""
 
     directory: Path | None = None
-    """The run directory that stores this config, apart from overrides."""
+    """The run directory that stores this config, except for overrides."""
     resumed: Path | None = None
-    """The run that `resume=auto` has found by its name, and that stores this config, apart from overrides."""
+    """The run that `resume=auto` found by name, which stores this config except for overrides."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be run again, with `origins` as a comment on each value.
+        """Return the config as YAML that can be rerun; with `origins`, a comment names the origin of each value.
 
         Secrets are replaced by references to their environment variables.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
     def given_text(self) -> str:
-        """Return the values of files and overrides as YAML, without defaults, with their origins as comments."""
+        """Return the values from files and overrides as YAML, without defaults, with their origins as comments."""
         return dump_yaml(self._without_defaults(self.stored_values, ()), self.origin)
 
     def _without_defaults(self, value: Any, key: Key) -> Any:
@@ -122,14 +122,14 @@ class Config(Layer):
 
     @property
     def stored_values(self) -> dict[str, Any]:
-        """The values for a file: `${` is escaped, and references replace secrets."""
+        """The values to write to a file: `${` is escaped, and references replace secrets."""
         values: dict[str, Any] = escape(self.values)
         for key, text in self.secrets.items():
             values = replace_item(values, key, text)
         return values
 
     def changed(self, trainer: Mapping[str, Any] = MappingProxyType({}), **sections: Any) -> "Config":
-        """Return the config with changed arguments of the trainer and changed sections; None removes a section."""
+        """Return the config with changed Trainer arguments and sections; None removes a section."""
         values = {**self.values, **sections, "trainer": {**self.values["trainer"], **trainer}}
         return replace(self, values=_without_absent(values))
 
@@ -140,7 +140,7 @@ class Config(Layer):
         return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
 
     def override_words(self) -> list[str]:
-        """Return the overrides as arguments of a command that reads this config from a file: resolved, a key each."""
+        """Return the resolved overrides as arguments, one per key, for a command that reads this config's file."""
 
         # without run, resume, checkpoint and vars, which the file has
         sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
@@ -154,13 +154,13 @@ class Config(Layer):
 def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
     """Read files and overrides in command-line order, and check them.
 
-    before_imports: Called with the values after the check of keys, before classes are imported, which may take long.
+    before_imports: Called with the values after keys are checked and before classes are imported, which may be slow.
 
-    Raises ConfigError that lists up to five mistakes: those in keys or, if there are none, those in values.
+    Raises ConfigError that lists up to five mistakes: mistakes in keys or, if there are none, in values.
     """
     layer = read_config(words, own_defaults())
     config = check_config(layer, before_imports)
-    # the origin of run.name decides, which only the merged layer has
+    # depends on the origin of run.name, which only the merged layer has
     config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
         log.debug("Config without defaults, and the origin of each value:\n%s", config.given_text().rstrip())
@@ -168,7 +168,7 @@ def load_config(words: Sequence[str], before_imports: Callable[[Mapping[str, Any
 
 
 def check_config(layer: Layer, before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
-    """Check a merged layer and add the defaults. Raises ConfigError as `load_config` does."""
+    """Check a merged layer and add defaults. Raises ConfigError as `load_config` does."""
     values = dict(layer.values)
     # null removes an entry of an earlier file
     for name in ("callbacks", "loggers"):
@@ -190,7 +190,7 @@ def _require_none(problems: Iterable[Problem], layer: Layer) -> None:
 
 
 def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Yield key and value of each entry of a config that must name a class: task, data, callbacks and loggers."""
+    """Yield the key and value of each config entry that must name a class: task, data, callbacks and loggers."""
     for section in EXPECTED:
         value = values.get(section)
         if section in ("task", "data"):
@@ -201,7 +201,7 @@ def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def is_entry(key: Key) -> bool:
-    """Return whether a key is that of an entry, which must name a class."""
+    """Return whether a key belongs to an entry that must name a class."""
     return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
 
 
@@ -212,13 +212,13 @@ def class_path(kind: str, name: str) -> str:
 
 
 def options_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a strategy or launcher, whose value may be just a name."""
+    """Return the name and options of a strategy or launcher, whose value may be just its name."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     return options.pop("name"), options
 
 
 def own_defaults() -> dict[str, Any]:
-    """Return the defaults of Legato's keys, which need no import."""
+    """Return the defaults of Legato's keys. This needs no import."""
 
     def defaults(signature: Signature) -> dict[str, Any]:
         parameters = signature.parameters.items()
@@ -229,7 +229,7 @@ def own_defaults() -> dict[str, Any]:
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 class KeyChecker:
-    """Finds unknown keys, and wrong values of `trainer`, `run` and the top level. Imports no torch."""
+    """Finds unknown keys, and wrong values in `trainer`, `run` and the top level. Imports no torch."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -238,7 +238,7 @@ class KeyChecker:
         """Yield every mistake."""
         for name in self.values:
             if name not in SECTIONS:
-                yield Problem((name,), f"is not a key of a config.{self._section_meant(name)}")
+                yield Problem((name,), f"is not a config key.{self._section_meant(name)}")
         if self.values.get("task") is None:
             yield Problem(("task",), f"is missing. Write task: {{{TARGET}: my_module.MyTask}}, a subclass of Task.")
         for key, value in entries(self.values):
@@ -257,12 +257,12 @@ class KeyChecker:
         yield from self._addresses()
         for name in ("callbacks", "loggers"):
             if not isinstance(self.values.get(name, {}), dict):
-                message = f"must be a mapping of names to `{TARGET}` mappings, not {describe(self.values[name])}."
+                message = f"must map names to `{TARGET}` mappings, not {describe(self.values[name])}."
                 example = correction(f"{name}: [{{{TARGET}: ...}}]", f"{name}: {{my_name: {{{TARGET}: ...}}}}")
                 yield Problem((name,), message + example)
 
     def _addresses(self) -> Iterator[Problem]:
-        """Yield the mistakes in addresses of stores, including missing packages."""
+        """Yield the mistakes in store addresses, including missing packages."""
         places: list[tuple[Key, Any, bool]]
         places = [
             (("resume",), self.values.get("resume"), False),
@@ -279,15 +279,15 @@ class KeyChecker:
         for name, value in section.items():
             key: Key = ("trainer", name)
             if name in SECTION_OF:
-                yield Problem(key, f"belongs to the top level: write it under `{SECTION_OF[name]}:`.")
+                yield Problem(key, f"is a top-level section: write it under `{SECTION_OF[name]}:`.")
             elif name in MOVED:
-                yield Problem(key, f"has another key: write {dotted(MOVED[name])}.")
+                yield Problem(key, f"has moved: write {dotted(MOVED[name])}.")
             elif name not in TRAINER.parameters:
                 hint = f" It is a top-level key: write {name}=..." if name in SECTIONS else instead_of(name)
                 yield Problem(
                     key, f"is not an argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
                 )
-            # a name in a table, whose class is parsed from source, not imported
+            # a name in a table; its class is parsed from source, not imported
             elif name == "strategy" and not is_target(value):
                 yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
@@ -297,7 +297,7 @@ class KeyChecker:
         for name, value in section.items():
             key: Key = ("run", name)
             if name not in RUN.parameters:
-                removed = instead_of("write_csv") if name == "csv" else ""  # the Trainer's name of the removed run.csv
+                removed = instead_of("write_csv") if name == "csv" else ""  # the Trainer's name for the removed run.csv
                 yield Problem(
                     key, f"is not an argument of run.{removed or _foreign(name) or _nearest(name, RUN.parameters)}"
                 )
@@ -310,7 +310,7 @@ class KeyChecker:
             yield from mistakes
 
     def _named(self, value: Any, key: Key, choices: Mapping[str, str]) -> Iterator[Problem]:
-        """Yield the mistakes in the name of a strategy or launcher, or in a mapping with such a `name` and options."""
+        """Yield the mistakes in a strategy or launcher: its name, or a mapping with `name` and options."""
         name, kind = value.get("name") if isinstance(value, dict) else value, str(key[-1])
         if not isinstance(name, str) or name not in choices:
             start = "must be one of" if isinstance(value, str) else "must be, or have as `name`, one of"
@@ -328,7 +328,7 @@ class KeyChecker:
             message = f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}."
             yield Problem(key, message + (example if isinstance(value, str) and "." in value else ""))
         elif TARGET not in value:
-            # usually an override of an entry whose name is misspelled
+            # usually an override that misspells the entry's name
             siblings = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
             expected = EXPECTED[str(key[0])].rpartition(".")[2]
             hint = did_you_mean(str(key[-1]), siblings) or f" Set it to a subclass of {expected}."
@@ -346,7 +346,7 @@ class KeyChecker:
         return Signature({name: Parameter(Any, NO_DEFAULT, False) for name in names or ()}, open=names is None)
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
-        """Check every object that is built for an argument, whatever its type."""
+        """Check every object to build for an argument, whatever the argument's type."""
         if is_target(value):
             return self.check(value, key, object)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -360,7 +360,7 @@ class KeyChecker:
         return value, self.arguments(value, key, path.rpartition(".")[2], self.signature(path))[1]
 
     def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
-        """Check the arguments in a mapping, and convert them to the types of the parameters."""
+        """Check the arguments in a mapping, and convert them to their parameters' types."""
         parameters, fitted, mistakes = signature.parameters, {}, list[Problem]()
         # an entry cannot be a partial: the trainer needs the task itself
         nested = TARGET in value and not is_entry(key)
@@ -404,7 +404,7 @@ class ValueChecker(KeyChecker):
     """Imports the classes that a config names, and checks every argument against their annotations."""
 
     def signature(self, path: str) -> Signature:
-        """Return the arguments of the object at a dotted path with their types."""
+        """Return the arguments of the object at a dotted path, with their types."""
         return signature_of(load(path))
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
@@ -421,13 +421,13 @@ class ValueChecker(KeyChecker):
 
 
 def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
-    """Import the target of a mapping. Raises ConfigError if it is not a subclass of `base` or, nested, a function."""
+    """Import a mapping's target. Raises ConfigError if it is not a subclass of `base` or, if nested, a function."""
     path, nested = value[TARGET], not is_entry(key)
     if not isinstance(path, str):
         raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
     # a config may come from an untrusted source, and os.system is a function
     if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
-        raise ConfigError(f"{path!r} is not allowed: from the standard library only {', '.join(BUILDABLE)} are.")
+        raise ConfigError(f"{path!r} is rejected: from the standard library, only {', '.join(BUILDABLE)} are allowed.")
     try:
         target = load(path)
     except ConfigError as error:
@@ -441,14 +441,14 @@ def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
 
 
 def class_name(base: type) -> str:
-    """Return the name of a class of Legato's, such as "Task"; the dotted path of another class."""
+    """Return the name of a class in Legato, such as "Task", or the dotted path of any other class."""
     ours = base.__module__.startswith(f"{_PACKAGE}.")
     return base.__name__ if ours else f"{base.__module__}.{base.__qualname__}"
 
 
 def _path_meant(path: str) -> str:
-    """Return a suggestion with the path of Legato's class of this name, also for the path of a moved module."""
-    # by the last component, since classes have moved between packages without a change of name
+    """Suggest the path of the Legato class with this name, also if the module in `path` has moved."""
+    # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):
         home = f"{_PACKAGE}.{room}"
@@ -459,14 +459,14 @@ def _path_meant(path: str) -> str:
 
 # --- defaults ---------------------------------------------------------------------------------------------------------
 def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
-    """Return the config with its sections in order, and with every default that is plain data."""
+    """Return the config with its sections in order and every default that is plain data."""
     origins: dict[Key, str] = dict(layer.origins)
 
     def filled(section: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
         parameters = signature.parameters.items()
         defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not NO_DEFAULT}
         origins.update({(*key, name): "default" for name in defaults.keys() - section.keys()})
-        # in the order of the signature, so that a stored config reads like the class
+        # in signature order, so that a stored config reads like the class
         order = [name for name in (TARGET, "name", *signature.parameters) if name in section or name in defaults]
         return dict.fromkeys(order) | defaults | dict(section)
 
@@ -516,7 +516,7 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
-    """Return the message: for one mistake with the argument's documentation, for several a line each."""
+    """Return the message: one line per mistake; for a single mistake, also the argument's documentation."""
     parts = [(key, *text.partition("\n    ")) for key, text in mistakes[:_SHOWN]]
     lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in parts]
     if len(mistakes) > 1:

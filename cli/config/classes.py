@@ -1,7 +1,7 @@
-"""Arguments of classes and functions that a config names, read from source files or by an import.
+"""Finds the arguments of classes and functions that a config names, by parsing their source or importing them.
 
 Parsing takes a millisecond per file, so that a misspelled key fails before torch is imported. Types, defaults and
-effects of decorators need the imported class.
+effects of decorators require an import.
 """
 
 import ast
@@ -65,7 +65,7 @@ def _arguments_in(file: Path, module: str, name: str) -> list[str] | None:
         arguments = [ast.unparse(node.target) for node in kept]
     if not bound.bases:
         return arguments
-    # only the first base class: arguments of further ones cannot be determined here
+    # only the first base class: the arguments of other bases cannot be determined here
     top, *rest = ast.unparse(bound.bases[0]).partition("[")[0].split(".")
     home = names.get(top, f"{module}.{top}")
     if isinstance(home, ast.ClassDef):
@@ -83,7 +83,7 @@ _Bound = ast.ClassDef | ast.FunctionDef | str | None
 
 
 def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[str, _Bound]:
-    """Return the names of a module, each with its class, function, imported dotted path, or None."""
+    """Map the names in a module to their class, function or imported dotted path, or to None."""
     names: dict[str, _Bound] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -104,7 +104,7 @@ def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[s
 
 
 def _locate(path: str) -> tuple[Path, str, str]:
-    """Return file and name of the module of a dotted path, and the name in it. Raises ImportError without a module."""
+    """Return the file and name of a dotted path's module, and the name in it. Raises ImportError without a module."""
     top, *parts = path.split(".")
     spec = None if top in _UNREAD else find_spec(top)  # imports nothing for a top-level name
     for index, part in enumerate(parts):
@@ -128,14 +128,14 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Arguments of a class or function. `open`: it also accepts others."""
+    """Arguments of a class or function. `open`: it also accepts other arguments."""
 
     parameters: Mapping[str, Parameter]
     open: bool = False
 
 
 def signature_of(target: Any) -> Signature:
-    """Return the parameters of a class or function, including those of base classes that get its `**kwargs`."""
+    """Return the parameters of a class or function, including those of base classes that receive its `**kwargs`."""
     try:
         arguments = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):  # implemented in C
@@ -202,7 +202,7 @@ def load(path: str) -> Any:
     else:
         raise ConfigError(f"{path!r} is a module, not a class.")
     if module is None:
-        # without the standard library, whose modules are unlikely; with this package, which an editable install hides
+        # omits the standard library, which is rarely meant; adds this package, which an editable install hides
         modules = {__name__.partition(".")[0], *(m.name for m in pkgutil.iter_modules())} - sys.stdlib_module_names
         raise ConfigError(f"there is no module {parts[0]!r}.{did_you_mean(parts[0], modules)}")
     rest, owner = parts[size - 1 :], module.__name__

@@ -55,22 +55,22 @@ MOVED: dict[str, Key] = {
     "default_root_dir": ("run", "root"),
     "save_code": ("run", "save_code"),
 }
-"""Arguments of Trainer whose keys are outside of the section `trainer`."""
+"""Trainer arguments whose keys are outside the section `trainer`."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
-"""Arguments of Trainer that are top-level sections of a config."""
+"""Trainer arguments that are top-level sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
-"""Keys whose value may be a string, which stands for a mapping with that `name`."""
+"""Keys whose value may be a string as shorthand for a mapping with that `name`."""
 PROJECT_MARKS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
 """Files and folders that mark the root folder of a project."""
 READY = Path(__file__).resolve().parents[2] / "configs"
-"""Folder of the configs that come with Legato, where files are looked up last."""
+"""Folder of the configs that come with Legato, searched last."""
 MAX_VALUES = 100_000  # nested aliases can expand to more values than fit in memory
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _VARIABLE = re.compile(r"\$\{(?:oc\.)?env:\s*(\w+)\s*(?:,(?:[^${}]|\$\{[^{}]*\})*)?\}")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_LEAST_WITHIN = 6  # minimum length of a secret to replace it in longer strings
+_LEAST_WITHIN = 6  # minimum length of a secret that is replaced within longer strings
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Layer:
     values: Any
     origins: dict[Key, str]
     secrets: dict[Key, str] = field(default_factory=dict, repr=False)
-    """Strings with `${env:NAME}` to store in place of the values of secret environment variables."""
+    """Strings with `${env:NAME}` that are stored in place of secret environment variables' values."""
 
     def origin(self, key: Key) -> str:
         """Return the origin of a key, or of its nearest parent that has one."""
@@ -97,19 +97,19 @@ def dotted(key: Key) -> str:
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2."""
 
-    # a separate dict, since add_implicit_resolver would modify the one of SafeLoader
+    # a separate dict, since add_implicit_resolver would modify SafeLoader's
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own declaration)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes strings which YAML 1.1 or 1.2 would read as another type, and writes no aliases."""
+    """Dumper that quotes strings that YAML 1.1 or 1.2 would read as another type, and writes no aliases."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True: a repeated value is written each time."""
+        """Return True, so that a repeated value is written in full each time."""
         return True
 
 
@@ -127,7 +127,7 @@ for _name, _pattern in _SCALARS.items():
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # double quotes keep a string of several lines on one line
+    # double quotes keep a multiline string on one line
     return dumper.represent_scalar(_TAG + "str", text, style='"' if text and text.splitlines() != [text] else None)
 
 
@@ -140,9 +140,9 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
     Args:
         name: Name of the file for messages and origins.
         key: Key of the document's root.
-        origin: Origin of all values in place of "file:line".
+        origin: Origin to record for all values instead of "file:line".
 
-    Raises ConfigError with file and line for invalid YAML, and for values other than plain data.
+    Raises ConfigError with file and line for invalid YAML and for values that are not plain data.
     """
     if name.endswith(".py"):
         raise ConfigError(f"{name} is a Python script, not a YAML config. Run it with `python {name}`.")
@@ -173,7 +173,7 @@ class _NodeReader:
         return self.origin or f"{self.name}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, key: Key, place: str) -> Any:
-        # an alias is a single node, but counts each time it is used
+        # an alias is a single node, but each use counts
         self.count += 1
         if self.count > MAX_VALUES or len(key) > _MAX_DEPTH:
             raise ConfigError(f"{place}: the file has more than {MAX_VALUES} values or is nested too deeply.")
@@ -191,14 +191,14 @@ class _NodeReader:
                 raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
             if name in values:
                 first = self.origins[inner]
-                raise ConfigError(f"{place}: duplicate key {name!r}, first at {first}. Remove one of the two.")
+                raise ConfigError(f"{place}: duplicate key {name!r}, first at {first}. Remove one of them.")
             values[name] = self.value(value_node, inner, place)
         return values
 
     def scalar(self, node: yaml.Node) -> Any:
         if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG) not in (*_SCALARS, "str"):
             tag = node.tag.replace(_TAG, "!!")
-            raise ConfigError(f"{self.place(node)}: the tag {tag} is not allowed: a config holds plain data only.")
+            raise ConfigError(f"{self.place(node)}: the tag {tag} is not allowed: a config may hold only plain data.")
         try:
             value = self.loader.construct_object(node)
             # lone surrogates (an escape such as "\ud800") are valid YAML, but cannot be written to a file
@@ -210,7 +210,7 @@ class _NodeReader:
 
 
 def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Return plain data as YAML that `parse_yaml` can read; with `origin`, each line has a comment with its origin."""
+    """Return plain data as YAML that `parse_yaml` can read. With `origin`, a comment on each line gives its origin."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:
@@ -238,7 +238,7 @@ def format_value(value: Any) -> str:
 
 
 def escape(value: Any) -> Any:
-    """Return a resolved value with `${` escaped, so that reading it does not interpolate again."""
+    """Return a resolved value with `${` escaped, so that it is not interpolated again when it is read."""
     if isinstance(value, dict):
         return {name: escape(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -247,7 +247,7 @@ def escape(value: Any) -> Any:
 
 
 def replace_item(value: Any, key: Key, item: Any) -> Any:
-    """Return plain data with the item at `key` replaced, or unchanged without such a key."""
+    """Return plain data with the item at `key` replaced, or unchanged if there is no such key."""
     if not key:
         return item
     if isinstance(value, dict) and key[0] in value:
@@ -259,7 +259,7 @@ def replace_item(value: Any, key: Key, item: Any) -> Any:
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingProxyType({})) -> Layer:
-    """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
+    """Merge the files among the arguments from left to right, then apply the overrides and resolve `${...}`.
 
     defaults: Values to which interpolations may refer if the config does not set them.
 
@@ -268,7 +268,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
     with suppress(OSError):  # the working directory may be gone
         project = project_configs()
         if project is not None and str(project.parent) not in sys.path:
-            # a project's configs name its modules; last, so that they do not hide installed ones
+            # a project's configs name its modules; last, so that they do not shadow installed ones
             sys.path.append(str(project.parent))
     overrides = overrides_among(arguments)
     files = [word for word in arguments if word not in overrides]
@@ -276,7 +276,7 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
         raise ConfigError(f"No config file. Configs that come with Legato: {', '.join(ready_configs()) or 'none'}.")
     for word in files:
         require_local(word, "A config file")
-        # an existing file may have any name; otherwise the word is more likely a malformed override
+        # an existing file may have any name; any other word is more likely a malformed override
         if not word.endswith((".yaml", ".yml")) and not os.path.exists(word):
             names = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
             hint = did_you_mean(f"{word}.yaml", names) or did_you_mean(word, [*names, *LEVELS])
@@ -291,11 +291,11 @@ def read_config(arguments: Sequence[str], defaults: Mapping[str, Any] = MappingP
 
 
 def merge(base: Layer, over: Layer) -> Layer:
-    """Return `over` merged into `base`: mappings are merged, other values are replaced."""
+    """Return `over` merged into `base`: mappings are merged, and other values are replaced."""
     replaced: set[Key] = set()
 
     def lay(old: Any, new: Any, key: Key) -> Any:
-        # strategy: ddp and strategy.bucket_cap_mb=50 give a mapping with the name and the option
+        # strategy: ddp and strategy.bucket_cap_mb=50 merge into a mapping with the name and the option
         if key in NAMED and isinstance(old, str) and isinstance(new, dict):
             old = {"name": old}
         if not isinstance(old, dict) or not isinstance(new, dict) or _names_another(old, new, key):
@@ -313,9 +313,9 @@ def merge(base: Layer, over: Layer) -> Layer:
 
 
 def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
-    """Return whether `new` names another class than `old`, so that arguments of `old` do not apply."""
+    """Return whether `new` names a different class than `old`, so that the arguments in `old` do not apply."""
     before, after = (entry.get(TARGET) or (entry.get("name") if key in NAMED else None) for entry in (old, new))
-    # otherwise arguments of the old class would be reported as misspelled
+    # otherwise the old class's arguments would be reported as misspelled
     return after is not None and after != before and (before is not None or TARGET in new)
 
 
@@ -329,10 +329,10 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     try:
         layer = parse_yaml(file.read_bytes().decode(), _shown(file))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{_shown(file)} is not a text file in UTF-8 (byte {error.start}).") from error
+        raise ConfigError(f"{_shown(file)} is not a UTF-8 text file (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"Cannot read {_shown(file)}: {error.strerror}.") from error
-    # an empty file, or one with comments only, changes nothing
+    # a file that is empty or has only comments changes nothing
     values = {} if layer.values is None else layer.values
     if not isinstance(values, dict):
         raise ConfigError(f"{layer.origin(())}: a config must be a mapping with keys such as task: and trainer:.")
@@ -347,9 +347,9 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 
 
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
-    """Return the file of a config: at `path`, in the project's configs/, or among the configs of Legato.
+    """Return a config's file: at `path`, in the project's configs/, or among the configs that come with Legato.
 
-    above: The files that extend it, innermost last. Raises ConfigError if the file does not exist.
+    above: The files that extend it, the innermost last. Raises ConfigError if the file does not exist.
     """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
@@ -367,7 +367,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
 
 
 def project_configs() -> Path | None:
-    """Return the folder configs/ of the project that contains the working directory; None without one."""
+    """Return the folder configs/ of the project that contains the working directory; None if there is none."""
     here = Path.cwd()
     for folder in (here, *here.parents):
         # the innermost project, since nested projects have separate configs
@@ -382,9 +382,9 @@ def ready_configs() -> list[str]:
 
 
 def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
-    """Return the run directory whose stored config is among the arguments; None without one.
+    """Return the run directory whose stored config is among the arguments; None if there is none.
 
-    `run.name` must come from that config: from another file or an override it means another run.
+    `run.name` must come from that config: a name from another file or an override means another run.
     """
     name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
     if not isinstance(name, str):  # missing, or of a wrong type, which the check reports later
@@ -416,7 +416,7 @@ def overrides_among(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
-    """Return a layer of all overrides. Their order matters only for the same key."""
+    """Return a layer with all overrides. Their order matters only for overrides of the same key."""
     layer = Layer({}, {})
     for override in overrides:
         path, _, text = override.partition("=")
@@ -429,7 +429,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
         try:
             parsed = parse_yaml(text, f"override {override!r}", key, "override")
         except ConfigError as error:
-            hint = f" Quote a value that contains special characters of YAML: {path}='\"...\"'."
+            hint = f" Quote a value that contains YAML special characters: {path}='\"...\"'."
             raise ConfigError(f"{error}{hint if 'not valid YAML' in str(error) else ''}") from error
         below, holder = base.values, layer.values
         for size, name in enumerate(key[:-1], 1):
@@ -445,7 +445,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
             holder[name], layer.origins[key[:size]] = inner, "override"
             holder = inner
         section = below if isinstance(below, dict) else {}
-        # null removes an entry; if the entry does not exist, its name is probably misspelled
+        # null removes an entry; if there is no such entry, its name is probably misspelled
         removed = parsed.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers")
         if removed and key[-1] not in section:
             hint = did_you_mean(str(key[-1]), section)
@@ -457,7 +457,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError for an override of `vars` without a reference, whose name is probably misspelled."""
+    """Raise ConfigError if no value refers to an override of `vars`: its name is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
@@ -475,12 +475,12 @@ def _resolve(merged: Layer, defaults: Mapping[str, Any]) -> Layer:
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the latter before 2.4
-    # at each read, since another library may register another `env`
+    # registered at each read, since another library may register its own `env`
     register("env", _environment, replace=True)
     values, count = deepcopy(merged.values), 0
     context = merge(Layer(defaults, {}), Layer(deepcopy(values), {})).values
     for key, text in texts:
-        # a variable that is the entire value is read as YAML and may be a number; in a longer string it stays text
+        # a variable that is the entire value is parsed as YAML and may be a number; within a longer string it is text
         variable = _VARIABLE.fullmatch(text)
         if variable and (value := get_variable(variable[1])) is not None:
             with suppress(UnicodeEncodeError):  # reported below
@@ -524,8 +524,8 @@ def _environment(name: str, *default: Any) -> Any:
 
 
 def _read_word(text: str) -> Any:
-    """Return the YAML value of an unquoted word; an empty word is a string."""
-    # as in a file: WIDTH=12 is a number, NAME=off a string
+    """Parse an unquoted word as YAML; an empty word is a string."""
+    # as in a file: WIDTH=12 is a number, NAME=off is a string
     loader: Any = _Loader("")
     node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
     return loader.construct_object(node) if text else text
@@ -534,7 +534,7 @@ def _read_word(text: str) -> Any:
 def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     """Add environment variables to the origins of values that use them, and record secrets.
 
-    A value is secret if the name of its variable or its key contains a word such as TOKEN. Files get `${env:NAME}` in
+    A value is secret if its variable's name or its key contains a word such as TOKEN. Files contain `${env:NAME}` in
     place of a secret wherever it occurs.
     """
     variables, secrets = dict[str, str](), dict[Key, str]()
@@ -544,7 +544,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
             layer.origins[key] = f"{layer.origin(key)}, from {', '.join(names)}"
         for name in names:
             value = get_variable(name)
-            # by the key too: a password may come from a variable with any name
+            # checks the key too: a password may come from a variable with any name
             if value and any(_SECRET.search(str(word)) for word in (name, *key[-2:])):
                 variables[value] = name
                 if not isinstance(reduce(getitem, key, layer.values), str):
@@ -552,7 +552,7 @@ def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     for key, value in _texts(layer.values) if variables else ():
         stored = escape(value)
         for secret, name in variables.items():
-            # a short secret occurs in strings by chance
+            # a short secret may occur in strings by chance
             if value == secret or len(secret) >= _LEAST_WITHIN:
                 stored = stored.replace(escape(secret), f"${{env:{name}}}")
         if stored != escape(value):

@@ -1,4 +1,4 @@
-"""The config of a run that `resume=auto` continues: its stored config with the overrides of this command line."""
+"""Builds the config of a run that `resume=auto` continues: its stored config plus the command line's overrides."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,24 +23,24 @@ log = logging.getLogger("legato")
 LONGEST_LIST = 8
 """Maximum number of keys in the message about differences."""
 OF_THE_COMMAND = ("run", "resume", "checkpoint", "vars", "launcher")
-"""Sections about the place and the start of a run, and `vars`, which the stored config has resolved."""
+"""Sections about a run's location and start, and `vars`, which is already resolved in the stored config."""
 
 
 def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str, Any]], None] | None = None) -> Config:
-    """Return the config of a run to start, as `load_config` does, or of a run to resume.
+    """Return the config of a new run, as `load_config` does, or of a run to resume.
 
     With `resume=auto`, the overrides among the arguments are applied to the stored config of the resumed run. A warning
-    lists the keys for which the files have other values. Raises ConfigError if they name another task.
+    lists the keys that have other values in the files. Raises ConfigError if the files name another task.
     """
     overrides = overrides_among(arguments)
-    # overrides of entries that may be in the stored config only: with them the files may not form a valid config
+    # an override may change an entry that only the stored config has; then the files alone are not a valid config
     entries = [word for word in overrides if word.startswith(("callbacks.", "loggers.")) and "resume=auto" in arguments]
     config = load_config([word for word in arguments if word not in entries], before_imports)
     place_of_run = config.values["run"]
     run = config.directory
     if config.values["resume"] == "auto" and run is None:
         run = newest_to_resume(to_location(place_of_run["root"]), place_of_run["name"])
-    # nothing to resume yet, or the run of a script, which has no stored config
+    # nothing to resume yet, or a run that a script started, which has no stored config
     if config.values["resume"] != "auto" or run is None or not (run / CONFIG).is_file():
         return load_config(arguments) if entries else config
     stored = load_config([str(run / CONFIG), *overrides])
@@ -48,7 +48,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     replicas, origins = stored.values["trainer"]["replicas"], _origins(run, stored)
     if replicas is None:  # the run keeps its replicas, and so does a run of its config elsewhere
         replicas, origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
-    # the present place of the run, whose folder may have been moved
+    # the run's current location, since its folder may have been moved
     run_section = stored.values["run"] | {name: place_of_run[name] for name in ("root", "name")}
     place = find_place(stored.values["trainer"]["cluster"])
     # on rank 0 only
@@ -81,7 +81,7 @@ def _warn_of_differences(run: Path, config: Config, stored: Config) -> None:
 
 
 def _differences(config: Config, stored: Config) -> Iterator[str]:
-    """Yield each key for which a file and the run have different values, with both values."""
+    """Yield each key whose value differs between a file and the run, with both values."""
     stored_values = dict(leaves(stored.values, ()))
     for key, value in leaves(config.values, ()):
         origin = config.origin(key)
@@ -96,7 +96,7 @@ def _differences(config: Config, stored: Config) -> Iterator[str]:
 
 
 def _origins(run: Path, stored: Config) -> dict[Key, str]:
-    """Return the origins of the stored values; "default" for values that were defaults when the run began."""
+    """Return the origins of the stored values; "default" for values that were defaults when the run started."""
     path = run / GIVEN_CONFIG
     try:
         explicit = parse_yaml(path.read_text(encoding="utf-8"), str(path)).origins

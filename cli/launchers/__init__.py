@@ -1,1 +1,1 @@
-"""Launchers: start a run on a cluster. `cli/config/check.py` lists their names."""
+"""Launchers that start a run on a cluster. `cli/config/check.py` lists their names."""

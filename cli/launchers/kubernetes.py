@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _MOUNTED = "/etc/legato"
-_USAGE = 2  # exit code for a wrong config, which a retry would not fix
+_USAGE = 2  # exit code for an invalid config, which a retry would not fix
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Dumper that writes strings of several lines, such as the config, as YAML blocks."""
+    """Dumper that writes multiline strings, such as the config, as YAML blocks."""
 
 
 ManifestDumper.add_representer(
@@ -34,10 +34,10 @@ class KubernetesLauncher(Launcher):
 
     Args:
         image: Container image with Python, torch, Legato and the task's modules. Required.
-        claim: PersistentVolumeClaim for run directories, ReadWriteMany for several nodes. None: run directories are
-            lost with their pods.
+        claim: PersistentVolumeClaim for run directories; must be ReadWriteMany for several nodes. None: run
+            directories are lost with their pods.
         mount: Folder at which the claim is mounted; replaces `run.root`.
-        namespace: Namespace. None: kubectl's current namespace.
+        namespace: Kubernetes namespace. None: kubectl's current namespace.
         job_name: Name of the Job. None: run.name.
         cpus_per_process: CPUs to reserve for each process, including its loader workers.
         memory: Memory of each pod, such as "64Gi".
@@ -46,11 +46,11 @@ class KubernetesLauncher(Launcher):
         environment: Additional environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
         python: Python interpreter in the image.
         folder: Working directory in the image, with the task's modules. None: the image's.
-        port: Port of the first pod for the rendezvous of processes.
+        port: Port on the first pod for the processes' rendezvous.
         retries: Number of failed pods after which the Job fails; preempted pods do not count.
         dry_run: Print the manifests instead of applying them.
 
-    Raises ConfigError without an image.
+    Raises ConfigError if `image` is missing.
     """
 
     name = "kubernetes"
@@ -72,7 +72,7 @@ class KubernetesLauncher(Launcher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError without an image."""
+        """Raise ConfigError if `image` is missing."""
         if not self.image:
             raise ConfigError("launcher=kubernetes: set launcher.image to an image with torch, Legato and the task.")
 
@@ -88,7 +88,7 @@ class KubernetesLauncher(Launcher):
     def manifests(self, command: str, config: "Config", machines: Machines) -> list[dict[str, Any]]:
         """Return the ConfigMap with the config, the Service by which pods find the first pod, and the Job."""
         run, resume = config.values["run"], config.values["resume"]
-        # a pod that replaces another resumes its run
+        # a replacement pod resumes the run
         pod_config = config.changed(
             run=run if self.claim is None else {**run, "root": self.mount},
             resume="auto" if command == "fit" else resume,
@@ -98,7 +98,7 @@ class KubernetesLauncher(Launcher):
         metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
         if self.namespace is not None:
             metadata["namespace"] = self.namespace
-        # headless, so that each pod has a DNS name, even before it is ready: pods resolve the first pod early
+        # headless, so that each pod has a DNS name even before it is ready: pods look up the first pod early
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
         return [
             {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": pod_config.text()}},
@@ -164,7 +164,7 @@ class KubernetesLauncher(Launcher):
             # required by a podFailurePolicy
             "restartPolicy": "Never",
             "subdomain": name,
-            # longer than the default of 30 s, in which a run must start its save, but not finish it
+            # longer than the default of 30 s: a run must start its save in that time, but may not finish it
             "terminationGracePeriodSeconds": int(GRACE) + 30,
             "nodeSelector": dict(self.node_selector),
             "containers": [container],

@@ -23,16 +23,16 @@ class Machines:
 
 
 class Launcher:
-    """Base class that starts a Legato command on other machines. Fields are the keys of the section `launcher`."""
+    """Base class that starts a Legato command on other machines. Its fields are the keys of the section `launcher`."""
 
     name = ""
-    """Name in a config."""
-    flags = tuple[str, ...]()  # without annotation, since it is not a key of a config
-    """Options and overrides of the command, such as --quiet and task.lr=0.1."""
+    """Name of the launcher in a config."""
+    flags = tuple[str, ...]()  # not annotated, since it is not a config key
+    """Options and overrides for the command, such as --quiet and task.lr=0.1."""
 
     def launch(self, command: str, config: "Config") -> int:
         """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if this is impossible."""
-        # without the launcher, which the started command would use again
+        # without the launcher, which the started command would otherwise use again
         return self.start(command, config.changed(launcher=None), machines_of(config, self.name))
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
@@ -40,7 +40,7 @@ class Launcher:
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run a cluster's command with input `text` and return its output. Raises WorkerError if it fails."""
+        """Run one of the cluster's commands with input `text` and return its output. Raises WorkerError if it fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:
@@ -54,7 +54,7 @@ class Launcher:
 
 
 def machines_of(config: "Config", name: str) -> Machines:
-    """Return the machines that a config needs. Raises ConfigError if they depend on this machine."""
+    """Return the machines that a config needs. Raises ConfigError if the config's values depend on this machine."""
     # imported here, since it imports torch, which the check of a launcher's name does not need
     from ..unstarted import processes_of
 
@@ -63,15 +63,15 @@ def machines_of(config: "Config", name: str) -> Machines:
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 0
     if not count or accelerator == "auto":
         raise ConfigError(
-            f"launcher={name} starts the run on other machines, so devices={devices!r} and accelerator={accelerator!r} "
-            f"are not enough. Set trainer.devices to the number per node, and trainer.accelerator to gpu or cpu."
+            f"launcher={name} starts the run on other machines; devices={devices!r} and accelerator={accelerator!r} do "
+            f"not describe them. Set trainer.devices to the count per node, and trainer.accelerator to gpu or cpu."
         )
     if isinstance(strategy, dict) and strategy.get("elastic"):
         raise ConfigError(
             f"launcher={name} starts a fixed number of processes, so it cannot be combined with an elastic run "
             f"(strategy.elastic=true). Remove the launcher and run `legato fit`, or remove strategy.elastic."
         )
-    # by number, since this machine may not have such devices
+    # counts devices without looking for them, since this machine may not have them
     processes, _ = processes_of(config.changed({"devices": count}))
     nodes = trainer["num_nodes"]
     gpus = len(set(devices)) if isinstance(devices, list) else count  # a repeated index is one shared device

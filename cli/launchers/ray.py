@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
-"""Seconds after a node's failure until the other nodes, most of which end without it, get SIGTERM and then SIGKILL."""
-_ANSWER = 10.0  # seconds in which a cluster's port must answer
-_RAY_POLL = 0.5  # seconds between two polls of the nodes
-_LAST_LINES = 40  # of a failed node's output, repeated at the end
-# a Ray started in the background of a script ignores Ctrl-C, and so do its processes
+"""Seconds from a node's failure until SIGTERM, then SIGKILL, for the other nodes, most of which end by themselves."""
+_ANSWER = 10.0  # seconds within which a cluster's port must answer
+_RAY_POLL = 0.5  # seconds between polls of the nodes
+_LAST_LINES = 40  # number of lines of a failed node's output to repeat at the end
+# Ray ignores Ctrl-C if a script starts it in the background, and so do its processes
 _COMMAND = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,14 +38,14 @@ class RayLauncher(Launcher):
     """Runs on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs the package ray.
 
     Args:
-        address: Address of the cluster: "host:port", "ray://host:port", or "auto" for the cluster of this machine.
+        address: Address of the cluster: "host:port", "ray://host:port", or "auto" for the cluster on this machine.
             None: a temporary cluster on this machine.
         cpus_per_process: CPUs to reserve for each process.
         resources: Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}.
         placement_timeout: Seconds to wait for free nodes.
-        python: Path of the Python interpreter on the nodes. None: that of this process.
+        python: Path of the Python interpreter on the nodes. None: this process's interpreter.
 
-    Raises ConfigError without the package, and WorkerError if the cluster is too small or a node fails.
+    Raises ConfigError if the package is missing, and WorkerError if the cluster is too small or a node fails.
     """
 
     name = "ray"
@@ -88,7 +88,7 @@ class RayLauncher(Launcher):
         except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
             target = f"connect to launcher.address={self.address}" if self.address else "start a cluster"
             reason = " ".join(str(error).split())[:300]
-            # a missing token gives the same error without saying so
+            # a missing token raises the same error, which does not mention it
             remedy = (
                 "Check that `ray start --head` has run there, that `ray status` works here, that both have the same "
                 "versions of Ray and Python, and, if `ray start` mentioned token authentication, that "
@@ -120,7 +120,7 @@ class RayLauncher(Launcher):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # two concurrent calls, of which the second forwards signals while the first waits for the command
+        # two concurrent calls, so that one can forward signals while the other waits for the command
         actor = ray.remote(max_concurrency=2, max_restarts=0)(RayNode)
         nodes = []
         for index, bundle in enumerate(group.bundle_specs):
@@ -162,9 +162,9 @@ def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
         if waited > _SETTLE:
             _send_to_nodes(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
     if failures:
-        # prefers the root cause over lost connections, which other nodes may report earlier
+        # prefers the root cause to lost connections, which other nodes may report first
         index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
-        raise WorkerError(f"RayNode {index} of the run ended with exit code {codes[index]}:\n{last}")
+        raise WorkerError(f"Node {index} of the run ended with exit code {codes[index]}:\n{last}")
     return max(codes.values())
 
 
@@ -174,7 +174,7 @@ def _send_to_nodes(nodes: list[Any], number: int) -> None:
 
 
 class RayNode:
-    """Actor on a node; its subprocess is a Legato command that starts the node's processes."""
+    """Actor on a node. Its subprocess is a Legato command that starts the node's processes."""
 
     def __init__(self, python: str, folder: str) -> None:
         self.python, self.folder = python, folder
@@ -198,7 +198,7 @@ class RayNode:
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(config, encoding="utf-8")
-            # by the program env, since only base/environment.py may set environment variables
+            # uses the program env, since only base/environment.py may set environment variables
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
             words = ["env", *place, self.python, "-c", _COMMAND, *command, str(path)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

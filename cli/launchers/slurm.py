@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _WAIT = 60
-"""Seconds that srun waits for the other ranks after the first has ended."""
+"""Seconds that srun waits for the other ranks after the first rank has ended."""
 _SET = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
 """Options of sbatch that the script sets."""
 
@@ -29,22 +29,22 @@ class SlurmLauncher(Launcher):
 
     Args:
         time: Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's limit.
-        partition: Partition. None: the default partition.
+        partition: SLURM partition. None: the default partition.
         account: Account to charge.
-        qos: Quality of service.
+        qos: SLURM quality of service.
         cpus_per_process: CPU cores of each process, including its loader workers.
         memory: Memory of each node, such as "64G".
         job_name: Name of the job. None: run.name.
-        options: Additional options of sbatch: {constraint: a100, exclusive: true} becomes --constraint=a100
+        options: Additional options for sbatch: {constraint: a100, exclusive: true} becomes --constraint=a100
             --exclusive.
         setup: Shell commands to run first, such as `module load cuda`.
-        python: Path of the Python interpreter on the nodes. None: that of this process.
-        requeue: Requeue a job that is stopped before it is done. It resumes from its newest checkpoint.
-        signal_seconds: Seconds before the time limit at which the run saves a checkpoint and stops.
-        folder: Folder for script, config and output. None: `slurm` beside the run directories.
+        python: Path of the Python interpreter on the nodes. None: this process's interpreter.
+        requeue: Requeue a job that stops before it is done. It resumes from its newest checkpoint.
+        signal_seconds: How many seconds before the time limit the run saves a checkpoint and stops.
+        folder: Folder for the script, config and output. None: `slurm` beside the run directories.
         dry_run: Print the script instead of submitting it.
 
-    Raises ConfigError for options of sbatch that the script sets.
+    Raises ConfigError for sbatch options that the script sets itself.
     """
 
     name = "slurm"
@@ -65,13 +65,13 @@ class SlurmLauncher(Launcher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that would break the script; sbatch checks the others."""
+        """Raise ConfigError for options that would break the script; sbatch checks the rest."""
         require_local(self.folder, "launcher.folder")
         for option in self.options:
             if option in _SET or not re.fullmatch(r"[a-z][a-z0-9-]*", option):
                 raise ConfigError(
-                    f"launcher.options.{option}: expected a long option of sbatch without dashes, such as constraint, "
-                    f"but not {', '.join(_SET)}, which the launcher sets."
+                    f"launcher.options.{option}: expected a long sbatch option without dashes, such as constraint, "
+                    f"other than {', '.join(_SET)}, which the launcher sets."
                 )
 
     def start(self, command: str, config: "Config", machines: Machines) -> int:
@@ -92,7 +92,7 @@ class SlurmLauncher(Launcher):
             print(script, end="")
             return 0
         folder.mkdir(parents=True, exist_ok=True)
-        # requeue=False, since the script requeues the job, and a second request from the run would fail
+        # requeue=False, since the script requeues the job and a second request from the run would fail
         stem.with_suffix(".yaml").write_text(config.changed({"requeue": False}).text(), encoding="utf-8")
         path = stem.with_suffix(".sh")
         path.write_text(script, encoding="utf-8")
@@ -106,14 +106,14 @@ class SlurmLauncher(Launcher):
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
         words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])
-        # without --kill-on-bad-exit, which would kill the other ranks after the first exits with 75, and return 143
+        # without --kill-on-bad-exit, which would kill the other ranks once one exits with 75, and return 143
         run = f'srun --wait={_WAIT} {python} -m {__name__.partition(".")[0]} {words} {config} "${{resume[@]}}"'
         again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
         lines = [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in self._options(machines, name, stem.parent)),
             "",
-            f"# On SIGUSR1, {self.signal_seconds} s before the time limit, and on SIGTERM, at a preemption,",
+            f"# On SIGUSR1 ({self.signal_seconds} s before the time limit) and on SIGTERM (at a preemption),",
             f"# the run saves a checkpoint and ends with exit code {RESUME_ME}.",
             *self.setup,
             "resume=()",
@@ -151,8 +151,8 @@ class SlurmLauncher(Launcher):
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path) -> list[str]:
-        """Return the shell lines with which a requeued job resumes its run, if it has started one."""
-        # with grep, since Python takes seconds to start on a busy file system
+        """Return the shell lines that make a requeued job resume its run, if it has started one."""
+        # uses grep, since Python takes seconds to start on a busy file system
         job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [
             'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] &&',

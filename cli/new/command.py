@@ -14,9 +14,9 @@ PROJECT = Path(__file__).resolve().parent / "project"
 """Template files of a project. The package's name replaces `__NAME__` in file names and contents."""
 PLACEHOLDER, SUFFIX = "__NAME__", ".template"
 HIDDEN = {Path("gitignore"): Path(".gitignore")}
-"""Files whose names begin with a dot in a project; package builds leave such files out."""
+"""Files whose names get a leading dot in a project; package builds omit files that start with a dot."""
 TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
-"""Names that a project cannot have, since it imports or contains modules of these names."""
+"""Names that a project cannot have, since it imports or contains modules with these names."""
 CONFIG_OF_PROJECT = "configs/train.yaml"
 
 
@@ -34,23 +34,23 @@ def run_new(options: Namespace) -> None:
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write a project to `folder`, whose name becomes the package's, and return its files relative to `folder`.
+    """Write a project to `folder`, whose name the package gets. Return the files written, relative to `folder`.
 
-    Raises ConfigError for an invalid name, and if `folder` exists and is not empty.
+    Raises ConfigError if the name is invalid, or if `folder` exists and is not empty.
     """
     folder_name = folder.absolute().name  # also for "."
     name = folder_name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name) or name.lower() in TAKEN:
         raise ConfigError(
-            f"{folder_name!r} cannot be the name of a project. A name consists of letters, digits and underscores, "
-            f"begins with a letter, and is none of {', '.join(sorted(TAKEN))}."
+            f"{folder_name!r} cannot be the name of a project. A name must consist of letters, digits and underscores, "
+            f"begin with a letter, and differ from {', '.join(sorted(TAKEN))}."
         )
     if name in sys.stdlib_module_names:
         raise ConfigError(
-            f"{folder_name!r} is the name of a module of Python's standard library, and the two would hide each other. "
+            f"{folder_name!r} is a module of Python's standard library, which the project's package would shadow. "
             f"Choose another name, such as {name}_net."
         )
-    # for the longest file name in it, since file systems limit names to 255 bytes
+    # checks the longest file name in the project, since file systems limit names to 255 bytes
     if (problem := path_problem(str(folder / f"{folder_name}{SUFFIX}"))) is not None:
         raise ConfigError(f"The project's name {problem}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,1 +1,1 @@
-"""Commands for runs on disk: runs, show, compare, clean. They import torch only for `compare --bits`."""
+"""Commands for runs on disk: runs, show, compare and clean. They import torch only for `compare --bits`."""

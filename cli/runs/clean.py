@@ -1,4 +1,4 @@
-"""`legato clean`: deletes empty runs, failed runs and old checkpoints after a confirmation."""
+"""`legato clean`: deletes empty runs, failed runs and old checkpoints after asking for confirmation."""
 
 import sys
 from argparse import Namespace
@@ -21,7 +21,7 @@ DELETABLE = {
     "failed": "failed runs",
     "checkpoints": "checkpoints of other runs, except the best and the newest of each run",
 }
-"""Kinds of folders to delete; the command asks once for each kind."""
+"""Kinds of folders to delete; the command asks once per kind."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Deletion:
 
 
 def run_clean(arguments: Namespace) -> None:
-    """List the folders of each kind, ask, and delete them. Raises ConfigError without a terminal to ask on."""
+    """List the folders of each kind, ask, and delete them. Raises ConfigError if there is no terminal to ask on."""
     require_local(arguments.dir, "The folder of runs to clean")
     by_kind = deletions(find_runs(Path(arguments.dir)), arguments.only or list(DELETABLE))
     if not any(by_kind.values()):
@@ -53,7 +53,7 @@ def run_clean(arguments: Namespace) -> None:
 
 
 def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, list[Deletion]]:
-    """Return the folders that may be deleted, by kind. Runs in use are left alone."""
+    """Return the folders that may be deleted, by kind. Leaves out runs in use."""
     by_kind: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
         # an evaluation in progress reads a checkpoint of the run
@@ -65,11 +65,11 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
 
 
 def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
-    """Return a kind, and the folders of a run that may be deleted."""
+    """Return a kind, and the run's folders of that kind that may be deleted."""
     if run.is_empty:
         return "empty", [Deletion(run, run.path, folder_size(run.path))]
     if run.state == FAILED:
-        # noted, since a run that can be resumed may be worth its space
+        # shown to the user, since a resumable run may be worth its space
         steps = [checkpoint.step for checkpoint in run.checkpoints if checkpoint.complete]
         note = f"  can be resumed from step {steps[-1]}" if steps else ""
         return "failed", [Deletion(run, run.path, folder_size(run.path), note)]
@@ -77,7 +77,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's complete checkpoints except the newest and the best; [] if the best is unknown."""
+    """Return a run's complete checkpoints except the newest and the best; [] if the best one is unknown."""
     complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
     if best is None or best not in complete:
@@ -86,9 +86,9 @@ def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
 
 
 def confirmed(question: str) -> bool:
-    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError without a terminal."""
+    """Ask a question on the terminal, and return whether the answer is yes. Raises ConfigError if there is none."""
     if not sys.stdin.isatty():
-        raise ConfigError("No terminal to ask on: pass --yes to delete without asking, or --dry-run to list folders.")
+        raise ConfigError("There is no terminal for the question. Pass --yes to delete, or --dry-run to list folders.")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -96,9 +96,9 @@ def confirmed(question: str) -> bool:
 
 
 def delete_locked(deletion: Deletion) -> bool:
-    """Delete a run or checkpoint under the run's lock, which prevents a resume, and return whether it was deleted.
+    """Delete a run or checkpoint while holding the run's lock, which prevents a resume. Return whether it was deleted.
 
-    Prints the reason if it is left.
+    Prints the reason if it was not.
     """
     run, path = deletion.run.path, deletion.path
     lock = RunLock(run, "clean")
@@ -112,7 +112,7 @@ def delete_locked(deletion: Deletion) -> bool:
         else:
             storage.remove(path, identity_of(run))
     except (CheckpointError, ConfigError) as error:
-        print(f"{path} is left: {error}")
+        print(f"{path} was not deleted: {error}")
         return False
     except OSError as error:
         print(f"Cannot delete {path}: {error.strerror or error}.")
@@ -125,9 +125,9 @@ def delete_locked(deletion: Deletion) -> bool:
 def remove_empty(run: Path) -> bool:
     """Delete the empty folder of a run, or print the files left in it. Returns whether it was deleted."""
     try:
-        run.rmdir()  # fails if a file is left, or if a new run has begun
+        run.rmdir()  # fails if a file is left, or if a new run has started
     except OSError:
         names = ", ".join(sorted(path.name for path in run.iterdir()))
-        print(f"{run} is left with files that Legato did not write: {names}.")
+        print(f"{run} was kept, because Legato did not write {names}.")
         return False
     return True

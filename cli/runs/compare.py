@@ -1,4 +1,4 @@
-"""`legato compare`: shows configs and metrics of several runs side by side."""
+"""`legato compare`: shows the configs and metrics of several runs side by side."""
 
 import math
 from argparse import Namespace
@@ -26,7 +26,7 @@ def run_compare(arguments: Namespace) -> None:
 
 
 def states(runs: Sequence[RunDirectory]) -> str:
-    """Return state, step and duration of each run."""
+    """Return the state, step and duration of each run."""
     rows = [["", *(run.name for run in runs)], ["state", *(run.state for run in runs)]]
     rows += [["step", *(str(run.step) for run in runs)], ["duration", *(time_taken(run.seconds) for run in runs)]]
     return table(rows)
@@ -37,7 +37,7 @@ def configs(runs: Sequence[RunDirectory]) -> str:
     texts = [config_of(run) for run in runs]
     if not any(texts):
         return "config: none stored, since a script started the runs."
-    # only differing keys, since two configs share about a hundred values
+    # shows only keys that differ, since two configs share about a hundred values
     keys = varying_keys(texts)
     if not keys:
         scripts = [run.name for run, config in zip(runs, texts, strict=True) if not config]
@@ -62,7 +62,7 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
 
 
 def bits(runs: Sequence[RunDirectory]) -> str:
-    """Return the first step and tensor in which two runs differ. Raises ConfigError for more than two runs."""
+    """Return the first step and tensor at which two runs differ. Raises ConfigError for more than two runs."""
     from ...lab.bits import first_difference  # imports torch
     from ...lab.study import history_of
 
@@ -72,9 +72,9 @@ def bits(runs: Sequence[RunDirectory]) -> str:
 
 
 def operations(files: Sequence[str]) -> str:
-    """Return the first difference of two files of `legato replay --operations`. Raises ConfigError for other files."""
+    """Return the first difference between two files from `legato replay --operations`. Other files: ConfigError."""
     from ...lab.operations import different_operation  # imports torch
 
     if len(files) != 2 or not all(Path(file).is_file() for file in files):
-        raise ConfigError(f"Expected two files of `legato replay --operations FILE.jsonl`, got {' '.join(files)}.")
+        raise ConfigError(f"Expected two files from `legato replay --operations FILE.jsonl`, got {' '.join(files)}.")
     return "\n".join(different_operation([Path(file).read_text(encoding="utf-8") for file in files]))

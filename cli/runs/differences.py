@@ -8,17 +8,17 @@ from ...base.targets import TARGET
 from ...trainer.runs.directory import RunDirectory
 
 NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
-"""Keys about the place of a run, which do not affect its result."""
+"""Keys about a run's location, which do not affect its result."""
 TASK = f"task.{TARGET}"
 
 
 def config_of(run: RunDirectory) -> dict[str, str]:
-    """Return the config of a run with values as text."""
+    """Return a run's config with its values as text."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
 
 
 def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
-    """Return, for each run, the values that differ among runs of its task, by short key. Leaves out defaults."""
+    """Return for each run the values that differ among runs of its task, by short key, without defaults."""
     configs = [config_of(run) for run in runs]
     # per task, since runs of different tasks differ in most keys
     tasks = {config.get(TASK) for config in configs}
@@ -34,7 +34,7 @@ def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
 
 
 def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys whose values differ between configs. Runs without a config do not count."""
+    """Return the keys whose values differ between configs. Ignores runs without a config."""
     stored = [config for config in configs if config]
     keys = dict.fromkeys(key for config in stored for key in config if key not in NOT_COMPARED)
     return [key for key in keys if len({config.get(key) for config in stored}) > 1]

@@ -38,14 +38,14 @@ def run_show(arguments: Namespace) -> None:
 
 
 def heading(run: RunDirectory) -> str:
-    """Return the first lines: state, step, time, best value."""
+    """Return the first lines: the run's state, step, time and best value."""
     status = run.status
     steps, epochs = status.get("max_steps"), status.get("max_epochs")
     step = f"step {run.step}" + (f" of {steps}" if isinstance(steps, int) and steps > 0 else "")
     epoch = f", epoch {run.epoch}" if run.epoch is not None else ""
     epoch += f" of {epochs}" if epoch and isinstance(epochs, int) and epochs > 0 else ""
     rows = [["run", f"{run.name}  ({run.location})"], ["state", f"{run.state}, {step}{epoch}"]]
-    rows.append(["begun", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
+    rows.append(["start", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
     if run.best is not None:
         rows.append(["best", f"{run.best.metric} {number(run.best.value)} ({run.best.mode})"])
     rows += start_rows(run)
@@ -67,18 +67,18 @@ def start_rows(run: RunDirectory) -> list[list[str]]:
 
 
 def error_text(run: RunDirectory) -> str:
-    """Return the last error with the end of its traceback; "" without an error."""
+    """Return the last error with the end of its traceback; "" if there is no error."""
     if not run.error:
         return ""
-    # the end of a traceback has the line that failed
+    # the end of a traceback shows the line that failed
     lines = run.traceback.rstrip().splitlines()[-LAST_LINES:] if run.state == FAILED and run.traceback else [run.error]
     return "\n".join(["last error:", *(f"  {line}" for line in lines)])
 
 
 def config_text(run: RunDirectory) -> str:
-    """Return the values of the config without defaults."""
+    """Return the config's values without defaults."""
     if not run.config:
-        return "config: none stored, since a script started the run."
+        return "config: not stored, since a script started the run."
     keys = run.given_keys
     lines = (f"  {key}: {value}" for key, value in config_of(run).items() if keys is None or key in keys)
     return "\n".join(["config, without defaults:" if keys is not None else "config:", *lines])
@@ -94,7 +94,7 @@ def metrics_text(run: RunDirectory) -> str:
 
 
 def evaluations_text(run: RunDirectory) -> str:
-    """Return the evaluations of the run's checkpoints with their values; "" without evaluations."""
+    """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
     rows = [
         [evaluation.name, when(evaluation.began), f"step {evaluation.step}", evaluated_values(evaluation)]
         for evaluation in run.evaluations
@@ -103,12 +103,12 @@ def evaluations_text(run: RunDirectory) -> str:
 
 
 def checkpoints_text(run: RunDirectory) -> str:
-    """Return number, size and steps of the checkpoints."""
+    """Return the number, size and steps of the checkpoints."""
     steps = [str(entry.step) for entry in run.checkpoints if entry.complete]
     size = format_bytes(sum(entry.size for entry in run.checkpoints))
     return f"{counted(len(run.checkpoints), 'checkpoint')}, {size}; complete: {', '.join(steps) or 'none'}"
 
 
 def indented(text: str) -> list[str]:
-    """Return the lines of a text, indented by two spaces."""
+    """Return the lines of a text, each indented by two spaces."""
     return [f"  {line}" for line in text.splitlines()]

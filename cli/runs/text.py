@@ -1,4 +1,4 @@
-"""Tables and numbers as text, cut to the width of the terminal if there is one."""
+"""Formats tables and numbers as text, cut to the terminal's width if there is a terminal."""
 
 import shutil
 import sys
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a text with aligned columns."""
+    """Return rows as text with aligned columns."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)
 
 
 def shortened(line: str, limit: int | None) -> str:
-    """Return a line of at most `limit` characters, which ends in "..." if it was cut."""
+    """Return a line cut to at most `limit` characters. A line that was cut ends in "..."."""
     return line if limit is None or len(line) <= limit else line[: max(0, limit - 3)] + "..."
 
 
 def fitting(text: str) -> str:
-    """Return a text with lines cut to the width of the terminal; unchanged if stdout is not a terminal."""
+    """Return a text with its lines cut to the terminal's width; unchanged if stdout is not a terminal."""
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a time in seconds since 1970 as local date and time; "-" if it is out of range."""
+    """Return a Unix time in seconds as local date and time; "-" if it is out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -49,7 +49,7 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics without x-axes, those of Legato's callbacks last."""
+    """Return the names of metrics without x-axes; metrics of Legato's callbacks come last."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 

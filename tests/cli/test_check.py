@@ -88,8 +88,8 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (("trainer.reproducible=bitwise", *ALONE), "Under bitwise a resume refuses differences."),
-    ((), "Under order a resume lists differences; other numbers of processes change last bits."),
+    (("trainer.reproducible=bitwise", *ALONE), "With reproducible=bitwise a resume rejects differences."),
+    ((), "With reproducible=order a resume lists differences, and the process count changes last bits."),
 ])  # fmt: skip
 def test_what_bits_depend_on_is_shown(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
@@ -255,7 +255,7 @@ def test_the_report_of_many_ranks_is_short() -> None:
         "Seconds/step    17; 17 h 0 min for 3,600 steps",
         "Memory          1 GB, on rank 15",
         "Device memory   15 B, on rank 15",
-        "A checkpoint    1 MB",
+        "Checkpoint      1 MB",
         "Logged          loss",
         "Remark          A remark.",
     ]
@@ -268,7 +268,7 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
     assert report.seconds == 0.1
     assert "Seconds/step    0.1; 10 s for 100 steps\n" in report.text()
     report = Report(records=[Record(0, slow[:2], total_steps=100, logged=[])])
-    assert "2; 3 min 20 s for 100 steps, or less: only the first steps were tried" in report.text()
+    assert "2; 3 min 20 s for 100 steps, or less: only the first steps were timed" in report.text()
     monkeypatch.setattr(recorder, "SECONDS", 60.0)
     for accumulate, steps in ((4, 2), (1, 11)):  # not to the end of the epoch
         report = check(*ALONE, f"trainer.accumulate_grad_batches={accumulate}")

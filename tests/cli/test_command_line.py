@@ -118,7 +118,7 @@ def test_help_of_a_class_is_its_docstring(capsys: pytest.CaptureFixture[str]) ->
     assert "find_unused_parameters" in explained(capsys, "ddp")
     text = explained(capsys, "slurm")
     assert text.startswith("legato.cli.launchers.slurm.SlurmLauncher(")
-    assert "    partition: Partition. None: the default partition." in text
+    assert "    partition: SLURM partition. None: the default partition." in text
     assert explained(capsys, "line.Line").startswith("line.Line(")
 
 
@@ -290,7 +290,7 @@ def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) ->
         r"devices: 2 +# override\n",
         f"Run directory {folder}/runs/default/version_\\d\n",
         r"Rank 1 of 2: process \d+ on cpu\n",
-        "Training data: DataLoader, 2 batches of each replica\n",
+        "Training data: DataLoader, 2 batches per replica\n",
         f"JSONLinesLogger writes to {folder}/runs/default/version_\\d\n",
         f"Checkpoint {folder}/runs/default/version_\\d/checkpoints/step-00000002\n",
     ):

@@ -73,7 +73,7 @@ def test_a_plan_of_a_config() -> None:
     plan = rows(*shape)
     assert plan["Processes"] == "4 on 2 nodes, 2 each"
     assert plan["Replicas"] == "5: each process has 1 or 2 replicas"
-    assert plan["A step"] == "40 samples: 5 replicas x 2 batches; the last one of an epoch has 10"
+    assert plan["A step"] == "40 samples: 5 replicas x 2 batches; the last step of an epoch has 10"
     assert (plan["Steps per epoch"], plan["Total steps"]) == ("2", "6")
     assert (
         plan["State per rank"] == "176 B: parameters 40 B, gradients 40 B, optimizer 96 B (AdamW)"
@@ -81,7 +81,7 @@ def test_a_plan_of_a_config() -> None:
 
 
 def test_a_stream_has_the_steps_that_its_length_says() -> None:
-    assert rows("data.kind=stream")["A step"] == "1 replica, each a batch of the stream"
+    assert rows("data.kind=stream")["A step"] == "1 replica, each with one batch of the stream"
     assert rows("data.kind=endless")["Steps per epoch"] == "unknown: the loader has no length"
     assert rows("trainer.max_epochs=-1")["Total steps"] == "unknown"
 
@@ -215,7 +215,7 @@ def test_a_memory_that_is_none_is_refused(size: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["memory=80GB"], "memory is not a key of a config"),
+        (["memory=80GB"], "memory is not a config key"),
         (["devices=3"], "Did you mean 'trainer.devices'?"),
         (["trainer.devices=3", "trainer.replicas=2", "trainer.strategy=ddp"], "more processes than replicas"),
         (["trainer.devices=0"], "trainer.devices must be a positive count"),
@@ -236,5 +236,5 @@ def test_a_run_without_a_step_is_refused_as_by_fit(capsys: pytest.CaptureFixture
     for command in ("plan", "fit"):
         assert main([command, *words]) == 1
         output = capsys.readouterr()
-        assert "no step" in output.err
+        assert ("no steps" if command == "plan" else "too short for a step") in output.err
         assert ("Steps per epoch 0" in output.out) == (command == "plan")

@@ -283,7 +283,7 @@ def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):
     (path / "checkpoints" / "step-00000005" / "manifest.json").unlink()
     text = said(capsys, "show", "a")
     assert "state  done, step 0\n" in text
-    assert "config: none stored" in text
+    assert "config: not stored" in text
     assert re.search(r"2 checkpoints, \d.*; complete: 10\n", text)
     assert said(capsys, "runs").splitlines()[1].split()[:3] == ["a/version_0", "done", "0"]
 
@@ -349,7 +349,7 @@ def test_clean_deletes_what_it_lists_and_nothing_else(capsys):
     assert left() == before
     assert "runs/failed/version_0  " in text
     assert "can be resumed from step 10" in text
-    assert "No terminal to ask on" in capsys.readouterr().err or main(["clean"]) == 2
+    assert "There is no terminal for the question" in capsys.readouterr().err or main(["clean"]) == 2
     assert left() == before
     capsys.readouterr()
     said(capsys, "clean", "--yes", "--only", "empty")
@@ -390,7 +390,7 @@ def test_clean_leaves_a_run_that_was_resumed_while_it_asked(capsys, monkeypatch)
 
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
     monkeypatch.setattr("builtins.input", resume_and_say_yes)
-    assert "is left: it has changed" in said(capsys, "clean", "--only", "failed")
+    assert "was not deleted: it has changed" in said(capsys, "clean", "--only", "failed")
     assert left() == ["failed/version_0"]
 
 
@@ -435,7 +435,7 @@ def test_clean_deletes_only_checkpoints_that_this_run_wrote(capsys):
     left = [inside / "v1", *(inside / f"step-000000{step}" for step in (10, 12, 20))]
     kept = files_below(*left) | {inside / "index.json": (inside / "index.json").read_bytes()}
     text = said(capsys, "clean", "--yes")
-    assert "step-00000010 is left" in text
+    assert "step-00000010 was not deleted" in text
     assert "notes.txt, which Legato did not write" in text
     assert files_below(inside) == kept
 
@@ -449,7 +449,7 @@ def test_clean_never_follows_a_link(capsys, tmp_path):
     (failed / "metrics.csv").symlink_to((elsewhere / "metrics.jsonl").absolute())
     (failed / "evaluations").symlink_to(elsewhere.absolute())
     before = files_below(elsewhere)
-    assert f"{failed} is left with files that Legato did not write: checkpoints, evaluations, metrics.csv.\n" in said(
+    assert f"{failed} was kept, because Legato did not write checkpoints, evaluations, metrics.csv.\n" in said(
         capsys, "clean", "--yes"
     )
     assert files_below(elsewhere) == before
@@ -474,7 +474,7 @@ def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
         (failed / name).write_text("mine")
     (failed / "checkpoints/.step-00000007.partial").mkdir()
     text = said(capsys, "clean", "--yes")
-    assert "is left with files that Legato did not write: checkpoints, evaluations, notes.txt.\n" in text
+    assert "was kept, because Legato did not write checkpoints, evaluations, notes.txt.\n" in text
     assert set(files_below(failed).values()) == {b"mine"}
     assert len(files_below(failed)) == 3
     assert (empty / "checkpoints/pretrained.pt").read_text() == "mine"  # not even listed: it holds more than a start

@@ -141,10 +141,10 @@ def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "no key varies. Set a key to several values"),
+        ([], "no key has several values"),
         (["task.lr=1,2", "task.lr=3,4"], "task.lr is set twice"),
         (["run.root=a,b"], "run.root cannot vary"),
-        (["task.lr=1,2"], "no callback of the config monitors a metric. Set the metric to compare: --metric NAME"),
+        (["task.lr=1,2"], "no callback in the config monitors a metric. Set the metric to compare: --metric NAME"),
         (["task.lr=1,high", *OBJECTIVE], "task.lr must be float, not the string 'high'"),
         (["task.rate=1,2", *OBJECTIVE], "override: task.rate is not an argument of Line. It takes lr"),
         (["task.lr=uniform(0,1)", *OBJECTIVE], "Set it with --random 20"),
@@ -247,7 +247,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
         os.kill(process.pid, number)
         out, _ = finished(process, code)
         if number != signal.SIGKILL:
-            assert "2 trials are left. Repeat the command to continue." in out
+            assert "2 trials are unfinished. Repeat the command to continue." in out
             assert not trial_processes()
         wait_for(lambda: not trial_processes())
     out, _ = finished(sweep(*words), 0)

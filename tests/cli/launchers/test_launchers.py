@@ -105,11 +105,11 @@ def launch(*words):
         ),
         ("launcher=slurm launcher.partion=a", "not an argument of the launcher 'slurm'. Did you mean 'partition'?"),
         ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
-        ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal: expected a long option of sbatch"),
-        ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without dashes"),
+        ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal: expected a long sbatch option"),
+        ("launcher=slurm launcher.options={-p: gpu}", "expected a long sbatch option without dashes"),
         (
             "launcher=slurm trainer.devices=auto",
-            "devices='auto' .* Set trainer.devices to the number per node",
+            "devices='auto' .* Set trainer.devices to the count per node",
         ),
         ("launcher=slurm trainer.accelerator=auto", "accelerator='auto' .* trainer.accelerator to gpu or cpu"),
         ("launcher=ray trainer.num_nodes=2", "Ray has one machine, but trainer.num_nodes=2"),
@@ -117,7 +117,7 @@ def launch(*words):
             "launcher=slurm trainer.strategy.elastic=true",
             "cannot be combined with an elastic run",
         ),
-        ("lancher=slurm", "lancher is not a key of a config. Did you mean 'launcher'?"),
+        ("lancher=slurm", "lancher is not a config key. Did you mean 'launcher'?"),
     ],
 )
 def test_mistakes_are_refused(folder, capsys, words, message):
