@@ -151,7 +151,7 @@ def run_debugged(*arguments: str) -> None:
 def test_mistakes_are_named() -> None:
     run = str(trained("trainer.max_epochs=1"))
     for words, said in (
-        (("step=0",), "Steps count from 1"),
+        (("step=0",), "Expected 1 <= first step"),
         (("stpe=3",), "Did you mean 'step='?"),
         (("step=3", "jobs=2"), "'jobs=2' is neither one of"),
         (("steps=3",), "Did you mean 'step='?"),

@@ -130,7 +130,7 @@ def test_a_changed_data_file_is_told_by_its_first_batch_or_else_by_elimination(p
     write_points(changed=(next(index for index in range(30) if index not in seen),))
     _, certificate = verified(run, "segments=all", fails=True)
     assert "the data has changed" in causes(certificate)
-    assert "`legato samples RUN step=" in causes(certificate)
+    assert "legato samples RUN step=" in causes(certificate)
 
 
 @ONE_AND_TWO
