@@ -4,6 +4,7 @@ Formats after https://huggingface.co/docs/xet: a xorb holds chunks, and a shard 
 """
 
 import json
+import os
 import struct
 import threading
 import time
@@ -183,20 +184,18 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_hub() -> Iterator[dict[str, str]]:
-    """Run the stand-in; yield the variables that lead huggingface_hub and hf_xet to it."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    """Run the stand-in at HF_ENDPOINT; yield the other variables that huggingface_hub and hf_xet need for it."""
+    server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["HF_ENDPOINT"].rpartition(":")[2])), Hub)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    plain = {"HF_XET_XORB_COMPRESSION_POLICY": "none"}
-    first_versions = dict.fromkeys(("HF_XET_CLIENT_RECONSTRUCTION_API_VERSION", "HF_XET_CLIENT_SHARD_API_VERSION"), "1")
     yield {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_TOKEN": "hf_tests",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_XET_TELEMETRY_ENABLED": "false",
         "HF_XET_CLIENT_LEGACY_DIRECT_XORB_UPLOAD": "true",
-        **plain,
-        **first_versions,
+        "HF_XET_XORB_COMPRESSION_POLICY": "none",
+        "HF_XET_CLIENT_RECONSTRUCTION_API_VERSION": "1",
+        "HF_XET_CLIENT_SHARD_API_VERSION": "1",
     }
     server.shutdown()
     server.server_close()

