@@ -35,12 +35,12 @@ INSTEAD = {
 
 
 class TensorBoardLogger(Logger):
-    """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
+    """Writes text, scalars (plotted against `global_step`), and hyperparameters with final metrics for the HPARAMS tab.
 
     Event files go to the run directory. To log images, histograms and graphs, use `experiment`, torch's SummaryWriter.
 
     Args:
-        own_metrics_last: Show `epoch`, `lr-...`, `throughput/...` and `straggler/...` in a group `~run` below all
+        own_metrics_last: Show `epoch`, `lr-...`, `throughput/...` and `straggler/...` in a `~run` group below all
             other groups.
         writer_options: Options for SummaryWriter, such as `flush_secs`.
 

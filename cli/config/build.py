@@ -56,7 +56,10 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects of a config, with its seed for task and data. Raises ConfigError if building fails."""
+    """Build the objects that a config describes, with its seed for the task and the data.
+
+    Raises ConfigError if building fails.
+    """
     from ...trainer.data.randomness import seed_everything
     from ...trainer.trainer import Trainer
 

@@ -32,7 +32,7 @@ UNKNOWN = 2**62
 
 
 class StreamData:
-    """Any iterable of batches, distributed by whole batches: batch k goes to replica k modulo replicas.
+    """Any iterable of batches, distributed in whole batches: batch k goes to replica k modulo the number of replicas.
 
     Every process reads the entire stream and keeps the batches of its replicas.
     """

@@ -252,7 +252,7 @@ class WorkerGroup:
             if self._relay.received:
                 raise_for_signal(max(self._relay.received))
             raise WorkerError(
-                f"Rank {rank} of {self._world_size} could not be started: the fork server has ended "
+                f"Rank {rank} of {self._world_size} could not be started: the fork server has exited "
                 f"({type(error).__name__}: {error}). If another process killed it, rerun the command."
             ) from error
         worker = Worker(rank, process, report)

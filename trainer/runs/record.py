@@ -44,7 +44,7 @@ _TRAINERS = count(1)
 
 
 def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
-    """Add a start to the record; `facts`: entries from the caller; `config`: the start's config."""
+    """Record that the run was started or resumed, with the entries in `facts` and the config of this start."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
         os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still want to read it

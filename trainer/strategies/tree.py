@@ -399,7 +399,7 @@ class GradientTree:
         self.next_to_send = 0
 
     def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Hook that runs when the gradient of `parameter` is complete: send the complete buckets."""
+        """Send the buckets that are ready; called as a hook when the gradient of `parameter` is complete."""
         if not self.is_last or self.replica is None:
             return
         bucket.missing.discard(index)

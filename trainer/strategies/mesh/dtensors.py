@@ -1,4 +1,4 @@
-"""DTensors on a mesh: scatter and gather of tensors; norms, clipping and loss scaling of sharded gradients."""
+"""DTensors on a mesh: scattering and gathering tensors; norms, clipping and loss scaling of sharded gradients."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -180,12 +180,12 @@ def require_cuttable(name: str, module: nn.Module, word: str, parts: int, head: 
     if size % parts:  # torch allows uneven shards, but heads and gates in a layer have equal sizes
         raise ConfigError(
             f"tensor_plan: {name} has {size} {kind}, not a multiple of tensor={parts}. Choose another width, or fewer "
-            f"processes on the axis tensor."
+            f"processes along the tensor axis."
         )
     if isinstance(head, int) and (size // parts) % head:
         raise ConfigError(
             f"tensor_plan: {name} has {size} {kind} in heads of width {head}, so tensor={parts} splits a head. Use "
-            f"fewer processes on the axis tensor, or leave the attention out of the plan."
+            f"fewer processes along the tensor axis, or leave the attention out of the plan."
         )
 
 
