@@ -353,7 +353,10 @@ class Checkpoint(CheckpointCallback):
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state unless it is already saved or, without `always`, would not be kept. Collective."""
+        """Write the current state unless it is already saved or, without `always`, would not be kept.
+
+        All ranks must call this.
+        """
         if trainer.fast_dev_run or self.dirpath is None:
             return
         step, entries = trainer.global_step, self.index.checkpoints

@@ -101,7 +101,7 @@ def launch_if_named(config: "Config", command: str) -> None:
 
 
 def trainer_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `trainer` of a config with defaults filled in. Its keys must have been checked."""
+    """Return the `trainer` section of a config with defaults filled in. Its keys must have been checked."""
     # the config check fills in defaults only later, with the values
     defaults = {name: parameter.default for name, parameter in TRAINER.parameters.items()}
     return defaults | dict(values.get("trainer") or {})

@@ -126,7 +126,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather `data` from all ranks. Collective.
+        """Gather `data` from all ranks. All ranks must call this.
 
         Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
         ranks, as with uneven evaluation shares, the result is a list with one tensor per rank. `torch.cat(list(...))`

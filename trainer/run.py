@@ -66,7 +66,7 @@ class LoopState:
     validated_after: float = 0.0
     """Elapsed seconds of the run at the end of the newest validation; before the first one, at the start."""
     point: tuple[int, dict[str, float]] | None = None
-    """Step and values of the newest log point."""
+    """Step and values of the newest logging point."""
     samples_of_epoch: dict[str, Any] | None = None
     """The fingerprint's `samples` for the current epoch, if different settings assigned its batches."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -284,7 +284,7 @@ class Run(Call):
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
-        """Write a log point on rank 0, at the newest step or at the step of the evaluated checkpoint."""
+        """Write a logging point on rank 0, at the newest step or at the step of the evaluated checkpoint."""
         step, epoch = self.evaluated_point or (self.state.global_step, self.state.epoch)
         # the run's epoch overrides a value that a task logs as "epoch", so that all points of a step agree
         self.loop.point = step, values = step, {**values, "epoch": epoch}
@@ -387,7 +387,10 @@ class Run(Call):
             self.show_step()
 
     def require_loss(self) -> None:
-        """Raise TaskError if no batch of the first epoch had a loss; in later epochs, warn. Collective."""
+        """Raise TaskError if no batch of the first epoch had a loss; in later epochs, warn.
+
+        All ranks must call this.
+        """
         metrics, trainer = self.metrics, self.trainer
         if not self.optimization.optimizers or self.loop.epoch_skipped:
             return
@@ -418,7 +421,7 @@ class Run(Call):
             )  # fmt: skip
 
     def show_step(self) -> None:
-        """Publish the newest step's values unless they are already published. Collective."""
+        """Publish the newest step's values unless they are already published. All ranks must call this."""
         # a logged step is published already
         if self.state.logged_at != self.state.global_step:
             self.trainer.publish(self.metrics.newest_values(), write=False)

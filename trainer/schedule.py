@@ -55,7 +55,7 @@ class Schedule:
         return 0 <= trainer.max_steps <= trainer.global_step
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
-        """Return whether the newest step is a log point because the run ends after it.
+        """Return whether the newest step is a logging point because the run ends after it.
 
         A run that a signal ends does not count: a resume continues it.
         """
@@ -66,7 +66,7 @@ class Schedule:
         return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
-        """Return whether the newest step is known to be a log point, even if the end of the data is unknown."""
+        """Return whether the newest step is known to be a logging point, even if the end of the data is unknown."""
         every = self.trainer.log_every_n_steps
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 

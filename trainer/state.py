@@ -32,7 +32,7 @@ class State:
     epoch_ended: bool = False
     """True after `epoch` has ended and before it is counted, so that a checkpoint in between ends it only once."""
     logged_at: int = -1
-    """The step of the newest log point; -1: none yet."""
+    """The step of the newest logging point; -1: none yet."""
     skipped_steps: int = 0
     """Steps whose update was dropped because their gradient was not finite."""
     skipped_in_a_row: int = 0

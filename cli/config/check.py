@@ -77,7 +77,7 @@ def _parameter(name: str, kind: Any = None) -> Parameter:
 
 
 TRAINER = Signature({name: _parameter(name) for name in argument_types() if name not in (*MOVED, *SECTION_OF)})
-"""The arguments of Trainer in the section `trainer`."""
+"""The arguments of Trainer in the `trainer` section."""
 RUN = Signature({
     "name": _parameter("run_name"),
     "root": _parameter("default_root_dir", str),

@@ -55,7 +55,7 @@ MOVED: dict[str, Key] = {
     "default_root_dir": ("run", "root"),
     "save_code": ("run", "save_code"),
 }
-"""Trainer arguments whose keys are outside the section `trainer`."""
+"""Trainer arguments whose keys are outside the `trainer` section."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 """Trainer arguments that are top-level sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))

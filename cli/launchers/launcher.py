@@ -23,7 +23,7 @@ class Machines:
 
 
 class Launcher:
-    """Base class that starts a Legato command on other machines. Its fields are the keys of the section `launcher`."""
+    """Base class that starts a Legato command on other machines. Its fields are the keys of the `launcher` section."""
 
     name = ""
     """Name of the launcher in a config."""

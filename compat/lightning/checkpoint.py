@@ -1,7 +1,7 @@
 """Checkpoints in Lightning's format: a file of plain containers and tensors, which `torch.load` reads.
 
 The file has Lightning's keys. The additional state that Legato needs for an exact resume (replicas, positions in the
-data, sums of the epoch, fingerprint) is stored under the key `legato`, which Lightning ignores. Values that are code,
+data, sums of the epoch, fingerprint) is stored under the `legato` key, which Lightning ignores. Values that are code,
 such as a module among the hyperparameters, are stored in place as nested pickles: `torch.load` reads them with
 weights_only=False, and `read` leaves them out unless this process has written them.
 """

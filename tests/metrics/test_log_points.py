@@ -1,4 +1,4 @@
-"""Logged values under ddp: a log point is one collective, and a value logged once by a hook counts once."""
+"""Logged values under ddp: a logging point is one collective, and a value logged once by a hook counts once."""
 
 import pytest
 from collectives import count_collectives

@@ -1,4 +1,4 @@
-"""Logged values are named, weighted and reduced as requested, and read from the device only at log points."""
+"""Logged values are named, weighted and reduced as requested, and read from the device only at logging points."""
 
 import math
 

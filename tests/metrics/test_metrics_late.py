@@ -1,4 +1,4 @@
-"""Logged values and losses are read at log points, and a non-finite loss is found in time."""
+"""Logged values and losses are read at logging points, and a non-finite loss is found in time."""
 
 import math
 

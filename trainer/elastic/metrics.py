@@ -97,15 +97,17 @@ class SharedMetrics(Metrics):
 
     # --- exchanges --------------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Send all ranks' values for the current step to every rank, before the weights are updated. Collective.
+        """Send all ranks' values for the current step to every rank, before the weights are updated.
+
+        All ranks must call this.
 
         So no values from a finished step are lost if a rank dies. Values logged later in the step are sent with the
-        next step or log point.
+        next step or logging point.
         """
         self._share((), names=True)
 
     def share(self) -> None:
-        """Send every rank the values that other ranks have logged since the last exchange. Collective."""
+        """Send every rank the values that other ranks have logged since the last exchange. All ranks must call this."""
         self._share(())
 
     def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
@@ -151,7 +153,10 @@ class SharedMetrics(Metrics):
         return sort_out(self._totals_of_step(), "_step")
 
     def gather_step(self, extra: Sequence[float]) -> tuple[list[tuple[Series, float]], list[float]]:
-        """Return the newest step's values over all replicas, and the maxima over ranks of `extra`. Collective."""
+        """Return the newest step's values over all replicas, and the maxima over ranks of `extra`.
+
+        All ranks must call this.
+        """
         if self.stage != "train":
             return super().gather_step(extra)
         maxima = self._share(extra)
@@ -161,7 +166,7 @@ class SharedMetrics(Metrics):
         return [(series, total(series.kind, series.step)) for series in self.with_values_of_step()]
 
     def gather_epoch(self) -> dict[Series, Sums]:
-        """Return every series in the epoch with its sums over all replicas. Collective."""
+        """Return every series in the epoch with its sums over all replicas. All ranks must call this."""
         if self.stage == "train":
             self._share(())
         return super().gather_epoch()

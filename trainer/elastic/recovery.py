@@ -61,14 +61,14 @@ class MemberState:
     consistent: bool
     """True if weights and loop state are consistent."""
     progress: Progress
-    """Step, epoch, whether the epoch has ended, the steps of the newest validation and log point, and the number of
+    """Step, epoch, whether the epoch has ended, the steps of the newest validation and logging point, and the number of
     exchanges of logged values. A process with one more exchange has the values of all ranks."""
     epoch_steps: int
     elapsed: float
     stop: bool
     should_stop: bool
     point: Point | None
-    """Newest log point."""
+    """Newest logging point."""
     first_step: int
     """First step that these processes run."""
 

@@ -1,6 +1,6 @@
 """Logged values: collected without a host sync, and reduced over batches, replicas and ranks.
 
-`log` only appends to a list; all pending values are read from the device together at a log point. Sums are kept per
+`log` only appends to a list; all pending values are read from the device together at a logging point. Sums are kept per
 replica in float64 and combined in replica order, so a logged mean is the same for any number of processes.
 """
 
@@ -53,7 +53,7 @@ BatchSize = float | Tensor | None
 # (weighted value, weight) by replica
 Sums = dict[int, list[float]]
 
-# Maximum number of values, or losses, kept on the device; beyond it, they are read without waiting for a log point
+# Maximum number of values, or losses, kept on the device; beyond it, they are read without waiting for a logging point
 PENDING_LIMIT = 1024
 
 NO_STEP = -2
@@ -160,7 +160,7 @@ class Metrics:
             return
         if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) was called outside of any step or epoch, so it belongs to no log point. Call it "
+                f"log({name!r}) was called outside of any step or epoch, so it belongs to no logging point. Call it "
                 f"in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
@@ -278,7 +278,7 @@ class Metrics:
         if len(self.losses) >= PENDING_LIMIT:
             self._first_bad_loss()
 
-    # --- reading: at log points and at the end of epochs ------------------------------------------------------------
+    # --- reading: at logging points and at the end of epochs ----------------------------------------------------------
     def flush(self) -> None:
         """Add all pending values to their sums, with one transfer per device and dtype."""
         self.count(self.read_pending())
@@ -338,7 +338,7 @@ class Metrics:
     def running_values(self) -> dict[str, float]:
         """Return the progress bar's means over the training epoch so far, read from the device.
 
-        Empty with several processes, where each has only its own values: the bar then shows the newest log point.
+        Empty with several processes, where each has only its own values: the bar then shows the newest logging point.
         """
         if self.stage != "train" or self.series is None or self.processes > 1:
             return {}

@@ -66,7 +66,7 @@ class BatchWeights:
         return weight * (self.strategy.loss_scale / step.samples * self._scale())
 
     def divide_gradients(self, step: StepInput) -> Tensor | float:
-        """Divide the step's gradients by the sum of its batches' weights. Collective.
+        """Divide the step's gradients by the sum of its batches' weights. All ranks must call this.
 
         Returns the divisor, 1.0 without weights. Raises TaskError, on all ranks, if only some batches have a weight.
         """

@@ -21,7 +21,9 @@ log = logging.getLogger("legato")
 
 
 def bad_weights(trainer: "Trainer") -> list[str]:
-    """Return the names of non-finite trained parameters on this rank, or else on another rank. Collective.
+    """Return the names of non-finite trained parameters on this rank, or else on another rank.
+
+    All ranks must call this.
 
     Frozen parameters and buffers, such as masks, may be infinite on purpose.
     """
@@ -32,7 +34,10 @@ def bad_weights(trainer: "Trainer") -> list[str]:
 
 
 def require_finite(trainer: "Trainer") -> None:
-    """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore`, only warn. Collective."""
+    """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore`, only warn.
+
+    All ranks must call this.
+    """
     # losses first: their error names the step that went wrong, which bad weights don't show
     trainer.current_run.check_losses()
     bad = bad_weights(trainer)
@@ -49,7 +54,7 @@ def require_finite(trainer: "Trainer") -> None:
 
 
 def explained(trainer: "Trainer", error: NonFiniteError) -> NonFiniteError:
-    """Return the error with a diagnosis of the newest batch and the task. Collective.
+    """Return the error with a diagnosis of the newest batch and the task. All ranks must call this.
 
     The diagnosis comes from the first rank with a non-finite loss, else from the first rank with findings.
     """

@@ -12,7 +12,7 @@ from ...base.tensors import plain_tensors
 from ..processes.ranks import Ranks
 
 PAUSE_PER_SECOND = 250
-"""Seconds between comparisons at log points per second that a comparison takes, which limits the cost to 0.4 %."""
+"""Seconds between comparisons at logging points per second that a comparison takes, which limits the cost to 0.4 %."""
 
 
 class DriftGuard:
@@ -26,7 +26,7 @@ class DriftGuard:
         self.restart()
 
     def restart(self) -> None:
-        """Compare again at the next log point, even if the set of ranks has changed. Collective."""
+        """Compare again at the next logging point, even if the set of ranks has changed. All ranks must call this."""
         self.compared_at, self.next_time, self.waited = -1, 0.0, 0.0
         """Step of the newest comparison, agreed time of the next one, and seconds that the newest one waited."""
 
@@ -36,8 +36,8 @@ class DriftGuard:
             self.compare(step, elapsed)
 
     def compare(self, step: int, elapsed: float) -> None:
-        """Compare the weights after `step`, once. Raises DisagreementError if they differ. Collective."""
-        # a save or the end of training may follow a log point that has already compared this step
+        """Compare the weights after `step`, once. Raises DisagreementError if they differ. All ranks must call this."""
+        # a save or the end of training may follow a logging point that has already compared this step
         if self.ranks.size == 1 or self.compared_at == step:
             return
         began = time.perf_counter()
@@ -63,7 +63,7 @@ class DriftGuard:
 
 
 def describe_differing(ranks: Ranks, names: list[str], numbers: list[int]) -> str:
-    """Describe which of these named numbers differ, and on which ranks; "" if none differ. Collective."""
+    """Describe which of these named numbers differ, and on which ranks; "" if none differ. All ranks must call this."""
     gathered = ranks.gather_objects(numbers)
     if gathered.count(numbers) == len(gathered):
         return ""

@@ -96,5 +96,5 @@ class SkipGuard:
         return self.strategy.collectives.any(any(value - value != 0.0 for value in values))
 
     def report(self, reduced: Reduced) -> None:
-        """Add the number of skipped steps to a log point."""
+        """Add the number of skipped steps to a logging point."""
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)

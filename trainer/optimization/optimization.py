@@ -239,13 +239,16 @@ class Optimization:
             self.strategy.optimizer_step(optimizer, closure)
 
     def _check_first_update(self) -> None:
-        self.checks_first = False  # later losses are checked at log points, since a check waits for the device
+        self.checks_first = False  # later losses are checked at logging points, since a check waits for the device
         require_told_sparse(self.task)
         if self.trainer.nan == "raise":
             self.trainer.current_run.check_losses()
 
     def divide_gradients(self, step: StepInput) -> None:
-        """Divide gradients and losses by the weights of the step's batches, if they have weights. Collective."""
+        """Divide gradients and losses by the weights of the step's batches, if they have weights.
+
+        All ranks must call this.
+        """
         divisor = self.weights.divide_gradients(step)
         if self.losses is not None:
             self.losses = [(index, share / divisor) for index, share in self.losses]
@@ -350,7 +353,7 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def publish_newest(self) -> None:
-        """Update `agreed_metrics`, which may be log_every_n_steps old, to the newest step. Collective."""
+        """Update `agreed_metrics`, which may be log_every_n_steps old, to the newest step. All ranks must call this."""
         self.trainer.agreed_metrics.update(self.metrics.newest_values().tensors())
 
     def _monitored(self, config: SchedulerConfig) -> Any:

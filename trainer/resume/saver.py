@@ -162,7 +162,7 @@ class Saver:
                 flatten({"callbacks": {callback.state_key: callback.state_dict()}})
 
     def save(self, path: Location, weights_only: bool, asynchronous: bool, share_frozen: bool | None = False) -> None:
-        """Write a checkpoint of the current state, after any pending log point; every rank calls this.
+        """Write a checkpoint of the current state, after any pending logging point; every rank calls this.
 
         `share_frozen`: see `Checkpoint`. Other checkpoints hold all weights, because they may be stored anywhere.
 

@@ -246,7 +246,7 @@ class RunDirectory:
         value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
-        # during the run, only log points are written
+        # during the run, only logging points are written
         if metric not in self.metrics:
             metric, mode = loss_among(self.metrics), "min"
         # min and max may return NaN, since comparisons with it are False

@@ -60,7 +60,7 @@ def open_outputs(run: Run) -> None:
 def open_loggers(run: Run, resume_step: int | None) -> None:
     """Open the loggers and store the config on rank 0; on other ranks, pass the run directory to the loggers.
 
-    resume_step: the step of a resume, after which existing log points are invalid; None: the run does not resume.
+    resume_step: the step of a resume, after which existing logging points are invalid; None: the run does not resume.
     """
     trainer, step = run.trainer, run.state.global_step
     if trainer.run_dir is None:

@@ -75,7 +75,7 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
         restore.load_rest(trainer, saved, resumes=True)
     if run.stage == "fit":
         trainer.saver.require_storable()
-    # also after a restart before the first checkpoint: earlier log points are invalid
+    # also after a restart before the first checkpoint: earlier logging points are invalid
     resumes = run.stage == "fit" and (run.source is not None or restart_count() > 0)
     open_loggers(run, run.state.global_step if resumes else None)
     run.membership.open_outputs = open_outputs

@@ -54,7 +54,7 @@ class DDPRPCStrategy(DDPStrategy):
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
         """`servers`: number of processes for the remote modules, in addition to trainer.devices. Also takes the
-        arguments of strategy ddp; the timeout for the phase `step` also limits remote calls.
+        arguments of strategy ddp; the timeout for the `step` phase also limits remote calls.
         """
         super().__init__(
             bucket_cap_mb=bucket_cap_mb,
