@@ -134,8 +134,8 @@ class TrainerArguments:
             variables.
         max_restarts: How often Legato's launcher restarts failed workers, each time from the newest complete
             checkpoint.
-        hang_timeout: Seconds without progress after which the run ends with an error. Choose a longer time than the
-            longest step, save or hook takes. None: never.
+        hang_timeout: Seconds without progress after which the run ends with an error. Must be longer than the longest
+            step, save or hook. None: never.
         requeue: Under SLURM, save a checkpoint and requeue the job when it receives SIGTERM or SIGUSR1.
     """
 

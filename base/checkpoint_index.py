@@ -1,6 +1,6 @@
 """CheckpointIndex: the checkpoints that a callback keeps in a folder, with the values by which it ranks them.
 
-The index lies beside the checkpoints, since a list stored in a checkpoint would be outdated by the next save.
+The index is a file beside the checkpoints, since the next save would make a list inside a checkpoint outdated.
 """
 
 import json
@@ -40,7 +40,7 @@ class CheckpointIndex:
     def best(self, save_top_k: int | None = None) -> list[str]:
         """Return the names of the `save_top_k` best checkpoints, best first. In a tie, the earlier one comes first.
 
-        -1 returns all checkpoints, None only those that have a value.
+        -1 returns all checkpoints; None returns only checkpoints that have a value.
         """
         ranked = list(reversed(self.checkpoints))
         if self.monitor is not None:

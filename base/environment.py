@@ -62,7 +62,7 @@ def replace_variables(variables: Mapping[str, str]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for local copies of remote files, with links resolved: other modules compare paths with it."""
+    """Return the folder for local copies of remote files. Links are resolved, since other modules compare paths."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().resolve() / "legato"
 
 
@@ -80,7 +80,7 @@ def numeric_variables() -> dict[str, str | None]:
 
 
 def restart_count() -> int:
-    """Return how often this run's processes were restarted after a failure."""
+    """Return how many times this run's processes have been restarted after a failure."""
     worker = os.environ.get("LEGATO_WORKER")
     if worker is not None:
         return int(worker.split(":")[1])

@@ -9,9 +9,10 @@
     |-- CorruptionError   (ArithmeticError)  recomputing a step gave different bits
     |-- DisagreementError (RuntimeError)     the ranks of a run disagree about what to do next, or their weights differ
     |-- HangError         (RuntimeError)     the run made no progress; the message has each rank's position
-    `-- WorkerError       (RuntimeError)     a process of the run failed; has its rank and its traceback
+    `-- WorkerError       (RuntimeError)     a process of the run failed; has that process's rank and traceback
 
-A message says what was expected, what was found and what to do. For a common mistake, it ends with `correction`.
+A message says what was expected, what was found and what to do. For a common mistake, it ends with the wrong and the
+right line of code (see `correction`).
 """
 
 import difflib
@@ -60,7 +61,7 @@ class HangError(LegatoError, RuntimeError):
 
 
 class WorkerError(LegatoError, RuntimeError):
-    """Raised if a process of the run fails. The message names its rank and ends with its traceback."""
+    """Raised if a process of the run fails. The message names the process's rank and ends with the traceback."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -95,7 +96,7 @@ def correction(wrong: str, right: str) -> str:
 
 
 def describe_kind(value: object) -> str:
-    """Return the name of a value's type; for a class, a hint to instantiate it."""
+    """Return the name of a value's type. If the value is a class, return a hint to instantiate it."""
     return f"the class {value.__name__}: write {value.__name__}()" if isinstance(value, type) else type(value).__name__
 
 
@@ -109,12 +110,12 @@ def describe_import(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:
-    """Join the first `shown` names, followed by the number of further names."""
+    """Join the first `shown` names, and append the number of remaining names."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error; before Python 3.11, to its message."""
+    """Add a note to an error. Before Python 3.11, append the note to the error's message."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif isinstance(error, OSError) and error.strerror is not None:  # str() of it reads strerror, not args

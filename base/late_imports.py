@@ -6,7 +6,7 @@ from typing import Any
 
 
 def importer(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package`; `homes` has the relative module of each public name."""
+    """Return a `__getattr__` for `package`. `homes` maps each public name to its relative module."""
 
     def get(name: str) -> Any:
         # the import system caches the module, so a second access costs a dictionary look-up

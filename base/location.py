@@ -36,7 +36,7 @@ class Address(str):
 
     @property
     def parent(self) -> "Address":
-        """The parent folder; for s3://bucket it is s3://, the parent of all buckets."""
+        """The parent folder. The parent of s3://bucket is s3://, which contains all buckets."""
         folder = self.rpartition("/")[0]
         return Address(f"{folder}/" if folder.endswith(":/") else folder)
 
@@ -62,7 +62,7 @@ Location = Path | Address
 
 
 def to_location(place: "str | os.PathLike[str]") -> Location:
-    """Return an Address for an address in a store, otherwise a Path. Raises ConfigError for file://."""
+    """Return an Address for an address in an object store, otherwise a Path. Raises ConfigError for file://."""
     match = ADDRESS.match(os.fspath(place))
     if match is None:
         return Path(place)
@@ -99,7 +99,7 @@ def place_problem(place: str, writes: bool = True) -> str | None:
 
 
 def is_repository(address: str) -> bool:
-    """Return whether an address names a repository on the Hugging Face Hub, which is read-only for Legato."""
+    """Return whether an address names a repository on the Hugging Face Hub. Legato only reads from such addresses."""
     return address.startswith("hf://") and not address.startswith("hf://buckets/")
 
 
@@ -120,5 +120,5 @@ def location_of(directory: Path) -> Location:
 
 
 def checkpoints_of(directory: Path) -> Location:
-    """Return the folder of checkpoints in a run directory."""
+    """Return the checkpoint folder of a run directory."""
     return location_of(directory) / CHECKPOINTS

@@ -58,7 +58,7 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Log to stderr unless the program has set up handlers. The level is the program's, or INFO if it set none."""
+    """Log to stderr unless the program has set up handlers. Keep the program's level; default to INFO."""
     log = logging.getLogger("legato")
     if not (logging.getLogger().handlers or log.handlers):
         log.addHandler(_ToStderr())
@@ -83,7 +83,7 @@ LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
 
 @contextmanager
 def shown_from(option: str | None) -> Iterator[None]:
-    """Set the log level of an option in LEVELS within this context, also for workers started there."""
+    """Within this context, use the log level of an option in LEVELS, also in workers started in the context."""
     log = logging.getLogger("legato")
     before = log.level
     try:
@@ -102,7 +102,7 @@ def shown_options() -> tuple[str, ...]:
 
 
 def is_quiet() -> bool:
-    """Return whether to show only warnings, without layout, progress bars or tables."""
+    """Return whether to show only warnings: no layout, progress bars or tables."""
     return logging.getLogger("legato").level > logging.INFO
 
 

@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables through which a launcher tells a process its place. The first one that is set is used."""
+    """Environment variables through which a launcher tells a process its place. The first one that is set counts."""
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -78,7 +78,7 @@ def variables_of(place: Place) -> dict[str, str]:
 def find_place(cluster: str = "auto") -> Place | None:
     """Return this process's place in the process group of a launcher or the script; None without a group.
 
-    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if its variables conflict.
+    With `cluster="off"`, only Legato's workers have a place. Raises ConfigError if the launcher's variables conflict.
     """
     worker = get_variable("LEGATO_WORKER")
     # compared with the process id: a worker's child processes inherit the variable, but are not members of the group
@@ -144,7 +144,7 @@ def _read(names: Variables, origin: str) -> Place | None:
 
 
 def _name(names: tuple[str, ...]) -> str:
-    """Return the first name that is set, otherwise the last, which SLURM sets outside of job steps too."""
+    """Return the first name that is set. Defaults to the last name, which SLURM also sets outside of job steps."""
     return next((name for name in names if get_variable(name)), names[-1])
 
 

@@ -1,6 +1,6 @@
 """Saves models, adapters and tokenizers in Hugging Face format.
 
-These objects have a method `save_pretrained(folder)`, as in Hugging Face Transformers, PEFT and Diffusers.
+These objects have a `save_pretrained(folder)` method, as in Hugging Face Transformers, PEFT and Diffusers.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from .errors import TaskError
 
 
 def is_pretrained(value: Any) -> bool:
-    """Return whether an object has a method `save_pretrained`."""
+    """Return whether an object has a `save_pretrained` method."""
     return callable(getattr(value, "save_pretrained", None))
 
 

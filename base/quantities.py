@@ -12,7 +12,7 @@ Duration = str | timedelta | Mapping[str, float]
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Parse "DD:HH:MM:SS", a timedelta, or a mapping with its arguments. Raises ConfigError for anything else."""
+    """Parse "DD:HH:MM:SS", a timedelta, or a mapping of timedelta arguments. Raises ConfigError for anything else."""
     try:
         if isinstance(value, timedelta):
             duration = value
@@ -78,7 +78,7 @@ def format_bytes(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 step" and "2,000 steps"."""
+    """Return a count with its noun, such as "1 step" or "2,000 steps"."""
     # the only noun in Legato's messages whose plural does not end in -s alone
     plural = "batches" if noun == "batch" else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"

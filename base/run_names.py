@@ -52,7 +52,7 @@ def not_writable(folder: Path, reason: object) -> ConfigError:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why a run's name is not a folder name below the root; None if it is valid."""
+    """Return why a run's name is not a valid folder name below the root; None if it is valid."""
     parts = Path(name).parts
     # a name may contain slashes: it becomes nested folders below the root
     if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
@@ -61,7 +61,7 @@ def name_problem(name: str) -> str | None:
 
 
 def require_local(path: object, argument: str = "") -> None:
-    """Raise ConfigError if `path` is an address in an object store. `argument` is the subject of the message."""
+    """Raise ConfigError if `path` is an address in an object store. The message begins with `argument`."""
     problem = address_problem(path)
     if problem is not None:
         raise ConfigError(f"{argument or 'A path'} {problem}")
@@ -82,7 +82,7 @@ def address_problem(path: object) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return why no file system accepts a path; None if it is valid."""
+    """Return why a path is invalid on every file system; None if it is valid."""
     if (problem := address_problem(path)) is not None:
         return problem
     if "\0" in path:

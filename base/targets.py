@@ -1,7 +1,7 @@
 """Builds objects from config mappings with `_target_`, and rebuilds them from checkpoints.
 
-A checkpoint holds the mapping in place of the object. Only rebuilding imports torch, so that the config check can use
-this module without it.
+A checkpoint holds the mapping in place of the object. This module imports torch only to rebuild objects, so that the
+config check does not import torch.
 """
 
 import functools
@@ -69,9 +69,9 @@ def _value_of(variable: str, name: str) -> str:
 def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:
     """Return the object at a dotted path, if a checkpoint may call it.
 
-    A checkpoint may come from an untrusted source. It therefore never causes an import of another package, and may call
-    only objects that torch.nn, torch.optim or the package of `kind` define, and modules, optimizers, learning rate
-    schedulers and datasets of imported packages.
+    A checkpoint may come from an untrusted source. It therefore never causes an import of another package. It may only
+    call objects that are defined in torch.nn, in torch.optim or in the package of `kind`, and the classes of modules,
+    optimizers, learning rate schedulers and datasets in packages that the program has already imported.
     """
     from torch import nn, optim
     from torch.utils.data import Dataset

@@ -23,7 +23,7 @@ def map_tensors(
     """Apply `change` to each tensor in nested tuples, lists, dicts and dataclasses, and return the same structure.
 
     Args:
-        move: Function to apply to other objects with a method `to`.
+        move: Function to apply to other objects that have a `to` method.
         number: Function to apply to numbers and NumPy arrays.
     """
     if isinstance(batch, torch.Tensor):
@@ -62,7 +62,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def require_samples(batch: Any, items: int | None = None) -> int:
     """Return the number of samples in a batch, which is the size of its tensors along their first dimension.
 
-    Scalar tensors are ignored. In a batch without tensors, it is the length of the first list of numbers or strings.
+    Scalar tensors are ignored. Without tensors, the length of the first list of numbers or strings is returned.
 
     items: Number of items that the loader collated; used if the tensors' sizes differ.
 

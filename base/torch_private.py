@@ -45,7 +45,7 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
 def reset_group_names() -> None:
     """Restart torch's numbering of process groups in this process. Call it only without a default group.
 
-    Ranks find each other through these numbers, and a failed attempt increments them.
+    Ranks find each other by these numbers, which a failed attempt increments.
     """
     # A joining rank starts at 0. Ranks with an earlier attempt would use a different number, and all would time out.
     _c10d()._world.group_count = 0
@@ -58,7 +58,7 @@ def default_store() -> Any:
 
 # --- sharded parameters -----------------------------------------------------------------------------------------------
 def forget_wrapping(module: nn.Module) -> None:
-    """Remove the mark of `fully_shard` from a module, so that it can be applied again."""
+    """Remove the mark of `fully_shard` from a module, so that `fully_shard` can be applied again."""
     # torch cannot undo it: without this function, a task's second run fails, since its state was garbage-collected
     from torch.distributed import _composable_state
 
@@ -66,7 +66,7 @@ def forget_wrapping(module: nn.Module) -> None:
 
 
 def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
-    """Call DistributedDataParallel.forward; if no profiler runs, without its profiler range, which takes 35 us."""
+    """Call DistributedDataParallel.forward. If no profiler runs, skip the profiler range, which takes 35 us."""
     if is_profiling() or ddp._delay_all_reduce_all_params:
         return ddp.forward(*arguments)
     inputs, options = ddp._pre_forward(*arguments)
@@ -74,11 +74,11 @@ def forward_of_ddp(ddp: Any, *arguments: Any) -> Any:
 
 
 def reduction_check(module: Any) -> Callable[[], object]:
-    """Return a function that raises RuntimeError if DDP misses gradients after a backward pass.
+    """Return a function that raises RuntimeError if parameters in DDP got no gradient in the last backward pass.
 
-    torch raises this error only in the next step.
+    torch itself raises this error only in the next step.
     """
-    # the C++ reducer's function that DDP's method calls
+    # the function of the C++ reducer that DDP's method calls
     check: Callable[[], object] = module.reducer._check_reducer_finalized
     return check
 
@@ -122,7 +122,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def node_numbers() -> tuple[int, int | None]:
-    """Return the sequence number of the newest autograd node, and that of the node running its backward, or None."""
+    """Return the sequence numbers of the newest autograd node and of the node now in its backward pass, or None."""
     running: Any = torch._C._current_autograd_node()
     newest: int = torch._C._autograd._get_sequence_nr() - 1
     return newest, None if running is None else running._sequence_nr()
@@ -146,7 +146,7 @@ def put_child(module: nn.Module, name: str, value: Any) -> None:
 
 
 def replace_values(tensor: Any, values: Tensor) -> None:
-    """Replace a tensor's values; for a DTensor, those of this rank's shard."""
+    """Replace the values of a tensor or, for a DTensor, of this rank's shard."""
     # not through to_local(), which returns a view for a parameter
     (tensor._local_tensor if hasattr(tensor, "to_local") else tensor).data = values
 
@@ -164,7 +164,7 @@ def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
     """Return a shallow copy of a module tree whose parameters and buffers are in `tensors`, by id of the original.
 
-    torch.func.functional_call cannot do this, since it calls only forward, not a task's step.
+    torch.func.functional_call cannot replace this function, since it only calls forward, not a task's step.
     """
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
@@ -260,8 +260,8 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 def backward_engine() -> Callable[..., Any] | None:
     """Return the function that torch.autograd.backward calls, without its checks and context, which take 10 us.
 
-    Returns None if autograd logs each node of a graph. Use torch.autograd.backward for Tensor subclasses, and for
-    graphs compiled for a device other than the CPU, since their threads need the context.
+    Returns None if autograd logs each node of a graph. For Tensor subclasses, and for graphs compiled for a device
+    other than the CPU, use torch.autograd.backward instead, since autograd's threads need the context.
     """
     if logging.getLogger("torch.autograd.graph").isEnabledFor(logging.DEBUG):
         return None
@@ -279,7 +279,7 @@ def count_graphs() -> int:
 
 
 def _tell_compiler() -> list[Any]:
-    """Return the methods that disable their own compilation on their first call."""
+    """Return the methods that exclude themselves from compilation on their first call."""
     optimizer, ddp = torch.optim.Optimizer, vars(nn.parallel.DistributedDataParallel)
     methods: list[Any] = [optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict]
     return [*methods, optimizer.load_state_dict, ddp["_inside_ddp_forward"].__wrapped__]
@@ -299,7 +299,7 @@ def spare_compiler() -> None:
 
 
 class _CompilerImport(MetaPathFinder):
-    """Import hook that finds no module but reverts `spare_compiler` when the compiler is imported."""
+    """Import hook that never finds a module, but reverts `spare_compiler` when the compiler is imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torch._dynamo":
@@ -330,13 +330,13 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 
 
 def iterates_plainly(loader: Any) -> bool:
-    """Return whether a DataLoader, even of a subclass, yields the results of its collate_fn unchanged."""
+    """Return whether a DataLoader or a subclass instance yields the results of its collate_fn unchanged."""
     plain, kind = torch.utils.data.DataLoader, type(loader)
     return kind.__iter__ is plain.__iter__ and kind._get_iterator is plain._get_iterator
 
 
 def reader_of(batches: Any) -> tuple[Callable[[], Any], float]:
-    """Return a function that reads the next batch from a loader's iterator, and the number of batches it can read.
+    """Return a function that reads the next batch from a loader's iterator, and how many batches it can read.
 
     The function skips torch's profiler range, which takes 35 us per batch, or 9 % of a small step.
     """
@@ -359,7 +359,7 @@ def read_on(batches: Any, count: int) -> Callable[[], Any]:
 def end_loader_workers(iterator: Any, loader: Any = None) -> None:
     """End the workers of a loader's iterator now. torch ends them only when the iterator is deleted.
 
-    Persistent workers end only if you pass `loader`, which then starts new workers in its next iteration.
+    To end persistent workers, you must also pass `loader`, which then starts new workers in its next iteration.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return
@@ -394,7 +394,7 @@ def newest_value_of(metric: Any) -> Any:
 
 
 def set_synced(metric: Any, synced: bool) -> bool:
-    """Set whether a metric's `compute` merges the states of all ranks. Returns the previous value."""
+    """Set whether a metric's `compute` merges the states of all ranks, and return the previous setting."""
     # the public sync_on_compute is read only in the constructor and after each forward
     before: bool = metric._to_sync
     metric._to_sync = synced

@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_
 
 
 class Problem(NamedTuple):
-    """A mistake: its key, and a sentence that states the expected value, the actual value and a correction."""
+    """A mistake: its key, and a sentence that says what was expected, what was found and how to correct it."""
 
     key: Key
     message: str
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """Range of numbers that an annotation accepts, as in `Annotated[int, Range(1)]`. `exclusive` rejects `least`."""
+    """Range of accepted numbers, as in `Annotated[int, Range(1)]`. With `exclusive`, `least` itself is rejected."""
 
     least: float
     most: float = math.inf
@@ -65,7 +65,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on an annotation's values, with a description of accepted values that replaces the type's."""
+    """A condition that narrows a type, with a description of the accepted values for messages."""
 
     description: str
     accepts: Callable[[Any], bool]
@@ -187,7 +187,7 @@ def _is_record(origin: Any, parts: Any) -> bool:
 
 
 def _needs_object(origin: Any) -> bool:
-    """Return whether no plain value fits this class; False for a protocol, an enum, a typed dict, a type variable."""
+    """Return whether no plain value fits this class; False for protocols, enums, typed dicts and type variables."""
     return (
         inspect.isclass(origin)
         and origin not in (object, Any)

@@ -4,7 +4,7 @@ The diagram lists every hook in call order: `C` marks hooks of callbacks, `T` ho
 task, with two exceptions: a MonitoringCallback, which acts on metrics, runs after the task, and a CheckpointCallback,
 which saves, runs last. A test checks this diagram against the code.
 
-    prepare_data                                   T   one process of each machine; the data module's first
+    prepare_data                                   T   on one process per machine; the data module's first
     setup                                        C T   (stage); the data module's first
     configure_model                                T
     on_load_checkpoint                           C T   when resuming from a checkpoint
@@ -25,7 +25,7 @@ which saves, runs last. A test checks this diagram against the code.
     |   |   |   on_after_batch_transfer            T   or the data module's
     |   |   |   on_train_batch_start             C T
     |   |   |   training_step                      T
-    |   |   |   on_before_zero_grad              C T   first batch of the step; with several replicas, before it
+    |   |   |   on_before_zero_grad              C T   for the step's first batch; with several replicas, earlier
     |   |   |   optimizer_zero_grad                T   likewise
     |   |   |   on_before_backward               C T
     |   |   |   backward                           T
@@ -56,7 +56,7 @@ which saves, runs last. A test checks this diagram against the code.
     on_train_end                                 C T
     on_fit_end                                   C T
     on_exception                                 C T   when an exception ends the run; the data module's too
-    teardown                                     C T   (stage); the data module's between the two
+    teardown                                     C T   (stage); the data module's between callbacks and task
 
 `validate`, `test` and `predict` run the evaluation part alone, with `test` or `predict` in place of `validation`.
 """
@@ -152,7 +152,7 @@ class Callback:
         """Called before gradients are zeroed."""
 
     def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
-        """Called before the task switches to evaluation mode. Like all hooks below, it has test and predict forms."""
+        """Called before the task switches to evaluation mode. All `on_validation_*` hooks have test/predict forms."""
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
         """Called before the task returns to its previous mode, even after an exception."""
@@ -203,7 +203,7 @@ class Callback:
 
 
 class MonitoringCallback(Callback):
-    """Base class of callbacks that act on results: their hooks run after those of the task and of other callbacks.
+    """Base class of callbacks that act on metrics. Their hooks run after those of the task and of other callbacks.
 
     `on_train_batch_end` runs on every process after every step, so it may save a checkpoint or decide for all
     processes. On a process without a batch, `outputs` and `batch` are None.

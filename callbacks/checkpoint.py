@@ -146,7 +146,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Monitored value of each checkpoint by name, oldest first; None if a checkpoint has no valid value."""
+        """Monitored values by checkpoint name, oldest first; None for a checkpoint without a valid value."""
         return {name: entry.score for name, entry in self.index.checkpoints.items()}
 
     @property
@@ -183,7 +183,7 @@ class Checkpoint(CheckpointCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, which is different for each `dirpath`."""
+        """Key of this callback's state in a checkpoint, unique to its `dirpath`."""
         return "Checkpoint" if self._given_dirpath is None else f"Checkpoint[{self._given_dirpath}]"
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Checkpoint(CheckpointCallback):
         return {"begun_step": self._begun_step, "metric": {} if self._metric is None else self._metric.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state; the index lists the checkpoints. Raises CheckpointError for a wrong type."""
+        """Restore the state, except the list of checkpoints. Raises CheckpointError for a value of a wrong type."""
         if type(begun_step := state_dict["begun_step"]) is not int:
             raise CheckpointError(f"{self.state_key}: the state's begun_step must be an integer, got {begun_step!r}.")
         self._begun_step = state_dict["begun_step"]
@@ -239,7 +239,7 @@ class Checkpoint(CheckpointCallback):
         self._saved_at = trainer.elapsed if last is None else last.elapsed
 
     def _agree_on_index(self, trainer: "Trainer") -> None:
-        """On all ranks, limit the index to this run's complete checkpoints, without later steps.
+        """Limit the index on all ranks to this run's complete checkpoints up to the current step.
 
         The index lists a checkpoint before it is complete, and may list one that has been deleted. Checkpoints that the
         index does not list are left alone, since another run saved them.
@@ -295,7 +295,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Save unless a save follows validation. Raises ConfigError if nothing logged the metric."""
+        """Save, unless the save comes after validation. Raises ConfigError if nothing has logged the metric."""
         if self._metric is not None and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         idle = self._due_step > 0 and not self.index.checkpoints and not self.save_last and self.save_top_k != 0
@@ -329,7 +329,7 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """With `save_last`, save a run that stops within an epoch, before its validation starts."""
+        """With `save_last`, save before the last validation of a run that stops mid-epoch."""
         if self.save_last and self.filename is None:  # a template may need values of the validation
             self.save(trainer)
 
@@ -349,7 +349,7 @@ class Checkpoint(CheckpointCallback):
     # --- saving -----------------------------------------------------------------------------------------------------
     @property
     def _newest_step(self) -> int:
-        """Step of the newest checkpoint; without one 0, a step that is never saved."""
+        """Step of the newest checkpoint; 0, which is never saved, if there is none."""
         return next((entry.step for entry in reversed(self.index.checkpoints.values())), 0)
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
@@ -418,7 +418,7 @@ class Checkpoint(CheckpointCallback):
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _prune(self, trainer: "Trainer", changed: bool = False) -> None:
-        """Delete surplus checkpoints. `changed` writes the index even if there are none."""
+        """Delete surplus checkpoints. With `changed`, write the index even if nothing is deleted."""
         kept = self.index.kept(self.save_top_k, self.save_last)
         surplus = [name for name in self.index.checkpoints if name not in kept]
         for name in surplus:

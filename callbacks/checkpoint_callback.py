@@ -39,7 +39,7 @@ class CheckpointCallback(MonitoringCallback):
         """Set `dirpath` for this run."""
 
     def save_cut_epoch(self, trainer: "Trainer") -> None:
-        """Save a run that stops within an epoch, before its validation begins. Every rank calls this method."""
+        """Save before the last validation of a run that stops mid-epoch. Every rank must call this method."""
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
-        """Write the current state; with `always`, even if it would not be kept. Every rank calls this method."""
+        """Write the current state; with `always`, even if it would not be kept. Every rank must call this method."""

@@ -30,7 +30,7 @@ class DeviceStatsMonitor(Callback):
         self._logged: set[str] = set()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raises ConfigError if the run has no logger, or if `cpu_stats` is True and psutil is not installed."""
+        """Raise ConfigError if the run has no logger, or if `cpu_stats` is True and psutil is not installed."""
         if stage == "fit" and not trainer.loggers:
             raise ConfigError("DeviceStatsMonitor needs a logger: set trainer.logger to True or a logger.")
         if self._cpu_stats and find_spec("psutil") is None:

@@ -34,7 +34,7 @@ class EarlyStopping(MonitoringCallback):
         check_on_train_epoch_end: True: check only at the end of epochs; False: only after validations. None: at
             whichever point the metric is logged.
 
-    Raises ConfigError if `patience` is negative or `mode` unknown.
+    Raises ConfigError if `patience` is negative or if `mode` is unknown.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EarlyStopping(MonitoringCallback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, which is different for each metric and mode."""
+        """Key of this callback's state in a checkpoint, unique to its metric and mode."""
         # two EarlyStopping callbacks for two metrics are common, and callbacks must not share a key
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 

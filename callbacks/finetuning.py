@@ -81,7 +81,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
-        """Freeze all parameters, with `train_bn` except those of batch norms."""
+        """Freeze all parameters or, with `train_bn`, all except those of batch norms."""
         from ..base.tensors import BATCH_NORM
 
         for module in BaseFinetuning.flatten_modules(modules):
@@ -182,7 +182,7 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Freezes `task.backbone`, then unfreezes it with a learning rate that rises up to the first group's.
+    """Freezes `task.backbone`, then unfreezes it with its own learning rate, which rises in each epoch.
 
     Args:
         unfreeze_backbone_at_epoch: First epoch that trains the backbone, counted from 0.
@@ -236,7 +236,7 @@ class BackboneFinetuning(BaseFinetuning):
             backbone_lr = rate * self.backbone_initial_ratio_lr if initial_lr is None else initial_lr
             backbone: Any = task.backbone
             self.unfreeze_and_add_param_group(backbone, optimizer, backbone_lr, self.initial_denom_lr, self.train_bn)
-        # None if the run passed that epoch without this callback: then there is no group for the backbone
+        # None if the run did not have this callback in that epoch, so the optimizer has no group for the backbone
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             backbone_lr = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             backbone_lr = min(backbone_lr, rate) if self.should_align else backbone_lr

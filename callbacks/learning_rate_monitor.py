@@ -16,7 +16,7 @@ class LearningRateMonitor(Callback):
     """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
 
     A scheduler's `name` replaces `lr-AdamW`, and a parameter group's `name` replaces `pg1`. The value logged at a step
-    is the learning rate used for its update.
+    is the learning rate used for that step's update.
 
     Args:
         logging_interval: "step" (every logging point) or "epoch" (the beginning of each epoch). None: the interval of

@@ -14,7 +14,7 @@ class Monitor:
     """Reads a metric in `trainer.callback_metrics` and compares its values.
 
     Detects whether validation or training logs the metric: if the value changes during a validation, validation logs
-    it. Values are equal on all ranks, and therefore also the decisions based on them.
+    it. Values are equal on all ranks, so decisions based on them are too.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:
@@ -44,7 +44,7 @@ class Monitor:
         self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
-        """Return whether this validation logged the metric."""
+        """Return whether the validation that just ended logged the metric."""
         value = trainer.agreed_metrics.get(self.name)
         # compare by identity: publishing metrics creates new tensors even for equal values
         fresh = value is not None and value is not self._before
@@ -67,14 +67,14 @@ class Monitor:
         return not self.from_validation and self.name in trainer.agreed_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
-        """At the end of an epoch, return whether nothing has logged the metric and no validation is still to come."""
+        """Return whether, at the end of an epoch, nothing has logged the metric and no validation will follow."""
         if self.name in trainer.agreed_metrics or self.from_validation:
             return False
         # before the first validation, the metric is not missing yet, unless the run has no validation
         return self._validated or not sum(trainer.num_val_batches)
 
     def lacks_validation(self, trainer: "Trainer") -> str | None:
-        """Before the first step, return why the run will end before validation logs a value; None if it will not."""
+        """Return why the run will end before validation logs a value, or None. Call this before the first step."""
         first, total = trainer.first_validation_step, trainer.estimated_stepping_batches
         if trainer.global_step or first is None or total >= first:
             return None

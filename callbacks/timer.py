@@ -36,7 +36,7 @@ class Timer(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, which is different for each duration and interval."""
+        """Key of this callback's state in a checkpoint, unique to its duration and interval."""
         return f"Timer[{self.duration}, {self.interval}]"
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:

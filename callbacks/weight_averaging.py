@@ -118,7 +118,7 @@ class WeightAveraging(Callback):
     on_test_model_eval = on_predict_model_eval = on_validation_model_eval
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Swap out the averages, before a checkpoint is saved."""
+        """Swap out the averages before a checkpoint is saved."""
         self._swap_out(task)
 
     def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
@@ -164,7 +164,7 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the averages; they are sharded when training or evaluation begins."""
         self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
-        # no step if on_load_checkpoint replaces a state that the checkpoint lacks
+        # the step is missing if on_load_checkpoint replaces a state that the checkpoint lacks
         self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:

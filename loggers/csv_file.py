@@ -17,7 +17,7 @@ class CSVLogger(Logger):
     """Writes `metrics.csv`, with one row per call to `log_metrics`, and `hparams.yaml` to the run directory.
 
     * Each row reaches the operating system before the call returns, so no row is lost if the process is killed.
-    * Columns are sorted by name. To add a column for a new metric, the file is replaced atomically.
+    * Columns are sorted by name. When a new metric adds a column, the file is replaced atomically.
     * A resume removes the rows of later steps and writes no value twice.
     """
 

@@ -22,8 +22,8 @@ class JSONLinesLogger(Logger):
 
     * "time" is in seconds since the epoch.
     * Values reach the operating system before the call returns, so none are lost if the process is killed.
-    * Calls for the same step share a line. The newest line may still change; it gets its newline when the next step
-      begins, so every line that ends in a newline is final.
+    * Calls for the same step share a line. The last line may still change. Its newline is written only when the next
+      step begins, so every line that ends in a newline is final.
     * Strict JSON has no NaN, so non-finite values become the strings "NaN", "Infinity" and "-Infinity", which
       `float()` parses.
     * A metric named "step" or "time" is written as "step_" or "time_".
@@ -84,7 +84,7 @@ class JSONLinesLogger(Logger):
             file.truncate()
 
     def _append(self) -> BinaryIO:
-        """Open the file, or a new one with a warning if it was deleted. Raises ConfigError if its folder is gone."""
+        """Open the file. If it was deleted, warn and start a new one. Raises ConfigError if the folder is gone."""
         assert self.path is not None
         # open it for each point, since writes to an open file succeed even after it is deleted
         try:
@@ -114,9 +114,9 @@ class JSONLinesLogger(Logger):
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int]:
-    """Atomically replace the file, without lines after `resume_step`, invalid lines and the last line's newline.
+    """Atomically rewrite the file without lines after `resume_step`, invalid lines and the last line's newline.
 
-    Returns the last point and the offset of its line in bytes.
+    Returns the last point and the byte offset of that point's line.
     """
     if not path.exists():
         return {}, 0

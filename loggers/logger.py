@@ -9,7 +9,7 @@ PICTURES = " Use logger.experiment: add_image, add_figure or add_histogram with 
 
 
 class NoExperiment:
-    """No-op experiment whose methods accept any arguments. Tasks can thus use `self.logger.experiment` on any rank."""
+    """No-op experiment whose methods accept any arguments, so that `self.logger.experiment` works on any rank."""
 
     def __getattr__(self, name: str) -> "NoExperiment":
         # leave protocol names undefined: otherwise copy.deepcopy would call __deepcopy__
@@ -43,8 +43,8 @@ class Logger:
 
         Args:
             run_dir: The run directory.
-            resume_step: None in a new run. In a resumed run, the step of its checkpoint: discard points of later steps,
-                keep points up to this step, and do not write kept points again.
+            resume_step: Step of the checkpoint from which the run resumes; None in a new run. Discard the points of
+                later steps, keep all others, and do not write kept points again.
         """
         self._directory, self._is_open = Path(run_dir), True
 
@@ -83,7 +83,7 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """The service's writer or run object, for features that Logger has no method for."""
+        """The service's writer or run object, for features that the Logger class does not cover."""
         return NoExperiment()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -94,7 +94,7 @@ class Logger:
         self.log_metrics(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters and, at the end of a run, its final metrics."""
+        """Record hyperparameters and, at the end of a run, the final metrics."""
 
     def log_best(self, name: str, value: float) -> None:
         """Record the best value of the metric that a Checkpoint callback monitors. Called at the end of a run."""
@@ -112,10 +112,10 @@ class Logger:
         """Flush all values logged so far."""
 
     def finalize(self, status: str) -> None:
-        """Close the log; `status` is "success" or a word for the cause of the end."""
+        """Close the log. `status` is "success", or a word that says why the run ended."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError, which suggests an alternative for methods of Lightning's loggers."""
+        """Raise AttributeError. For methods of Lightning's loggers, the message suggests an alternative."""
         instead = PICTURES if name in ("log_image", "log_figure", "log_histogram") else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.{instead}")
 

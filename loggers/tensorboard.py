@@ -35,9 +35,10 @@ INSTEAD = {
 
 
 class TensorBoardLogger(Logger):
-    """Writes text, scalars (plotted against `global_step`), and hyperparameters with final metrics for the HPARAMS tab.
+    """Writes event files with scalars, text and, for the HPARAMS tab, hyperparameters and final metrics.
 
-    Event files go to the run directory. To log images, histograms and graphs, use `experiment`, torch's SummaryWriter.
+    Event files go to the run directory, and the x-axis is `global_step`. To log images, histograms and graphs, use
+    `experiment`, which is torch's SummaryWriter.
 
     Args:
         own_metrics_last: Show `epoch`, `lr-...`, `throughput/...` and `straggler/...` in a `~run` group below all
@@ -110,7 +111,7 @@ class TensorBoardLogger(Logger):
             self._add(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Record hyperparameters, which are written before the first point, and final metrics (default: all logged)."""
+        """Record hyperparameters, which are written before the first point, and final metrics (by default, all)."""
         self._params.update(flat_params(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
 
@@ -130,7 +131,7 @@ class TensorBoardLogger(Logger):
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Write hyperparameters with final metrics and close the file. Later use of `experiment` opens a new file."""
+        """Write hyperparameters and final metrics, then close the file. Later use of `experiment` opens a new file."""
         if self._writer is None or self._events is None:
             return
         if self._writer.file_writer is None or not os.access(self._events, os.W_OK):
@@ -179,7 +180,8 @@ def wait_for_next_name(folder: Path) -> None:
     """Wait up to a second until a new event file's name sorts after those in the folder.
 
     TensorBoard reads files in the order of their names, which consist of the time in seconds, the process id and a
-    number. Within the same second, 10 sorts before 9, and an older file read too late would invalidate newer points.
+    counter. Within the same second, 10 sorts before 9. TensorBoard would then read the older file last, and invalidate
+    newer points.
     """
     seconds = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
@@ -188,7 +190,7 @@ def wait_for_next_name(folder: Path) -> None:
 
 
 def put_last(name: str) -> str:
-    """Return the tag for a metric. Metrics of Legato's callbacks go to the last group."""
+    """Return the tag for a metric. Tags of metrics from Legato's callbacks sort into the last group."""
     return f"{LAST}{name.removeprefix('throughput/')}" if OWN_METRICS.match(name) else name
 
 

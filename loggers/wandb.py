@@ -19,7 +19,7 @@ class WandbLogger(Logger):
     """Writes metrics against `trainer/global_step` to a Weights & Biases run.
 
     A resume continues the same W&B run and skips steps that W&B already has. To log images, tables and files, use
-    `experiment`, the W&B run.
+    `experiment`, which is the W&B run.
 
     Args:
         experiment: Existing W&B run to write to.

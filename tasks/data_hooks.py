@@ -11,7 +11,7 @@ class DataHooks:
     """Hooks for loaders and batch transfer. A data module's hooks take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert data. Runs in one process before any process calls `setup`; do not set attributes."""
+        """Download or convert data. Runs in one process before any process calls `setup`. Must not set attributes."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -30,13 +30,13 @@ class DataHooks:
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch to move to the device, by default unchanged."""
+        """Return the batch to move to the device. By default, returns it unchanged."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to `device`. Override this method for custom batch types.
 
-        With `prefetch_to_device`, data that you pass to `super()` is copied during computation on the previous batch.
+        With `prefetch_to_device`, batches that you pass to `super()` are copied during computation on the previous one.
         """
         # through `vars`: a task's property raises an error without a trainer, and nn.Module searches its modules first
         trainer = vars(self).get("_trainer") or vars(self).get("trainer")
@@ -45,5 +45,5 @@ class DataHooks:
         return trainer.strategy.to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch for the step, by default unchanged; `batch` is on the device."""
+        """Return the batch for the step. `batch` is already on the device. By default, returns it unchanged."""
         return batch

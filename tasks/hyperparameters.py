@@ -43,8 +43,8 @@ class Hyperparameters:
     ) -> None:
         """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
 
-        A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. Pass
-        them to `load_from_checkpoint` again; its error message lists those that are missing.
+        A checkpoint holds no code, so modules, classes, functions and other objects are kept only in `hparams`. You
+        must pass such arguments to `load_from_checkpoint` again. Its error message lists any that are missing.
 
         Args:
             args: Names of the arguments to save, or a single mapping, namespace or dataclass whose items are saved.
@@ -77,9 +77,10 @@ class Hyperparameters:
         self.hparams.update({name: value for name, value in arguments.items() if name not in ignored})
 
     def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
-        """Record, by argument name, pairs of an `__init__` argument and the config that built it.
+        """Record the config from which each of these `__init__` arguments was built.
 
-        Checkpoints and loggers then get the config, which is plain data, instead of the object.
+        `configs` maps an argument's name to the pair (object, config). Checkpoints and loggers then get the config,
+        which is plain data, instead of the object.
         """
         self.__dict__["_hparams_configs"] = dict(configs)
 
@@ -108,7 +109,7 @@ class Hyperparameters:
 
 
 def plain_hyperparameters(owner: Hyperparameters) -> dict[str, Any]:
-    """Return all hyperparameters as plain dicts and lists, with configs in place of objects built from a config."""
+    """Return all hyperparameters as plain dicts and lists, with configs in place of the objects built from them."""
     built = built_hyperparameters(owner)
     return {name: built[name] if name in built else plain_containers(value) for name, value in owner.hparams.items()}
 

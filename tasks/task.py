@@ -1,4 +1,4 @@
-"""Task: a model with its steps and optimizers, with Lightning's method names."""
+"""Task: a model with its steps and optimizers. Its methods have Lightning's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +29,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     Define `training_step` and `configure_optimizers`, and override other methods as needed. `callbacks/callback.py`
     lists all hooks in call order.
 
-    `training_step` returns a scalar loss, a dict with "loss", or None to skip the batch. With several optimizers it
-    returns one loss per optimizer, as a list or as the dict's "loss". Each loss gives gradients only to the parameters
-    of its own optimizer.
+    `training_step` returns a scalar loss, a dict with the key "loss", or None to skip the batch. With several
+    optimizers, return a list with one loss per optimizer, directly or under the key "loss". Each loss contributes
+    gradients only to the parameters of its own optimizer.
     """
 
     automatic_optimization = True
@@ -130,17 +130,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Tensors are stacked along a new first dimension: shape (ranks, ...). If their first dimensions differ between
         ranks, as with uneven evaluation shares, the result is a list with one tensor per rank. `torch.cat(list(...))`
-        joins both forms. Under a mesh, ranks that share a batch count once. If you call this method in a step, batches
-        must divide evenly among replicas; in `training_step`, it also requires one process per replica.
+        works for both forms. Under a mesh, ranks that share a batch count once. If you call this method in a step,
+        batches must divide evenly among replicas. In `training_step`, it also requires one process per replica.
 
         Args:
             data: A tensor, a number, or a collection of them.
             group: Process group to gather from. Default: all ranks.
-            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, each with its loss's weight.
-                Every rank's loss must depend on the gathered data.
+            sync_grads: Propagate the gradients of all ranks' losses to this rank's tensor, each scaled by the weight of
+                that loss. Every rank's loss must depend on the gathered data.
 
-        Raises DisagreementError if ranks differ in dtypes or in other dimensions, and TaskError in a step in which not
-        all ranks take part.
+        Raises DisagreementError if dtypes or any other dimensions differ between ranks, and TaskError if not all ranks
+        take part in the step.
         """
         return self.trainer.all_gather(data, group, sync_grads)
 
@@ -153,8 +153,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Return the loss of a batch. Takes (batch) or (batch, batch_idx).
 
         Return a scalar tensor that is a mean over samples. If the loss is a mean over other units, such as tokens,
-        return {"loss": loss, "weight": number_of_tokens}: the gradient of a step is the mean weighted by these weights.
-        Return None to skip the batch.
+        return {"loss": loss, "weight": number_of_tokens}. The gradient of a step is then the weighted mean of its
+        batches' gradients. Return None to skip the batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
@@ -167,7 +167,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prediction for a batch, by default `self(batch)`."""
+        """Return the prediction for a batch. By default, returns `self(batch)`."""
         return self(args[0])
 
     def configure_model(self) -> None:
@@ -182,17 +182,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Return factories, by attribute name, of modules that are too large for each process.
+        """Return factories, by attribute name, for modules that are too large to be held by each process.
 
-        The strategy ddp_rpc places these modules in server processes. Under other strategies, each process builds them.
+        The ddp_rpc strategy places these modules in server processes. Under other strategies, each process builds them.
         """
         return {}
 
     def tensor_plan(self) -> Mapping[str, str]:
         """Return the tensor-parallel plan, a mapping from module name patterns to "column", "row" or "replicated".
 
-        The strategy mesh uses it along its axis `tensor`; trainer/strategies/mesh/tensor_plan.py explains the values.
-        If the plan is empty, Legato uses the models' own plans, such as `tp_plan` in Hugging Face Transformers.
+        The mesh strategy applies the plan along its `tensor` axis; trainer/strategies/mesh/tensor_plan.py explains the
+        values. If the plan is empty, Legato uses the models' own plans, such as `tp_plan` in Hugging Face Transformers.
         """
         return {}
 
@@ -203,7 +203,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def make_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
         """Return the optimizers and learning rate schedulers for a fit, parsed from `configure_optimizers`.
 
-        Raises TaskError if its return value has an unknown form, or if parameters do not belong to the task.
+        Raises TaskError if that method's return value has an unknown form, or if an optimizer has parameters that do
+        not belong to the task.
         """
         optimizers, schedulers = read_optimizers(self.configure_optimizers(), self.automatic_optimization)
         fault = unknown_parameters(self, optimizers)
@@ -246,11 +247,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             prog_bar: Show the metric in the progress bar.
             logger: Write the metric to the loggers. Default: True.
             on_step: Log at logging points. Default: True in `training_step`, False elsewhere.
-            on_epoch: Log the reduction over the epoch. Default in `training_step`: False, unless `on_step` is False;
-                elsewhere always True. With both, the metric is logged as `name_step` and `name_epoch`.
+            on_epoch: Log the reduction over the epoch. Default: in `training_step`, True only if `on_step` is False;
+                elsewhere, True. If both are True, the metric is logged as `name_step` and `name_epoch`.
             reduce_fx: Reduction over batches and ranks: "mean", "sum", "min", "max" or a function.
-            sync_dist: Only needed for a sum in a hook that runs once per step or epoch: True adds up the values of all
-                processes.
+            sync_dist: Add up the values of all processes. Only needed with reduce_fx="sum" in a hook that runs once per
+                step or epoch.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_N` to the name.
             batch_size: Weight to use instead of the number of samples: a number or a tensor with one value.
             rank_zero_only: Log only rank 0's value.
@@ -309,7 +310,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Enable gradients only for `optimizer`'s parameters until `untoggle_optimizer`. Frozen ones stay frozen."""
+        """Enable gradients only for `optimizer`'s parameters, except frozen ones, until `untoggle_optimizer`."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
@@ -326,15 +327,16 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters. Defaults: the Trainer arguments of the same names."""
+        """Clip the gradients of `optimizer`'s parameters. By default, uses the Trainer arguments of the same names."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def count_samples(self, batch: Any) -> int:
         """Return the number of samples in a batch. Called for iterable datasets and for batches that a strategy splits.
 
-        By default, this is the size of the first dimension of the batch's tensors, or its number of graphs or packed
-        sequences. If sizes differ, it is the number of collated items. Override this method if that is wrong. For a
-        loss that is not a mean over samples, see `training_step`.
+        By default, the number is the size of the first dimension of the batch's tensors, or the number of graphs or
+        packed sequences in the batch. If sizes differ, it is the number of items that the loader collated. Override
+        this method if the default is wrong for your batches. For a loss that is not a mean over samples, see
+        `training_step`.
         """
         return require_samples(batch)
 
@@ -358,7 +360,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. Gradients are already computed; the first `optimizer_closure` call returns the loss."""
+        """Step the optimizer. Gradients are already computed; the first `optimizer_closure()` call returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
@@ -411,8 +413,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             strict: Whether the parameters must match exactly. Default: the task's `strict_loading`.
             kwargs: Arguments for `__init__` that override hyperparameters.
 
-        Raises CheckpointError if the checkpoint is damaged or from another model; the message then names the parameters
-        that differ.
+        Raises CheckpointError if the checkpoint is damaged or from another model. In the second case, the message names
+        the parameters that differ.
         """
         from ..trainer.resume.rebuild import rebuild_task
 

@@ -62,7 +62,7 @@ class TaskHooks:
         """Called before gradients are zeroed."""
 
     def on_validation_start(self) -> None:
-        """Called when an evaluation begins. Like all hooks below, it has test and predict forms."""
+        """Called when an evaluation begins. All `on_validation_...` hooks have test and predict forms."""
 
     def on_validation_end(self) -> None:
         """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
