@@ -1,4 +1,4 @@
-"""Defines each command's argparse arguments, apart from the commands, since many of those import torch."""
+"""Defines each command's argparse arguments. Separate from the commands' modules, since many of them import torch."""
 
 from argparse import ArgumentParser
 
@@ -120,8 +120,8 @@ def epilog(name: str) -> str:
 def read_words(words: list[str], counts: tuple[str, ...], texts: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
     """Split arguments into a dict of words such as step=3 and a list of overrides such as task.lr=1.
 
-    counts: Names whose values are integers.
-    texts: Names whose values are other text.
+    counts: Names of words whose values are integers.
+    texts: Names of words whose values are text.
 
     Raises ConfigError for any other argument.
     """

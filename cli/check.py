@@ -1,8 +1,8 @@
 """`legato check`: runs a few steps of every stage in the real process layout, to find errors before the run.
 
-It trains and validates, resumes from the checkpoint just written, tests and predicts. Each stage runs the config with
-some values replaced (`trial_of`), in a temporary folder beside the run directories, and thus uses the same disk and
-network. A callback on every rank records measurements (recorder.py).
+The command trains and validates, resumes from the checkpoint just written, tests and predicts. Each stage runs the
+config with some values replaced (`trial_of`). It runs in a temporary folder beside the run directories, so that it uses
+the same disk and network. A callback on every rank records measurements (recorder.py).
 """
 
 import logging
@@ -69,7 +69,7 @@ WARM_STEPS = 6
 
 @dataclass
 class Report:
-    """Findings of a check. A run without problems passes."""
+    """Findings of a check. The check passes if there are no problems."""
 
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -191,7 +191,7 @@ def nearest(folder: Path) -> Path:
 
 
 def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report: Report) -> None:
-    """Run fit, resume, test and predict, and read what the ranks recorded during fit."""
+    """Run fit, resume, test and predict, and read the records that the ranks wrote during fit."""
     trainer = original.trainer
     skipped = [type(logger).__name__ for logger in trainer.loggers if not isinstance(logger, LOCAL_LOGGERS)]
     if skipped:
@@ -221,7 +221,7 @@ def try_stages(config: "Config", original: "ConfiguredRun", folder: Path, report
 def attempt(
     name: str, config: "Config", original: "ConfiguredRun", folder: Path, report: Report, **options: Any
 ) -> "ConfiguredRun":
-    """Run a stage, and report an error once. Under a launcher, raise the error: the other ranks cannot continue."""
+    """Run a stage, and report each error once. Under a launcher, raise it, since the other ranks cannot continue."""
     trial = trial_of(config, original, name, folder)
     stage = getattr(trial.trainer, "fit" if name == "resume" else name)
     try:
@@ -278,7 +278,7 @@ def has_stage(run: "ConfiguredRun", stage: str) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's message, with its rank and its place in the user's code unless Legato raised it."""
+    """Return an error's message. Unless Legato raised the error, add the rank and the place in the user's code."""
     if isinstance(error, LegatoError):
         return str(error)
     worker = error.__cause__ if isinstance(error.__cause__, WorkerError) else None
@@ -294,7 +294,7 @@ def describe_error(error: Exception) -> str:
 
 # --- findings in the records ------------------------------------------------------------------------------------------
 def check_gradients(run: "ConfiguredRun", report: Report) -> None:
-    """Report parameters that got no gradient in any step on any rank: a problem unless the strategy accepts them."""
+    """Report parameters that never got a gradient on any rank. This is a problem unless the strategy accepts them."""
     missing = [set(record.without_gradient) for record in report.records if record.without_gradient is not None]
     if "fit" in report.tried and missing and (names := sorted(set.intersection(*missing))):
         findings = report.remarks if run.trainer.strategy.finds_unused else report.problems
@@ -305,7 +305,7 @@ def check_gradients(run: "ConfiguredRun", report: Report) -> None:
 
 
 def check_monitors(run: "ConfiguredRun", report: Report) -> None:
-    """Report monitored metrics that nothing logs, or whose first value comes after the end of the run."""
+    """Report monitored metrics that nothing logs, or that would only be logged after the end of the run."""
     record, trainer = next((record for record in report.records if record.logged is not None), None), run.trainer
     if record is None or record.logged is None:
         return
@@ -331,7 +331,7 @@ def check_monitors(run: "ConfiguredRun", report: Report) -> None:
 
 
 def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
-    """Report checkpoints that will not fit on their disk."""
+    """Report checkpoints that will not fit on the disk of their folder."""
     if report.checkpoint_bytes is None:
         return
     complete = next((record for record in report.records if record.logged is not None), Record())
@@ -361,7 +361,7 @@ def check_disk_space(run: "ConfiguredRun", report: Report) -> None:
 def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: int | None) -> int | None:
     """Return the maximum number of checkpoints on disk, including one in progress.
 
-    None if all are kept and their number is unknown.
+    Returns None if all checkpoints are kept and the number of saves is unknown.
     """
     saves = None
     if total_steps is not None and steps_per_epoch and math.isinf(callback.seconds_between):

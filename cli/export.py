@@ -1,7 +1,7 @@
-"""`legato export`: writes a checkpoint's weights as safetensors, or its task's `forward` with ONNX or torch.export.
+"""`legato export`: writes a checkpoint's weights as safetensors, or the task's `forward` with ONNX or torch.export.
 
-The command reloads an exported model and compares its outputs with the task's. `--format hf` calls the model's
-`save_pretrained`.
+The command reloads the exported model, and compares its outputs with those of the task. `--format hf` calls the
+model's `save_pretrained`.
 """
 
 import inspect
@@ -35,7 +35,7 @@ TOLERANCE = 1e-4
 
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`. The suffix of OUT selects the format; a folder gets a self-contained checkpoint."""
+    """Run `legato export`. The suffix of OUT selects the format. A folder gets a self-contained checkpoint."""
     source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if arguments.format == "hf":
         storage.require_new(target)
@@ -56,7 +56,7 @@ def run_export(arguments: Namespace) -> None:
 
 
 def path_of(word: str) -> Location:
-    """Return the location of a checkpoint or run directory, given as a path, an address or a run name."""
+    """Return the location of a checkpoint or run directory. `word` may be a path, an address or a run name."""
     path = to_location(word)
     if isinstance(path, Address):
         return path
@@ -70,8 +70,8 @@ def export_weights(source: Location, target: Path) -> int:
 
     source: A checkpoint, or a run directory or other folder whose newest complete checkpoint is used.
 
-    Raises CheckpointError if there is no checkpoint, if a weight is not a plain tensor, or if `target` exists or has
-    another suffix.
+    Raises CheckpointError if there is no checkpoint, if a weight is not a plain tensor, or if `target` exists or does
+    not end in .safetensors.
     """
     if target.suffix != ".safetensors":
         raise CheckpointError(
@@ -108,10 +108,11 @@ def _inner_tensors(name: str, value: Any) -> dict[str, Any]:
 def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
     """Write the model of a checkpoint to `partial`, whose suffix selects ONNX or torch.export.
 
-    words: Files and overrides of the config that names the task. Without a file, the config of the checkpoint's run.
+    words: Files and overrides for the config that names the task. Without a file, uses the config of the checkpoint's
+        run.
 
     Raises ConfigError if a config or required package is missing, TaskError if `forward` is missing or cannot
-    be exported, and CheckpointError if the outputs of the file differ from the task's.
+    be exported, and CheckpointError if the outputs of the exported model differ from the task's.
     """
     task = trained_task(source, words, check=require_forward)
     arguments, options = example_input(task)
@@ -137,7 +138,7 @@ def export_model(source: Location, partial: Path, words: Sequence[str]) -> None:
 
 
 def trained_task(source: Location, words: Sequence[str], check: Callable[[Any], None] = lambda task: None) -> Any:
-    """Return the task in evaluation mode with a checkpoint's weights. `check` runs before the weights are read."""
+    """Return the task in evaluation mode with a checkpoint's weights. Calls `check(task)` before it reads them."""
     checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     run = checkpoint.parent.parent
@@ -193,7 +194,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def compare_outputs(expected: Sequence[Tensor], exported: Sequence[Tensor]) -> None:
-    """Raise CheckpointError if the outputs of the exported file differ from the task's."""
+    """Raise CheckpointError if the outputs of the exported model differ from the task's."""
     largest = max((float(output.double().abs().max()) for output in expected if output.numel()), default=0.0)
     # relative to the largest output, since relative differences near zero are meaningless
     limit = TOLERANCE * max(1.0, largest)

@@ -27,7 +27,7 @@ OUTPUT = {
 
 
 class Command(NamedTuple):
-    """A command: its module and function ("module:function"), and its line in the overview."""
+    """A command: the function that runs it ("module:function"), and its line in the overview."""
 
     home: str
     summary: str
@@ -185,7 +185,7 @@ def _dispatch(words: Sequence[str]) -> int:
 def _open_standard_files() -> None:
     """Open the standard streams that were closed when the program started.
 
-    Otherwise, files opened next would get their descriptors, and library output would end up in those files.
+    Otherwise, the next opened files would get the streams' descriptors, and library output would go to these files.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -208,7 +208,7 @@ def _find_modules_here() -> None:
 
 
 def _tell_other_ranks(error: Exception, code: int) -> None:
-    """Report an error to the launcher's other processes, if it occurs before the process group exists."""
+    """Report an error that occurs before the process group exists to the launcher's other processes."""
     from ..trainer.processes.rendezvous import tell_failure
 
     text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"

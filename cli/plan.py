@@ -51,7 +51,7 @@ def run_plan(options: Namespace) -> None:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StateSize:
-    """Size in bytes of a run's unsharded state."""
+    """Size in bytes of the unsharded state of a run."""
 
     parameters: int
     """Number of parameters, trainable or not."""
@@ -90,7 +90,7 @@ class StateSize:
 
 
 def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optimizer]]") -> StateSize:
-    """Return the size of a task's state. The task is on the meta device, and its optimizers take one step there."""
+    """Return the size of a task's state. The task must be on the meta device; its optimizers take one step there."""
     parameters = list(task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
@@ -132,14 +132,14 @@ def parse_memory(text: str) -> int:
 
 # --- activations ------------------------------------------------------------------------------------------------------
 def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], precision: Precision) -> int:
-    """Return the bytes that autograd saves in a training_step, plus the bytes of its batch.
+    """Return the bytes that autograd saves in a training_step, plus the bytes of the batch.
 
-    Weights and batch are fake tensors, which have shapes and dtypes but no memory.
+    Weights and batch are fake tensors, which have shapes and dtypes but use no memory.
 
     Args:
         task: A task on the meta device. Its weights become fake tensors.
         batch: A batch with the shapes of the run's batches.
-        recomputed: Classes of blocks that save only their inputs, since the backward pass recomputes the rest.
+        recomputed: Classes of blocks that only save their inputs, since the backward pass recomputes the other tensors.
 
     Raises ConfigError if training_step needs tensor values or a run.
     """
@@ -215,7 +215,7 @@ class Plan:
         return min([*limits, *([self.quick] if self.quick else [])], default=None)
 
     def rows(self, memory: int | None) -> Iterator[tuple[str, str]]:
-        """Yield the title and text of each row of the plan. `memory`: memory of a device in bytes."""
+        """Yield the title and text of each row of the plan. `memory` is the memory of a device in bytes."""
         run, parts = self.run, self.run.parts
         nodes = f" on {run.nodes:,} nodes, {run.processes // run.nodes:,} each" if run.nodes > 1 else ""
         yield "Processes", f"{run.processes:,}{nodes}"

@@ -59,7 +59,7 @@ class Record:
 class Recorder(MonitoringCallback):
     """Records the steps of fit, saves the record in the run directory after each step, and ends the run.
 
-    Each rank writes its own file, since a gather would fail if another rank fails.
+    Each rank writes its own file, since gathering the records would fail if a rank has failed.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,7 +113,7 @@ class Recorder(MonitoringCallback):
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Remember which metrics were logged before validation."""
+        """Record which metrics were logged before validation."""
         self.before = dict(trainer.agreed_metrics)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -124,7 +124,7 @@ class Recorder(MonitoringCallback):
         self.since = time.monotonic()
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Record logged metrics and the length of the whole run."""
+        """Record the logged metrics and the length of the full run."""
         record = self.record
         record.logged = sorted(trainer.callback_metrics)
         record.plateaus = [
@@ -170,7 +170,7 @@ def layout_of(records: list[Record]) -> str:
 
 
 def bits_of(trainer: "Trainer") -> str:
-    """Return the versions and settings that affect bits in this process, and what a resume does if they differ."""
+    """Return the versions and settings that affect bits here, and how a resume reacts if they have changed."""
     numerics, is_bitwise = trainer.current_run.numerics, trainer.reproducible == "bitwise"
     names = [name for name in versions() if name not in NOT_REFUSED and numerics[name]]
     kernels = [str(numerics[name]) for name in ("cpu_capability", "device", "precision")]

@@ -1,4 +1,4 @@
-"""`legato replay`: recomputes steps of a run, and prints their results with the proof."""
+"""`legato replay`: recomputes steps of a run, and prints the results and the proof."""
 
 from argparse import Namespace
 from bdb import BdbQuit

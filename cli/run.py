@@ -138,7 +138,7 @@ def weights_of(run: "ConfiguredRun") -> Any:
 
 
 def _resolve_own_run(config: "Config", command: str) -> None:
-    """Resolve a stored config's references to its run directory, since a launcher only receives the values.
+    """Resolve references to the run directory of a stored config, since a launcher only receives the config's values.
 
     Raises ConfigError if `resume=auto` would resume another run.
     """

@@ -45,7 +45,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 # --- values -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Axis:
-    """The values of a key: a list, or an interval of numbers (of integers if both bounds are integers)."""
+    """The values of a key: a list, or an interval of numbers. If both bounds are integers, so are the numbers."""
 
     key: str
     texts: tuple[str, ...]
@@ -110,7 +110,7 @@ def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
 
 
 def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
-    """Return the values of all trials: a grid, or `count` random trials. A larger count starts with the same trials."""
+    """Return the values of all trials: a grid, or `count` random trials. A larger count only appends trials."""
     interval = next((axis for axis in axes if axis.scale), None)
     if interval is not None:
         if count is None:
@@ -137,9 +137,9 @@ def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Valu
 def guided_values(
     axes: Sequence[Axis], count: int, seed: int, mode: str, results: Sequence[float | None]
 ) -> Iterator[Values]:
-    """Yield the values that Optuna's TPE sampler chooses, given the `results` of all but the last AHEAD - 1 trials.
+    """Yield the values that Optuna's TPE sampler chooses from the `results` of all but the last AHEAD - 1 trials.
 
-    The values therefore do not depend on how many trials run in parallel. The result of a failed trial is None.
+    The values therefore do not depend on the number of parallel trials. The result of a failed trial is None.
     """
     try:
         import optuna
@@ -173,7 +173,7 @@ class Trial:
     """Environment variable NAME=VALUE that assigns devices to the process; "" assigns none."""
 
     def read(self, metric: str, mode: str) -> str:
-        """Read the result from the run directory, and return the state of the run; "" before its start."""
+        """Read the result from the run directory, and return the state of the run; "" before the run starts."""
         runs = find_runs(self.folder) if self.folder.is_dir() else []
         if not runs:
             return ""
@@ -207,7 +207,7 @@ class Trial:
             )  # fmt: skip
 
     def end(self, metric: str, mode: str) -> None:
-        """Read the result after the process has ended."""
+        """Read the result after the process has exited."""
         assert self.process is not None
         # the run directory holds the state; the exit code matters only if the run did not start
         code, self.process = self.process.returncode, None
@@ -219,7 +219,7 @@ class Trial:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process if the sweep dies, so that it saves a checkpoint (Linux only)."""
+    """Ask the kernel to send this process SIGTERM if the sweep dies, so that the trial is saved (Linux only)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
 
@@ -228,8 +228,8 @@ def _die_with_parent() -> None:
 class Sweep:
     """The trials and the folder of a sweep.
 
-    Checks the config with each value of each key while the other keys have their first value. Raises ConfigError for a
-    mistake.
+    Checks the config with each value of each key while the other keys have their first value. Raises ConfigError if
+    there is a mistake.
     """
 
     def __init__(self, options: Namespace) -> None:
@@ -266,7 +266,7 @@ class Sweep:
         self.signals: list[int] = []
 
     def open(self, kind: str) -> Path:
-        """Return the folder that an earlier start of the same command created for this sweep, or create one."""
+        """Return the folder that an earlier start of the same command created for this sweep, or a new folder."""
         run, space = self.base.values["run"], {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
         require_local(run["root"], "run.root of a sweep")
         root = Path(run["root"]).absolute() / run["name"]
@@ -284,7 +284,7 @@ class Sweep:
         raise AssertionError
 
     def run(self) -> None:
-        """Run all trials that are not done."""
+        """Run all trials that are not complete."""
         tell(f"{self.count} trials in {self.folder}")
         running: list[Trial] = []
         with handling_end_signals(self._end):
@@ -308,7 +308,7 @@ class Sweep:
                     self.write()
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial to start; None if no trial is left, or if Optuna still needs results."""
+        """Return the next trial to start; None if none is left, or if Optuna first needs the results of others."""
         while len(self.trials) < self.count:
             if self.optuna:
                 # results are reported in order, so that Optuna chooses the same values when the command is repeated
@@ -358,7 +358,7 @@ class Sweep:
             raise WorkerError(f"{failed} of {self.count} trials failed. See log.txt in their folders.")
 
     def _end(self, number: int) -> None:
-        """Signal all trials to save and end; after a second Ctrl-C, kill them. 0 resends earlier signals."""
+        """Signal all trials to save and exit; after a second Ctrl-C, kill them. `number` 0 repeats earlier signals."""
         self.signals += [number] if number else []
         again = self.signals.count(signal.SIGINT) > 1
         for trial in self.trials:

@@ -27,7 +27,7 @@ AUTOMATIC = ("auto", -1, "-1")
 
 
 def processes_of(config: "Config") -> "tuple[int, StateParts]":
-    """Return the number of processes in a config's run, and how they share its state, without starting them."""
+    """Return the number of processes in a config's run, and how they share the run's state. Starts no processes."""
     trainer = config.values["trainer"]
     # only the arguments that determine the processes: others may need devices that this machine lacks
     shape = build_arguments(config, {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")})
@@ -45,7 +45,7 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 class UnstartedRun:
     """The objects of a config, each built on first access.
 
-    The task is on the meta device, so its size does not matter. The data is real.
+    The task is on the meta device, so it may be of any size. The data is real.
 
     Raises ConfigError if the process layout is impossible.
     """
@@ -102,12 +102,12 @@ class UnstartedRun:
         return load_loader([owner for owner in (self.data, self.task) if owner is not None], epoch)
 
     def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
-        """Return the task's optimizers, given epochs of `rounds` batches per replica."""
+        """Return the task's optimizers for epochs with `rounds` batches per replica."""
         self.attach(self.task.trainer, self.task, rounds)
         return self.task.make_optimizers()[0]
 
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
-        """Give the trainer the run's process counts and epoch length, and attach the task to it."""
+        """Set the process counts and epoch length of the run in the trainer, and attach the task to the trainer."""
         local = self.processes // self.nodes
         # tasks read world_size and the number of steps to set learning rates
         trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)

@@ -1,4 +1,4 @@
-"""Tools that study runs: samples of a step, replays, verification, and callbacks that watch training closely."""
+"""Tools for studying runs: sample lookup, replays, verification, and callbacks that monitor training in detail."""
 
 from typing import TYPE_CHECKING
 

@@ -33,9 +33,9 @@ DIGESTS = "tensors.jsonl"
 
 
 class TensorDigests(MonitoringCallback):
-    """Writes digests of all weights, gradients and optimizer states for each step from `first` on.
+    """Writes digests of all weights, gradients and optimizer states after each step, beginning with step `first`.
 
-    Weights are in `named_parameters` order. Gradients are digested before clipping.
+    Weights are in `named_parameters` order. Digests of gradients are computed before clipping.
     """
 
     def __init__(self, first: int) -> None:
@@ -78,8 +78,8 @@ def digest_of(tensor: torch.Tensor) -> str:
 def first_difference(one: StudiedRun, other: StudiedRun) -> Iterator[str]:
     """Yield lines that describe the first difference between two runs.
 
-    Bisects the checkpoints that both runs have, then recomputes only the steps between the last equal checkpoint and
-    the first different one.
+    Bisects the steps at which both runs have a checkpoint, then recomputes only the steps between the last equal
+    checkpoint and the first different one.
 
     Raises ConfigError if a run has no completed step, and CheckpointError if a checkpoint is damaged.
     """
@@ -136,7 +136,7 @@ def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
 
 
 def leaves(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and strings in nested values by dotted name, and each tensor as ("tensor", digest)."""
+    """Return the numbers and strings in nested values by dotted name. Tensors become ("tensor", digest)."""
     flat = flatten(contents)
     values = {name: ("tensor", digest_of(each)) for named in flat.tensors.values() for name, each in named.items()}
     rest: list[tuple[str, Any]] = [("", flat.tree)]

@@ -39,8 +39,9 @@ SHOWN = 20
 class Blame(Callback):
     """Computes the loss and gradient of each sample in a step before the step runs, without changing the run.
 
-    Each sample is loaded and augmented as in its batch. It then goes through training_step as a batch of one, with the
-    same random numbers as its batch. Batch norms use their running averages, since one sample has no batch statistics.
+    Each sample is loaded and augmented as in the original batch. It then goes through training_step as a batch of one,
+    with the same random numbers as that batch. Batch norms use their running averages, since one sample has no batch
+    statistics.
     """
 
     def __init__(self, step: int, replica: int | None = None) -> None:
@@ -118,7 +119,7 @@ def batches_of_one(trainer: "Trainer", item: ReplicaBatch) -> list[Any]:
 
 
 def alone(trainer: "Trainer", task: "Task", item: ReplicaBatch, sample: Any) -> dict[str, Any]:
-    """Return a sample's loss (None if training_step skips it), its gradient norm and its weight in the step."""
+    """Return a sample's loss (None if training_step skips it), gradient norm and weight in the step."""
     run, state = trainer.current_run, trainer.state
     with discarding_effects(run, item):
         batch = sample if run.transfer is None else run.transfer(sample, 0)

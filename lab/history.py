@@ -1,4 +1,4 @@
-"""RunHistory: reads a run's starts, checkpoints and logged points from its run directory, without loading tensors."""
+"""RunHistory: reads the starts, checkpoints and logged points in a run directory, without loading tensors."""
 
 import logging
 from abc import abstractmethod
@@ -25,7 +25,7 @@ log = logging.getLogger("legato")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """Metadata of a checkpoint from which a run can resume; holds no tensors."""
+    """Metadata of a checkpoint from which a run can resume, without tensors."""
 
     path: Location
     state: State
@@ -91,29 +91,29 @@ class RunHistory:
         return next((record for record in reversed(self.checkpoints) if record.step < step), None)
 
     def near(self, step: int) -> CheckpointRecord | None:
-        """Return the oldest checkpoint that includes a step; without one, the newest checkpoint before the step."""
+        """Return the oldest checkpoint saved at or after a step; if there is none, the newest one before the step."""
         return next((record for record in self.checkpoints if record.step >= step), self.before(step))
 
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
-        """Points in metrics.jsonl by step. If a resume logged a step again, the later point is used."""
+        """Points in metrics.jsonl by step. If a resumed run logged a step again, the later point is used."""
         path = self.directory / POINTS_FILE
         lines = path.read_bytes().splitlines() if path.exists() else []
         return {point["step"]: point for line in lines if (point := parse_point(line)) is not None}
 
     @property
     def last_step(self) -> int:
-        """The newest step that has a checkpoint or a logged point; 0 if no step does."""
+        """The newest step with a checkpoint or a logged point; 0 if there is no such step."""
         return max([record.step for record in self.checkpoints[-1:]] + list(self.points), default=0)
 
     @cached_property
     def starts(self) -> list[tuple[int, dict[str, Any]]]:
-        """(number, record) of each start of training, oldest first. Evaluations also take a number but are left out."""
+        """(number, record) of each start of training, oldest first. Evaluations are numbered too, but left out here."""
         records = enumerate(read_starts(self.directory))
         return [(number, record) for number, record in records if record.get("stage", "fit") == "fit"]
 
     def start_of(self, step: int) -> tuple[int, dict[str, Any]]:
-        """Return (number, record) of the start that computed a step; (-1, {}) if it is not recorded."""
+        """Return (number, record) of the start that computed a step; (-1, {}) if that start is not recorded."""
         return next((start for start in reversed(self.starts) if start[1].get("step", 0) < step), (-1, {}))
 
     @cached_property
@@ -124,8 +124,8 @@ class RunHistory:
     def epoch_of(self, step: int) -> tuple[int, int, int | None]:
         """Return a step's epoch, the number of steps before that epoch, and the epoch's length in steps.
 
-        The length is None unless a later epoch has started. Raises ConfigError for a step below 1, and DataError if
-        the run does not record the step's epoch.
+        The length is None if no later epoch has started. Raises ConfigError if the step is below 1, and DataError if
+        the run has no record of the step's epoch.
         """
         if step < 1:
             raise ConfigError(f"step={step}: steps count from 1; step 1 takes global_step from 0 to 1.")
@@ -151,7 +151,7 @@ class StudiedRun(RunHistory):
         """Return a function that creates the trainer, task and data to replay steps on `processes` processes."""
 
     def unstarted(self, step: int) -> Any:
-        """Return the unstarted run as configured at a step, with `task`, `seed` and `load_loader(epoch)`."""
+        """Return the unstarted run as configured at a step. It has `task`, `seed` and `load_loader(epoch)`."""
         number = self.start_of(step)[0]
         if number not in self._unstarted:
             self._unstarted[number] = self.make_unstarted(step)

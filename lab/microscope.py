@@ -20,13 +20,13 @@ class Microscope(MonitoringCallback):
     """Logs norms and activation statistics of each module every n-th step.
 
     * `weights/NAME`, `gradients/NAME` and `updates/NAME`: norms of the parameters that the module holds directly, of
-      their gradients after clipping, and of their change in the step.
+      the gradients after clipping, and of the parameters' change in the step.
     * `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis`: statistics of the output of each
       module without submodules, over all batches of the step.
 
-    No hooks are attached in other steps. An observed step needs a copy of the weights; `python -m benchmarks.replay`
-    measures the cost. With `trainer.compile`, a step whose activations are observed runs eagerly, since a compiled
-    graph does not call module hooks.
+    No hooks are attached in other steps. An observed step needs memory for a copy of the weights. To measure the cost,
+    run `python -m benchmarks.replay`. With `trainer.compile`, steps with observed activations run eagerly, since a
+    compiled graph does not call module hooks.
 
     Args:
         every_n_steps: Observe every n-th optimizer step.
@@ -45,7 +45,7 @@ class Microscope(MonitoringCallback):
         self._eagerly = ExitStack()
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Raises ConfigError if this process does not have all modules."""
+        """Raise ConfigError if this process does not have all modules."""
         refuse_parts(self, trainer, stage)
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -60,7 +60,7 @@ class Microscope(MonitoringCallback):
         self._attach_if_due(trainer, task)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Restart the observation of a step that other processes repeat (elastic)."""
+        """Restart the observation of a step that the processes of an elastic run repeat."""
         self._detach()
         self._attach_if_due(trainer, task)
 
@@ -139,7 +139,7 @@ def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
 
 
 def total_norm(tensors: "list[Any]") -> "Tensor":
-    """Return the norm over all values of some tensors. Collective for sharded tensors, whose shards all count."""
+    """Return the norm over all values of several tensors. Collective for sharded tensors: all shards count."""
     import torch
 
     # torch can combine norms only of tensors on the same mesh; sparse gradients contribute their values

@@ -33,7 +33,7 @@ SHOWN = 6
 
 
 class Operations(MonitoringCallback):
-    """Writes one line per operation of a step and rank: module, source line, shapes, hashes of inputs and outputs.
+    """Writes a line for each operation of a step on each rank: module, source line, shapes, input and output hashes.
 
     A compiled task runs this step eagerly, since a compiled graph does not dispatch torch operations.
     """
@@ -71,7 +71,7 @@ class Operations(MonitoringCallback):
 
 
 class _Recorder(DispatchMode):
-    """Records each operation below autograd, in forward and backward passes."""
+    """Records each operation in forward and backward passes, at the level below autograd."""
 
     def __init__(self, step: Operations, task: "Task", records: list[dict[str, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class _Recorder(DispatchMode):
 
 
 def shapes_of(values: Any) -> list[str]:
-    """Return the dtype and shape of each tensor in nested values, and numbers as they are."""
+    """Return the dtype and shape of each tensor in nested values. Numbers are returned unchanged."""
     if isinstance(values, torch.Tensor):
         return [f"{str(values.dtype).removeprefix('torch.')}{list(values.shape)}"]
     if isinstance(values, (bool, int, float)):

@@ -13,7 +13,7 @@ SHOWN_FILES = 8
 
 
 def differences(history: RunHistory, step: int) -> Iterator[str]:
-    """Yield a line for each kind of change since the run computed a step."""
+    """Yield a line for each kind of change in versions and code since the run computed a step."""
     start, now = history.start_of(step)[1], installed_packages() | versions()
     was: dict[str, Any] = {**(start.get("packages") or {}), **(start.get("versions") or {})}
     if changed := changed_values(was, now):
@@ -25,7 +25,7 @@ def differences(history: RunHistory, step: int) -> Iterator[str]:
 
 
 def changed_sources(start: Mapping[str, Any]) -> list[str]:
-    """Return the module files that have changed since a start of the run loaded them."""
+    """Return the module files that have changed since a start of the run imported them."""
     folder = Path(start.get("working_directory") or ".")
     paths = {name: (folder if folder.is_dir() else Path.cwd()) / name for name in start.get("sources") or {}}
     texts = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -33,7 +33,7 @@ def changed_sources(start: Mapping[str, Any]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join up to SHOWN_FILES names, followed by the number of further names."""
+    """Join up to SHOWN_FILES names, and append the number of remaining names."""
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return ", ".join(names[:SHOWN_FILES]) + more
 
@@ -44,7 +44,7 @@ def changed_values(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str
 
 
 def code_differences(directory: Path, git: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line that names the files that differ from the run's commit and its uncommitted changes."""
+    """Yield a line with the files that differ from the run's commit and the uncommitted changes at that time."""
     root, commit = Path(git["root"]), str(git["commit"])
     current = code_of(root, commit) if root.is_dir() else None
     if current is None or current["diff_bytes"] is None:

@@ -37,7 +37,7 @@ Make = Callable[[], Sequence[Any]]
 """Creates a new trainer, task and data, in the order that `trainer.fit` takes the latter two."""
 NOT_REPLAYED = (
     *(CheckpointCallback, ProgressDisplay, ModelSummary),
-    # these callbacks log times, which differ in each run and would fail the comparison
+    # these callbacks log times, which differ in each run, so the comparison would fail
     *(ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer),
 )
 """Callbacks that only write files, show progress or measure time, and do not affect the result of a step."""
@@ -69,7 +69,7 @@ def new_directory(run: Path, mark: str = REPLAY) -> Path:
 
 @dataclass
 class Replayed:
-    """A finished replay, with its proof: a comparison of its logged values with the run's."""
+    """A finished replay and its proof, a comparison of the values that the replay and the run logged."""
 
     history: RunHistory
     source: CheckpointRecord | None
@@ -102,7 +102,7 @@ class Replayed:
 
     @property
     def first(self) -> int:
-        """The first recomputed step, which may come before the requested steps."""
+        """The first recomputed step, which may precede the requested steps."""
         return 1 if self.source is None else self.source.step + 1
 
     @property
@@ -168,7 +168,8 @@ def replay_steps(
 ) -> Replayed:
     """Train from the newest checkpoint before the first step; a watcher must stop training after the last one.
 
-    made: New trainer, task and data. The replay writes only to `directory`.
+    made: New trainer, task and data.
+    directory: The only folder to which the replay writes.
     every_step: Log every step, rather than only the steps that the run logged.
 
     Raises DataError if the run ends before the last step.
@@ -216,7 +217,7 @@ def replay_steps(
 def on_processes(processes: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
     """Return Trainer arguments with which `processes` local processes repeat the run's computation.
 
-    Multiple processes keep the run's strategy, or use ddp if that is a single-process strategy.
+    Multiple processes use the run's strategy or, if it supports only one process, ddp.
     """
     name, options = read_strategy(trainer)
     devices = options.get("devices_per_replica", 2) if name == "ddp_model_parallel" else 1
@@ -249,7 +250,7 @@ def without_recorders(callbacks: Any) -> list[Callback]:
 
 
 def sameness(history: RunHistory, steps: tuple[int, int], trainer: Any) -> tuple[bool, str]:
-    """Return whether a replay of the steps must be bitwise identical to the run, and the reason."""
+    """Return whether a replay of these steps must be bitwise identical to the run, and why."""
     starts: list[Mapping[str, Any]] = [history.start_of(step)[1] for step in steps]
     reproducible = {start.get("reproducible") for start in starts}
     before = {start.get("processes") or 0 for start in starts}

@@ -37,7 +37,8 @@ class StepPlace:
 class SampleLookup:
     """Finds the samples of each step of a run from its history and its training loader.
 
-    build: Returns the unstarted run as configured at a step (`cli.unstarted`); the same config gives the same object.
+    build: Returns the unstarted run as configured at a step (`cli.unstarted`). Must return the same object for the same
+        config.
     """
 
     def __init__(self, history: RunHistory, build: Callable[[int], Any]) -> None:
@@ -45,7 +46,7 @@ class SampleLookup:
         self._data: dict[tuple[int, int, int], TrainingData] = {}
 
     def place(self, step: int) -> StepPlace:
-        """Return the position of a step. If the run has not reached the step, assumes the run's newest settings."""
+        """Return the position of a step. Uses the newest settings if the run has not reached the step."""
         epoch, begun, steps = self.history.epoch_of(step)
         # once a later epoch has started, this epoch's number of steps is recorded
         if steps is None:  # the last recorded epoch, which may have been cut short
@@ -58,7 +59,7 @@ class SampleLookup:
         return StepPlace(step, epoch, step - begun - 1, steps)
 
     def steps_in(self, step: int, epoch: int) -> int | None:
-        """Return an epoch's number of steps under the settings of a step; None for a stream without a length."""
+        """Return an epoch's number of steps under a step's settings; None for a stream without a length."""
         return steps_of(self.data(step, epoch), epoch)
 
     def data(self, step: int, epoch: int) -> TrainingData:
@@ -179,7 +180,7 @@ def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: i
 
 
 def shown_sample(index: Any) -> str:
-    """Return an index as one word; a user's sampler may return tuples."""
+    """Return an index without spaces, since a user's sampler may return tuples."""
     return str(index).replace(" ", "")
 
 

@@ -1,4 +1,4 @@
-"""ScriptHistory: a run that a user's script started. To create its objects, Legato reruns the script up to its fit."""
+"""ScriptHistory: a run that a user's script started. Legato recreates its objects by rerunning the script up to fit."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ _imported: set[str] = set()
 
 
 class ScriptHistory(StudiedRun):
-    """A run that a script started. Each step uses the command of its own start, since a resume may have changed it.
+    """A run that a script started. Each step uses the command that started it, since a resume may change the command.
 
     overrides: Trainer arguments that replace the script's, such as "trainer.devices=2".
     """
@@ -72,11 +72,11 @@ class UnstartedScript:
 
 
 class _Reached(BaseException):
-    """Ends a script at its fit; the script's own `except Exception` does not catch it."""
+    """Ends a script at the call to fit. An `except Exception` in the script does not catch this exception."""
 
 
 def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> list[Any]:
-    """Rerun a start's script up to the fit that started the run, and return the trainer and the arguments of fit.
+    """Rerun a start's script up to the fit that started the run, and return the trainer and the arguments for fit.
 
     settings: Trainer arguments that replace the script's.
 
@@ -122,9 +122,9 @@ def run_to_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes:
 
 @contextmanager
 def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], processes: int) -> Iterator[list[Any]]:
-    """End the script at the recorded fit, and yield a list that receives the arguments of fit and `__main__`.
+    """End the script at the recorded fit, and yield a list that receives the arguments for fit and `__main__`.
 
-    Trainers get `processes` and `settings`. Earlier fits and evaluations are skipped.
+    Trainers in the script get `processes` and `settings`. Earlier fits and evaluations are skipped.
     """
     made, asked, begun = list[Any](), (start["trainer"], start["fit"]), int(command_of_process()["trainer"])
     kind: Any = Trainer
@@ -161,7 +161,7 @@ def stopping_at_fit(start: Mapping[str, Any], settings: Mapping[str, Any], proce
 
 @contextmanager
 def restoring_process() -> Iterator[None]:
-    """Restore the process state that a script changes, such as the working directory of a notebook."""
+    """On exit, restore the process state that a script may change, such as the working directory of a notebook."""
     folder, arguments, path, main, variables = (
         os.getcwd(),
         sys.argv,

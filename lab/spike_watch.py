@@ -39,16 +39,17 @@ class SpikeWatch(Callback):
     spikes. Steps that nan="skip" or the loss scaler of 16-mixed skips are not checked.
 
     "warn" reads the values only when the run reads the device anyway, and warns at the next logging point. "skip" reads
-    them in every step and skips the update of a spike: weights and optimizer states stay unchanged, but effects of the
-    forward pass (batch norm statistics, logged values) remain. Each spike is a line in `spikes.jsonl` in the run
-    directory. `legato samples RUN step=N --blame` finds the sample, and `trainer.leave_out_samples` excludes it.
+    them in every step and skips the update in a spike. Weights and optimizer states then stay unchanged, but effects of
+    the forward pass (batch norm statistics, logged values) remain. Each spike is recorded as a line of `spikes.jsonl`
+    in the run directory. To find the sample, use `legato samples RUN step=N --blame`; to exclude it, use
+    `trainer.leave_out_samples`.
 
     Args:
         factor: Number of spreads above the median at which a value becomes a spike.
         window: Number of previous steps for the median and the spread.
         then: "warn" or "skip".
-        most_in_a_row: Maximum number of consecutive finite spikes. Later ones are a new level: they enter the median
-            and only cause warnings.
+        most_in_a_row: Maximum number of consecutive finite spikes. Further high values count as a new level: they enter
+            the median and only cause warnings.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class SpikeWatch(Callback):
         return {"range": self._range, "spikes": self.spikes, "unread": unread}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         import torch
 
         self._range, self.spikes = list(state_dict["range"]), list(state_dict["spikes"])
@@ -100,7 +101,7 @@ class SpikeWatch(Callback):
                 )
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Raises ConfigError for optimizers whose update cannot be checked or skipped."""
+        """Raise ConfigError for optimizers whose update cannot be checked or skipped."""
         optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
@@ -141,7 +142,7 @@ class SpikeWatch(Callback):
             self._step, self._losses, self._norms = step, [], []
 
     def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Check the steps since the last logging point, when the run reads the device anyway."""
+        """At logging points, when the run reads the device anyway, check the steps since the last one."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._judge(trainer)
 
@@ -150,7 +151,7 @@ class SpikeWatch(Callback):
         self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> bool:
-        """Check the remaining steps; return whether to skip the update of the newest one."""
+        """Check the steps not checked yet, and return whether to skip the update of the newest one."""
         import torch
 
         unread, self._unread, is_left_out = self._unread, {}, False
@@ -164,7 +165,7 @@ class SpikeWatch(Callback):
         return is_left_out
 
     def _is_spike(self, trainer: "Trainer", step: int, values: dict[str, float]) -> bool:
-        """Record a step; return whether it is a spike and not a new level."""
+        """Record a step, and return whether it is a spike rather than a new level."""
         is_told = step in self.spikes
         # the step may be repeated after a resume, or after processes change
         self._range = [row for row in self._range if row[0] < step][-self.window :]

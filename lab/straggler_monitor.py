@@ -20,10 +20,10 @@ log = logging.getLogger("legato")
 class StragglerMonitor(Callback):
     """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging points.
 
-    A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward pass; then
-    it waits for the other ranks. `wait_seconds` is how much longer the slowest rank works per step than the others on
-    average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are part of the ranks'
-    regular agreement (`processes/agreement.py`) and need no extra collective.
+    A rank's own work in a step lasts from the end of the previous step to the last gradient of the backward pass. After
+    that, the rank waits for the others. `wait_seconds` is how much longer the slowest rank works per step than the
+    others do on average. `wait_share` is that time as a fraction of the slowest rank's work. The measurements are
+    exchanged with the ranks' regular agreement (`processes/agreement.py`) and need no extra collective.
 
     Under sharded strategies, ranks also wait for each other in the forward pass, so only loading counts as own work.
     """
@@ -104,7 +104,7 @@ class StragglerMonitor(Callback):
             trainer.current_run.write(step, values)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Exclude the time spent writing a checkpoint, during which all ranks wait."""
+        """Exclude the time that all ranks spend waiting for a checkpoint to be written."""
         self._began = None
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:

@@ -29,7 +29,7 @@ AnyRun = str | Path | RunDirectory | StudiedRun
 def samples(run: AnyRun, step: int) -> list[dict[str, Any]]:
     """Return the replica, batch number, loader and sample indices of each batch in a step, without running the step.
 
-    Indices are None for a stream. The loader is "" if there is only one.
+    Indices are None for a stream. With a single loader, the loader is "".
     """
     with restoring_process():
         history = history_of(run)
@@ -51,11 +51,12 @@ def replay(run: AnyRun, step: int, until: int | None = None, *, make: Make | Non
         run: A run from `legato.runs`, its path or its name.
         step: First step, counted from 1.
         until: Last step. Default: `step`.
-        make: Only for a run started in a notebook: a function that creates the trainer, task and data as the notebook
-            did. Returns `(trainer, task, loader)`, optionally followed by a validation loader and a data module.
-            `devices=1` is enough, whatever number of devices the run had.
+        make: Function that creates the trainer, task and data as the notebook did. Only needed for a run that was
+            started in a notebook. Must return `(trainer, task, loader)`, optionally followed by a validation loader and
+            a data module. `devices=1` is enough, even if the run used more devices.
 
-    Returns the replay. Its `steps()` returns the loss, gradient norms by module and learning rates of each step.
+    Returns the replay. The replay's `steps()` returns the loss, gradient norms by module and learning rates of each
+    step.
 
     Raises ConfigError if `make` does not return a new trainer and a task, and LegatoError if the replay does not match
     the run.
@@ -84,14 +85,14 @@ def verify(
 ) -> Verification:
     """Recompute random segments between checkpoints of a run, and write a certificate. The run does not change.
 
-    Prints the estimated cost first and the certificate at the end.
+    Prints the estimated cost before it begins, and the certificate at the end.
 
     Args:
         run: A run from `legato.runs`, its path or its name.
         segments: Number of segments. None: all.
-        seed: Seed for drawing the segments. Default: a random seed, which the certificate states.
-        devices: Number of processes that recompute the segments. Default: if the result must be bitwise identical, a
-            different number than the run had.
+        seed: Seed for drawing the segments. Default: a random seed, which the certificate records.
+        devices: Number of processes that recompute the segments. Default: if results must be bitwise identical, a
+            number that differs from the run's.
         out: Folder for the certificate. Default: a new folder beside the run.
 
     Returns the verification, with `is_proven` and `segments`. Each segment lists its `differences`.
@@ -130,9 +131,9 @@ def path_of(run: AnyRun) -> Path:
 
 
 def history_of(run: AnyRun, overrides: Sequence[str] = ()) -> StudiedRun:
-    """Return the history of a run. Its `make` and `unstarted` create the objects for a step.
+    """Return the history of a run, whose `make` and `unstarted` methods create the objects for a step.
 
-    overrides: Settings such as "trainer.devices=2". A run that started from a config accepts any config key.
+    overrides: Settings such as "trainer.devices=2". For a run that started from a config, any config key is accepted.
 
     Raises ConfigError if the run does not exist.
     """

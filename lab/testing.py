@@ -1,4 +1,4 @@
-"""Test helper that checks whether a custom strategy obeys the rules that the loop, checkpoints and metrics rely on."""
+"""Test helper that checks whether a custom strategy obeys the rules on which loop, checkpoints and metrics rely."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,16 +36,17 @@ def check_strategy(make: Callable[[], "Strategy | str"], processes: Sequence[int
 
     1. When training starts, all ranks hold rank 0's weights.
     2. A step's gradient is the gradient of the mean loss over all samples of the step.
-    3. The gradient is the same on every rank, and so are the buffers, which are the first replica's.
+    3. All ranks have the same gradient and the same buffers. The buffers are those of the first replica.
     4. All ranks take the same number of steps, including ranks without a batch.
-    5. A run that is stopped and resumed ends with the same weights: between steps, the strategy keeps no state outside
-       the checkpoint.
+    5. A run that is stopped and resumed ends with the same weights as an uninterrupted run. Between steps, the strategy
+       must therefore keep no state outside the checkpoint.
 
-    A strategy may let ranks differ during training: its `weight_ranks` then has one rank in a run with several. Such
-    ranks need equal weights at the start and at the end, and a rank's first gradient is that of its own samples' mean.
+    A strategy may let weights differ between ranks during training. In a run with several ranks, its `weight_ranks`
+    must then contain a single rank. All ranks must still have equal weights at the start and at the end, and a rank's
+    first gradient must be the gradient of the mean loss over the rank's own samples.
 
     Args:
-        make: Returns the strategy or its name; called in each process.
+        make: Function that returns the strategy or the strategy's name. Called in each process.
         processes: Numbers of processes to train with.
 
     Raises AssertionError if a rule is broken; the message names the rule and the number of processes.
@@ -147,7 +148,7 @@ def _fit(
 
 
 def _train(make: Callable[[], "Strategy | str"], folder: Path) -> list[str]:
-    """Train in this process as one of the ranks. Returns the broken rules, as the same list on every rank."""
+    """Train in this process as one of the ranks, and return the broken rules. The list is the same on every rank."""
     place = find_place()
     assert place is not None
     rank, size = place.rank, place.world_size

@@ -52,7 +52,7 @@ NOT_DETERMINISTIC = "Recomputing these steps twice gave different bits: an opera
 
 @dataclass
 class Segment:
-    """The steps from one checkpoint (None: the start of the run) to the next, and the result of recomputing them."""
+    """The steps between two checkpoints (or from the start to the first one), and the result of recomputing them."""
 
     source: CheckpointRecord | None
     target: CheckpointRecord
@@ -81,7 +81,7 @@ class Segment:
 
 
 class Verification:
-    """Random segments of a run to recompute. Nothing is written into the run directory."""
+    """Recomputes random segments of a run, and compares the results. Writes nothing into the run directory."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Verification:
         """Draw the segments.
 
         count: Number of segments to draw. None: all.
-        processes: Default: if the result must be bitwise identical, a different number than the run had.
+        processes: Number of processes that recompute the segments. Default: see `processes_for`.
 
         Raises ConfigError if the run cannot be verified.
         """
@@ -130,7 +130,7 @@ class Verification:
             self.segments = [self.segments[number] for number in drawn]
 
     def cost(self) -> str:
-        """Return the number of segments and steps, their time at the run's speed, and the required disk space."""
+        """Return the number of segments and steps, the time needed at the run's speed, and the required disk space."""
         points = sorted((step, point["time"]) for step, point in self.history.points.items() if "time" in point)
         # the median step has no validation or pause
         rates = [(after - before) / (last - first) for (first, before), (last, after) in pairwise(points)]
@@ -173,14 +173,14 @@ class Verification:
             segment.causes = self._changes(segment, {})
 
     def _changes(self, segment: Segment, contents: Mapping[str, Any]) -> list[str]:
-        """Return the changes since the run, including settings, which it compares with the recomputed `contents`."""
+        """Return what has changed since the run, including settings in which the recomputed `contents` differ."""
         was, now = segment.target.fingerprint, contents.get("fingerprint", {})
         names = [name for name in was if name in now and name != CONTENT and was[name] != now[name]]
         settings = listed([f"{name} {was[name]} -> {now[name]}" for name in names])
         return [*differences(self.history, segment.steps[0]), *([f"Changed settings: {settings}."] if names else [])]
 
     def _replay(self, segment: Segment, folder: Path) -> tuple[Replayed, dict[str, Any]]:
-        """Return a replay of a segment and the contents of its checkpoint."""
+        """Return a replay of a segment, and the contents of the replay's checkpoint."""
         folder.mkdir()
         made, checkpoint = segment.make(), folder / "checkpoint"
         segment.processes = processes_of(made[0])
@@ -189,7 +189,7 @@ class Verification:
         return replayed, read_checkpoint(checkpoint)
 
     def _compare_points(self, segment: Segment, replayed: Replayed) -> list[str]:
-        """Return the differences between the logged values of a segment and its replay."""
+        """Return the differences between the values that the run and the replay logged in a segment."""
         (first, last), points, logged = segment.steps, self.history.points, points_in(replayed.directory)
         steps = [step for step in points if first <= step <= last]
         names = {name for step in steps for name in points[step].keys() - logged.get(step, {}).keys()}
@@ -250,7 +250,7 @@ class Verification:
 
 
 def processes_for(start: Mapping[str, Any]) -> int:
-    """Return how many processes recompute a start's steps: a different number if that must not change the bits."""
+    """Return how many processes to recompute a start's steps on: not the run's number if bits must not depend on it."""
     before, replicas = int(start.get("processes") or 1), int(start.get("replicas") or 1)
     here = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
     if start.get("reproducible") == "bitwise":
@@ -259,7 +259,7 @@ def processes_for(start: Mapping[str, Any]) -> int:
 
 
 def compare(segment: Segment, replayed: Replayed, contents: Mapping[str, Any]) -> list[str]:
-    """Set the result of a segment, and return the differences between its checkpoint and the recomputed contents."""
+    """Set a segment's result, and return the differences between the stored checkpoint and the recomputed contents."""
     stored = read_checkpoint(segment.target.path)
     was, now = (
         {name: value for name, value in leaves(each).items() if not name.startswith(NOT_COMPARED)}

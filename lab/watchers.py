@@ -1,4 +1,4 @@
-"""Callbacks for replays, which report, stop after, save or debug a step."""
+"""Callbacks for replays. They report, save or debug a step, or stop after it."""
 
 import json
 import logging
@@ -52,7 +52,7 @@ class SameData(Callback):
 class StepReport(MonitoringCallback):
     """Writes the loss, gradient norms by module and learning rates of steps `first` to `last`.
 
-    Gradients are the complete step's, before clipping. The loss is the mean over the step's batches.
+    Gradients are those of the complete step, before clipping. The loss is the mean over the step's batches.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -107,7 +107,7 @@ def gradients_of(task: "Task", optimizer: "Optimizer") -> Iterator[tuple[str, to
 
 
 class StopAfterStep(MonitoringCallback):
-    """Ends training after a step and, unless `save` is None, saves a checkpoint there."""
+    """Ends training after a step and, unless `save` is None, saves a checkpoint at that point."""
 
     def __init__(self, step: int, save: Path | None = None) -> None:
         self.step, self.save = step, save
@@ -125,7 +125,7 @@ class StopAfterStep(MonitoringCallback):
 class SaveAs(CheckpointCallback):
     """Saves to `path` when the loop state equals a checkpoint's, and then ends training.
 
-    A run saves after a step, after its validation, or at the end of an epoch; the loop state distinguishes these.
+    A run saves after a step, after a validation, or at the end of an epoch. The loop state distinguishes these cases.
     """
 
     CLOCKS = ("elapsed", "logged_at")
@@ -159,7 +159,7 @@ class SaveAs(CheckpointCallback):
 
 
 class DebugStep(Callback):
-    """Opens the debugger at the first line of training_step for each batch of a step, or only for one replica's."""
+    """Opens the debugger at the first line of training_step for each batch of a step or of one replica in that step."""
 
     def __init__(self, step: int, replica: int | None = None) -> None:
         self.step, self.replica = step, replica

@@ -42,7 +42,7 @@ class ConfiguredRun:
     """The run that `resume=auto` found by name, which stores this config."""
 
     def to_resume(self) -> "StoredRun | str | None":
-        """Return the run to resume. For a run's stored config, "auto" is that run, not the newest run with its name."""
+        """Return the run to resume. For a stored config, "auto" means the config's run, not the newest run by name."""
         if self.resume != "auto" or (self.directory is None and self.resumed is None):
             return self.resume
         run = self.stored("auto")
@@ -56,7 +56,7 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects that a config describes, with its seed for the task and the data.
+    """Build the objects that a config describes. The config's seed also seeds the construction of task and data.
 
     Raises ConfigError if building fails.
     """
@@ -101,12 +101,12 @@ class _Builder(ValueChecker):
         """Objects built for arguments, with their configs, by id."""
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Build an object for an argument, or return the mistakes, so that another union member can be tried."""
+        """Build an object for an argument. Return any mistakes, so that another member of a union can be tried."""
         mistakes = ValueChecker(self.values).check(value, key, base)[1]
         return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 
     def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
-        """Build an instance of a subclass of `base`. An argument may also be a partial or the result of a function."""
+        """Build an instance of a subclass of `base` or, for an argument, also a partial or a function's result."""
         place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
         # checked earlier, but building another object may have changed a module
         target = find_target(value, key, base)

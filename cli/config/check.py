@@ -1,7 +1,8 @@
 """Checks a config: first its keys, without importing torch; then every value, with the classes that the config names.
 
-KeyChecker finds misspelled keys from source files, and wrong values of `trainer`, `run` and the top level. ValueChecker
-imports the classes to get the types of their arguments. Each reports all mistakes in one message.
+KeyChecker finds misspelled keys, which it compares with the classes' source files, and wrong values of `trainer`, `run`
+and the top level. ValueChecker imports the classes to get the types of their arguments. Each reports all mistakes in
+one message.
 """
 
 import logging
@@ -96,7 +97,7 @@ _SIGNATURES = {"trainer": TRAINER, "run": RUN}
 
 @dataclass(frozen=True)
 class Config(Layer):
-    """A checked and resolved config with defaults and the origin of each value."""
+    """A checked and resolved config, with all defaults and the origin of each value."""
 
     directory: Path | None = None
     """The run directory that stores this config, except for overrides."""
@@ -104,9 +105,9 @@ class Config(Layer):
     """The run that `resume=auto` found by name, which stores this config except for overrides."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be rerun; with `origins`, a comment names the origin of each value.
+        """Return the config as YAML that can be rerun. With `origins`, comments name the origin of each value.
 
-        Secrets are replaced by references to their environment variables.
+        References to environment variables replace secrets.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
 
@@ -134,7 +135,7 @@ class Config(Layer):
         return replace(self, values=_without_absent(values))
 
     def to_run_again(self) -> "Config":
-        """Return the config to store in the run directory: without `resume=auto`, so that it starts a new run."""
+        """Return the config to store in the run directory. It omits `resume=auto`, so that it starts a new run."""
         if self.values["resume"] != "auto":
             return self
         return replace(self.changed(resume=None), origins=self.origins | {("resume",): "default"})
@@ -212,7 +213,7 @@ def class_path(kind: str, name: str) -> str:
 
 
 def options_of(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of a strategy or launcher, whose value may be just its name."""
+    """Return the name and options of a strategy or launcher. The value may be just a name."""
     options = dict(value) if isinstance(value, Mapping) else {"name": value}
     return options.pop("name"), options
 
@@ -346,7 +347,7 @@ class KeyChecker:
         return Signature({name: Parameter(Any, NO_DEFAULT, False) for name in names or ()}, open=names is None)
 
     def fit(self, kind: Any, value: Any, key: Key) -> Fitted:
-        """Check every object to build for an argument, whatever the argument's type."""
+        """Check every object that is to be built for an argument. Ignores the argument's type."""
         if is_target(value):
             return self.check(value, key, object)
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -360,7 +361,7 @@ class KeyChecker:
         return value, self.arguments(value, key, path.rpartition(".")[2], self.signature(path))[1]
 
     def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
-        """Check the arguments in a mapping, and convert them to their parameters' types."""
+        """Check the arguments in a mapping, and convert each to the type of its parameter."""
         parameters, fitted, mistakes = signature.parameters, {}, list[Problem]()
         # an entry cannot be a partial: the trainer needs the task itself
         nested = TARGET in value and not is_entry(key)
@@ -401,7 +402,7 @@ class KeyChecker:
 
 # --- values -----------------------------------------------------------------------------------------------------------
 class ValueChecker(KeyChecker):
-    """Imports the classes that a config names, and checks every argument against their annotations."""
+    """Imports the classes that a config names, and checks each argument against its annotation."""
 
     def signature(self, path: str) -> Signature:
         """Return the arguments of the object at a dotted path, with their types."""
@@ -412,7 +413,7 @@ class ValueChecker(KeyChecker):
         return fit(kind, value, key, self.check)
 
     def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
-        """Also check that the `_target_` exists and is a subclass of `base`, or of its section's base class."""
+        """Also check that the `_target_` exists and is a subclass of `base` or of the section's base class."""
         try:
             find_target(value, key, load(EXPECTED[str(key[0])]) if is_entry(key) else base)
         except ConfigError as error:
@@ -447,7 +448,7 @@ def class_name(base: type) -> str:
 
 
 def _path_meant(path: str) -> str:
-    """Suggest the path of the Legato class with this name, also if the module in `path` has moved."""
+    """Suggest the path of the Legato class with this name, even if the class has moved to another module."""
     # uses the last component, since classes have moved between packages without being renamed
     name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
     for room in ("callbacks", "tasks", "loggers", "lab"):
@@ -483,7 +484,7 @@ def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
 
 
 def _without_absent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the present sections in order, including `resume` and `checkpoint`, for which null has a meaning."""
+    """Return the sections that are not null, in order. Keep `resume` and `checkpoint`, for which null has a meaning."""
     kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
     return {name: values[name] for name in kept}
 
@@ -516,7 +517,7 @@ def _list_names(names: Iterable[str]) -> str:
 
 
 def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
-    """Return the message: one line per mistake; for a single mistake, also the argument's documentation."""
+    """Return the message, one line per mistake. For a single mistake, add the argument's documentation."""
     parts = [(key, *text.partition("\n    ")) for key, text in mistakes[:_SHOWN]]
     lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text, *_ in parts]
     if len(mistakes) > 1:
@@ -529,7 +530,7 @@ def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
 
 
 def _example(mistake: Problem, layer: Layer) -> str:
-    """Return the wrong and the right line of a file, or the overrides, for a message that ends with a suggestion."""
+    """Return the wrong and the right line (or override) for a mistake whose text has a suggestion, otherwise ""."""
     key, text = mistake
     suggestion = _SUGGESTION.search(text)
     value: Any = layer.values

@@ -29,7 +29,7 @@ _UNREADABLE = (ImportError, AttributeError, ValueError, SyntaxError, OSError, Re
 
 # --- from source files ------------------------------------------------------------------------------------------------
 def argument_names(path: str) -> list[str] | None:
-    """Return the argument names of the class or function at a dotted path; None if its source does not show them."""
+    """Return the argument names of the class or function at a dotted path; None if the source does not show them."""
     try:
         return _arguments_in(*_locate(path))
     except _UNREADABLE:
@@ -104,7 +104,7 @@ def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[s
 
 
 def _locate(path: str) -> tuple[Path, str, str]:
-    """Return the file and name of a dotted path's module, and the name in it. Raises ImportError without a module."""
+    """Return a path's module file, module name and name in the module. Raises ImportError if there is no module."""
     top, *parts = path.split(".")
     spec = None if top in _UNREAD else find_spec(top)  # imports nothing for a top-level name
     for index, part in enumerate(parts):
@@ -128,7 +128,7 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Arguments of a class or function. `open`: it also accepts other arguments."""
+    """Arguments of a class or function. `open` is True if it also accepts other arguments."""
 
     parameters: Mapping[str, Parameter]
     open: bool = False
@@ -173,7 +173,7 @@ def _source_of(function: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists in place of tuples; NO_DEFAULT if YAML cannot represent it."""
+    """Return a value with tuples as lists; NO_DEFAULT if YAML cannot represent the value."""
     if isinstance(value, list | tuple):
         items = [plain(item) for item in value]
         return NO_DEFAULT if any(item is NO_DEFAULT for item in items) else items

@@ -102,7 +102,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes strings that YAML 1.1 or 1.2 would read as another type, and writes no aliases."""
+    """Dumper that writes no aliases, and quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -313,7 +313,7 @@ def merge(base: Layer, over: Layer) -> Layer:
 
 
 def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
-    """Return whether `new` names a different class than `old`, so that the arguments in `old` do not apply."""
+    """Return whether `new` names a different class than `old`. The arguments in `old` then do not apply."""
     before, after = (entry.get(TARGET) or (entry.get("name") if key in NAMED else None) for entry in (old, new))
     # otherwise the old class's arguments would be reported as misspelled
     return after is not None and after != before and (before is not None or TARGET in new)
@@ -349,7 +349,9 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     """Return a config's file: at `path`, in the project's configs/, or among the configs that come with Legato.
 
-    above: The files that extend it, the innermost last. Raises ConfigError if the file does not exist.
+    above: The files that extend this file, the innermost last.
+
+    Raises ConfigError if the file does not exist.
     """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
@@ -384,7 +386,7 @@ def ready_configs() -> list[str]:
 def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     """Return the run directory whose stored config is among the arguments; None if there is none.
 
-    `run.name` must come from that config: a name from another file or an override means another run.
+    `run.name` must come from that config. A name from another file or from an override refers to another run.
     """
     name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
     if not isinstance(name, str):  # missing, or of a wrong type, which the check reports later
@@ -406,12 +408,12 @@ def _shown(path: Path) -> str:
 
 # --- overrides --------------------------------------------------------------------------------------------------------
 def is_override(argument: str) -> bool:
-    """Return whether an argument of a command sets a key, rather than naming a file."""
+    """Return whether an argument of a command is an override rather than the name of a file."""
     return _OVERRIDE.match(argument) is not None and not os.path.exists(argument)
 
 
 def overrides_among(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that set a key."""
+    """Return the arguments that are overrides."""
     return list(filter(is_override, arguments))
 
 
@@ -457,7 +459,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError if no value refers to an override of `vars`: its name is probably misspelled."""
+    """Raise ConfigError if no value refers to a variable that an override sets in `vars`: it is probably misspelled."""
     text = " ".join(text for _, text in _texts(merged.values))
     used = set(re.findall(r"\$\{vars(?:\.|\[['\"]?)([\w-]+)", text))
     for key, origin in merged.origins.items():
@@ -534,8 +536,8 @@ def _read_word(text: str) -> Any:
 def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
     """Add environment variables to the origins of values that use them, and record secrets.
 
-    A value is secret if its variable's name or its key contains a word such as TOKEN. Files contain `${env:NAME}` in
-    place of a secret wherever it occurs.
+    A value is secret if its key or the variable's name contains a word such as TOKEN. When a config is written to a
+    file, `${env:NAME}` replaces the secret wherever it occurs.
     """
     variables, secrets = dict[str, str](), dict[Key, str]()
     for key, text in texts:
@@ -565,7 +567,7 @@ def _texts(value: Any) -> Iterator[tuple[Key, str]]:
 
 
 def leaves(value: Any, key: Key, within: Any = dict) -> Iterator[tuple[Key, Any]]:
-    """Yield each key below `key` that has a single value. `within`: types of containers to traverse."""
+    """Yield each key below `key` whose value is not a container. `within`: types of containers to traverse."""
     if isinstance(value, within) and value:
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*key, name), within)

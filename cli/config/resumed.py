@@ -30,7 +30,7 @@ def load_to_fit(arguments: Sequence[str], before_imports: Callable[[Mapping[str,
     """Return the config of a new run, as `load_config` does, or of a run to resume.
 
     With `resume=auto`, the overrides among the arguments are applied to the stored config of the resumed run. A warning
-    lists the keys that have other values in the files. Raises ConfigError if the files name another task.
+    lists the keys whose values in the files differ from the run's. Raises ConfigError if the files name another task.
     """
     overrides = overrides_among(arguments)
     # an override may change an entry that only the stored config has; then the files alone are not a valid config

@@ -45,7 +45,7 @@ class KubernetesLauncher(Launcher):
         node_selector: Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}.
         environment: Additional environment variables, such as {NCCL_SOCKET_IFNAME: eth0}.
         python: Python interpreter in the image.
-        folder: Working directory in the image, with the task's modules. None: the image's.
+        folder: Working directory in the container, which holds the task's modules. None: the image's default.
         port: Port on the first pod for the processes' rendezvous.
         retries: Number of failed pods after which the Job fails; preempted pods do not count.
         dry_run: Print the manifests instead of applying them.
@@ -86,7 +86,7 @@ class KubernetesLauncher(Launcher):
         return 0
 
     def manifests(self, command: str, config: "Config", machines: Machines) -> list[dict[str, Any]]:
-        """Return the ConfigMap with the config, the Service by which pods find the first pod, and the Job."""
+        """Return the ConfigMap with the config, the Service through which pods find the first pod, and the Job."""
         run, resume = config.values["run"], config.values["resume"]
         # a replacement pod resumes the run
         pod_config = config.changed(
@@ -128,7 +128,7 @@ class KubernetesLauncher(Launcher):
         }
 
     def _pod(self, name: str, machines: Machines, command: str) -> dict[str, Any]:
-        """Return the spec of a pod, which runs the command and thus the processes of its node."""
+        """Return the spec of a pod, which runs the command that starts the node's processes."""
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         place: list[dict[str, Any]] = [
             {"name": "NODE_RANK", "valueFrom": index},

@@ -40,7 +40,7 @@ class Launcher:
         raise NotImplementedError
 
     def call_tool(self, *words: str, text: str = "") -> str:
-        """Run one of the cluster's commands with input `text` and return its output. Raises WorkerError if it fails."""
+        """Run a command of the cluster with input `text`, and return the output. Raises WorkerError if it fails."""
         try:
             done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
         except OSError as error:
@@ -54,7 +54,7 @@ class Launcher:
 
 
 def machines_of(config: "Config", name: str) -> Machines:
-    """Return the machines that a config needs. Raises ConfigError if the config's values depend on this machine."""
+    """Return the machines that a config needs. Raises ConfigError if the config does not determine them."""
     # imported here, since it imports torch, which the check of a launcher's name does not need
     from ..unstarted import processes_of
 

@@ -35,7 +35,7 @@ sys.exit(main())
 
 @dataclass(kw_only=True)
 class RayLauncher(Launcher):
-    """Runs on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs the package ray.
+    """Runs on `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Requires the ray package.
 
     Args:
         address: Address of the cluster: "host:port", "ray://host:port", or "auto" for the cluster on this machine.
@@ -116,7 +116,7 @@ class RayLauncher(Launcher):
         return group
 
     def _run(self, group: Any, machines: Machines, command: str, config: str, signals: list[int]) -> int:
-        """Start an actor in each bundle, and wait until all have ended."""
+        """Start an actor in each bundle, and wait until all have exited."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -40,7 +40,7 @@ class SlurmLauncher(Launcher):
         setup: Shell commands to run first, such as `module load cuda`.
         python: Path of the Python interpreter on the nodes. None: this process's interpreter.
         requeue: Requeue a job that stops before it is done. It resumes from its newest checkpoint.
-        signal_seconds: How many seconds before the time limit the run saves a checkpoint and stops.
+        signal_seconds: Number of seconds before the time limit at which the run saves a checkpoint and stops.
         folder: Folder for the script, config and output. None: `slurm` beside the run directories.
         dry_run: Print the script instead of submitting it.
 
@@ -102,7 +102,7 @@ class SlurmLauncher(Launcher):
         return 0
 
     def script(self, command: str, machines: Machines, name: str, stem: Path, resume: list[str]) -> str:
-        """Return the sbatch script that runs the config `stem`.yaml; `resume` are the lines that set `resume`."""
+        """Return the sbatch script that runs the config `stem`.yaml. `resume`: shell lines that set `resume`."""
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
         words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])

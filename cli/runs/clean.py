@@ -65,7 +65,7 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
 
 
 def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
-    """Return a kind, and the run's folders of that kind that may be deleted."""
+    """Return the kind of a run's deletable folders, and these folders."""
     if run.is_empty:
         return "empty", [Deletion(run, run.path, folder_size(run.path))]
     if run.state == FAILED:
@@ -77,7 +77,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
-    """Return a run's complete checkpoints except the newest and the best; [] if the best one is unknown."""
+    """Return a run's complete checkpoints except the newest and the best. Empty if the best one is unknown."""
     complete = [entry for entry in run.checkpoints if entry.complete and is_own_checkpoint(Path(entry.path))]
     best = run.best_checkpoint
     if best is None or best not in complete:
@@ -98,7 +98,7 @@ def confirmed(question: str) -> bool:
 def delete_locked(deletion: Deletion) -> bool:
     """Delete a run or checkpoint while holding the run's lock, which prevents a resume. Return whether it was deleted.
 
-    Prints the reason if it was not.
+    If not, prints the reason.
     """
     run, path = deletion.run.path, deletion.path
     lock = RunLock(run, "clean")

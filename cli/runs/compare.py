@@ -72,7 +72,7 @@ def bits(runs: Sequence[RunDirectory]) -> str:
 
 
 def operations(files: Sequence[str]) -> str:
-    """Return the first difference between two files from `legato replay --operations`. Other files: ConfigError."""
+    """Return the first difference between two files of `legato replay --operations`. Raises ConfigError for others."""
     from ...lab.operations import different_operation  # imports torch
 
     if len(files) != 2 or not all(Path(file).is_file() for file in files):

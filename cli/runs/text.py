@@ -49,7 +49,7 @@ def evaluated_values(evaluation: "RunDirectory") -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics without x-axes; metrics of Legato's callbacks come last."""
+    """Return the names of metrics, without x-axes such as the step. Metrics of Legato's callbacks come last."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 
